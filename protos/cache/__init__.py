@@ -1,0 +1,1 @@
+"""The protobuf package ``cache``, one subpackage for each version of the wire contract."""

@@ -1,0 +1,238 @@
+"""How logical columns lie in a stored record batch: the packed layout both sides agree on.
+
+Scalar columns of one dtype are *packed* row-major into one fixed-size list column, so that a row
+is one short run of bytes and gathering random rows costs one copy a row instead of one cache miss
+a column. Fixed-size lists are a *matrix* column of their own; everything else is *plain*.
+
+    logical   a: float32   b: int64   c: float32   img: uint8[784]   s: string
+    stored    [a c]: float32[2]   [b]: int64[1]   img: uint8[784]   s: string
+
+The stored layout is a pure function of the logical schema, so a client that knows the one knows
+the other. A stored schema also says it itself, in its metadata: each packed field names its
+columns and the schema carries the logical one. No I/O here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from protos.errors import RequestError
+
+COLUMNS_KEY = b"cache.columns"
+LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
+
+Matrix = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class StoredColumn:
+    """One column of a stored batch.
+
+    Attributes:
+        kind: ``packed`` (several logical scalar columns), ``matrix`` (one fixed-size list) or
+            ``plain`` (one column as it is).
+        names: the logical columns it holds; one unless packed.
+        field: the Arrow field as stored.
+        dtype: of the values, for packed and matrix columns.
+        width: values a row, for packed and matrix columns; 0 for plain ones.
+        shape: of one row, for matrix columns: ``(784,)`` or ``(28, 28)``.
+    """
+
+    kind: Literal["packed", "matrix", "plain"]
+    names: tuple[str, ...]
+    field: pa.Field
+    dtype: np.dtype[np.generic] | None = None
+    width: int = 0
+    shape: tuple[int, ...] = ()
+
+
+class Layout:
+    """The stored columns of a logical schema. Immutable, safe to share between threads.
+
+    Args:
+        logical: fields of storage types (see `cache_server.packing`); names must be unique.
+    """
+
+    def __init__(self, logical: pa.Schema) -> None:
+        self.logical = logical
+        self.columns: tuple[StoredColumn, ...] = _stored_columns(logical)
+        self._place: dict[str, tuple[int, int]] = {
+            name: (index, position)
+            for index, column in enumerate(self.columns)
+            for position, name in enumerate(column.names)
+        }
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The schema of a stored batch; says in its metadata what the logical one is."""
+        encoded = base64.b64encode(self.logical.serialize().to_pybytes())
+        return pa.schema(
+            [column.field for column in self.columns], metadata={LOGICAL_SCHEMA_KEY: encoded}
+        )
+
+    @classmethod
+    def of_stored(cls, schema: pa.Schema) -> Layout:
+        """The layout that a stored schema names in its metadata.
+
+        Raises:
+            ValueError: when the schema is not one of a stored batch.
+        """
+        encoded = (schema.metadata or {}).get(LOGICAL_SCHEMA_KEY)
+        if encoded is None:
+            raise ValueError("the schema carries no logical schema: not a stored batch")
+        layout = cls(schema_from_bytes(base64.b64decode(encoded)))
+        if not layout.schema.equals(schema):
+            raise ValueError("the stored schema does not match its logical schema")
+        return layout
+
+    @cached_property
+    def fixed_row_bytes(self) -> int:
+        """Bytes a row in packed and matrix columns."""
+        return sum(c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Index of the stored column that holds ``name``, and its position inside it."""
+        return self._place[name]
+
+    def select(self, names: Sequence[str]) -> Layout:
+        """The layout of these logical columns only, in this order; all when empty.
+
+        Raises:
+            RequestError: naming an unknown or repeated column.
+        """
+        if not names:
+            return self
+        unknown = [name for name in names if name not in self._place]
+        if unknown:
+            raise RequestError(
+                f"no column {', '.join(map(repr, unknown))}; "
+                f"columns: {', '.join(self.logical.names)}"
+            )
+        if len(set(names)) != len(names):
+            raise RequestError(f"columns must not repeat a name, got {list(names)!r}")
+        if list(names) == self.logical.names:
+            return self
+        return Layout(pa.schema([self.logical.field(name) for name in names]))
+
+    def unpack(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The logical columns of a stored batch; packed ones are copied apart."""
+        arrays: dict[str, pa.Array] = {}
+        for column, array in zip(self.columns, batch.columns, strict=True):
+            if column.kind == "packed":
+                by_column = np.ascontiguousarray(as_matrix(array).T)
+                for name, values in zip(column.names, by_column, strict=True):
+                    arrays[name] = pa.array(values)
+            elif column.kind == "matrix":
+                arrays[column.names[0]] = nest(array, self.logical.field(column.names[0]).type)
+            else:
+                arrays[column.names[0]] = array
+        return pa.RecordBatch.from_arrays(
+            [arrays[name] for name in self.logical.names], schema=self.logical
+        )
+
+
+def schema_from_bytes(data: bytes) -> pa.Schema:
+    """The schema of an Arrow IPC schema message."""
+    return pa.ipc.read_schema(pa.py_buffer(data))
+
+
+def as_matrix(array: pa.FixedSizeListArray) -> Matrix:
+    """A ``[rows, width]`` view of a fixed-size list column without nulls; no copy."""
+    values: Matrix = array.flatten().to_numpy(zero_copy_only=True)
+    return values.reshape(len(array), array.type.list_size)
+
+
+def from_matrix(values: Matrix, field: pa.Field) -> pa.FixedSizeListArray:
+    """The fixed-size list column of a C-contiguous ``[rows, width]`` array; no copy."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=field.type)
+
+
+def pool_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+    """An uninitialised ``[rows, width]`` array in Arrow's memory pool.
+
+    The pool keeps freed pages for a moment, so that the next array of the size costs no page
+    faults.
+    """
+    buffer = pa.allocate_buffer(rows * width * dtype.itemsize)
+    return np.frombuffer(buffer, dtype, count=rows * width).reshape(rows, width)
+
+
+def list_shape(dtype: pa.DataType) -> tuple[tuple[int, ...], pa.DataType]:
+    """Shape of one row and type of the values of a nested fixed-size list type."""
+    shape: list[int] = []
+    while pa.types.is_fixed_size_list(dtype):
+        shape.append(dtype.list_size)
+        dtype = dtype.value_type
+    return tuple(shape), dtype
+
+
+def nest(array: pa.FixedSizeListArray, dtype: pa.DataType) -> pa.Array:
+    """A flat fixed-size list column as the nested type ``dtype`` of the same values; no copy."""
+    shape, _ = list_shape(dtype)
+    if len(shape) == 1:
+        return array
+    levels = [dtype]
+    while pa.types.is_fixed_size_list(levels[-1].value_type):
+        levels.append(levels[-1].value_type)
+    values: pa.Array = array.flatten()
+    for level in reversed(levels):
+        values = pa.FixedSizeListArray.from_arrays(values, type=level)
+    return values
+
+
+def is_scalar(dtype: pa.DataType) -> bool:
+    """Whether values of this type are packed: integers and floats."""
+    return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))
+
+
+def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
+    groups: dict[pa.DataType, list[str]] = {}
+    order: list[pa.DataType | pa.Field] = []
+    for field in logical:
+        if is_scalar(field.type):
+            if field.type not in groups:
+                order.append(field.type)
+            groups.setdefault(field.type, []).append(field.name)
+        else:
+            order.append(field)
+    return tuple(
+        _packed(item, groups[item]) if isinstance(item, pa.DataType) else _single(item)
+        for item in order
+    )
+
+
+def _packed(value_type: pa.DataType, names: Iterable[str]) -> StoredColumn:
+    columns = tuple(names)
+    field = pa.field(
+        f"packed_{value_type}",
+        pa.list_(pa.field("item", value_type, nullable=False), len(columns)),
+        nullable=False,
+        metadata={COLUMNS_KEY: json.dumps(columns).encode()},
+    )
+    dtype = np.dtype(value_type.to_pandas_dtype())
+    return StoredColumn("packed", columns, field, dtype, len(columns))
+
+
+def _single(field: pa.Field) -> StoredColumn:
+    shape, value_type = list_shape(field.type)
+    if not shape or not is_scalar(value_type):
+        return StoredColumn("plain", (field.name,), field)
+    width = math.prod(shape)
+    flat = pa.field(
+        field.name,
+        pa.list_(pa.field("item", value_type, nullable=False), width),
+        nullable=False,
+        metadata=field.metadata,
+    )
+    dtype = np.dtype(value_type.to_pandas_dtype())
+    return StoredColumn("matrix", (field.name,), flat, dtype, width, shape)
