@@ -1,0 +1,201 @@
+"""``cache-server``: the only place of this package that reads argv, environment and signals."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from cache_server.config import NodeConfig
+from cache_server.control_link import RemoteCoordinator
+from cache_server.local import LocalCluster, describe_nodes
+from cache_server.server import CacheServer
+from protos.errors import CacheError, ConfigError, LoadError, RequestError
+from protos.spec import DatasetSpec, parse_bytes
+
+EXIT_FAILURE = 1
+EXIT_DATA = 65  # EX_DATAERR
+EXIT_CONFIG = 78  # EX_CONFIG
+EXIT_INTERRUPTED = 130  # as shells say it of SIGINT
+
+app = typer.Typer(
+    name="cache-server",
+    help="Cache nodes that load tables once and serve random rows over Arrow Flight.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+@app.command()
+def serve(
+    cache_dir: Annotated[Path, typer.Option(help="Where shards go: tmpfs or NVMe.")],
+    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    advertise: Annotated[
+        str | None, typer.Option(help="Host name under which others reach this node.")
+    ] = None,
+    flight_port: Annotated[int, typer.Option(help="Arrow Flight; 0 picks a free one.")] = 50_051,
+    control_port: Annotated[int, typer.Option(help="gRPC; 0 picks a free one.")] = 50_052,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of the coordinator's control port; default: this node."),
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Of all shards of this node, such as 8GiB.")
+    ] = None,
+    load_threads: Annotated[int, typer.Option(help="Shards loaded at once.")] = 2,
+    heartbeat_interval_s: Annotated[float, typer.Option(help="Asked of every node.")] = 0.5,
+    node_timeout_s: Annotated[float, typer.Option(help="Silence that counts as loss.")] = 10.0,
+    drain_timeout_s: Annotated[float, typer.Option(help="For running calls at the end.")] = 5.0,
+    exit_with_stdin: Annotated[
+        bool, typer.Option(help="End when standard input closes (for a parent process).")
+    ] = False,
+    ephemeral: Annotated[
+        bool, typer.Option(help="Remove the cache directory when standard input closes.")
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run one cache node; prints one JSON line when it listens."""
+    _set_up_logging(log_level)
+    config = NodeConfig.build(
+        cache_dir=cache_dir,
+        bind=bind,
+        advertise=advertise,
+        flight_port=flight_port,
+        control_port=control_port,
+        coordinator=coordinator,
+        memory_limit_bytes=memory_limit,
+        load_threads=load_threads,
+        heartbeat_interval_s=heartbeat_interval_s,
+        node_timeout_s=node_timeout_s,
+        drain_timeout_s=drain_timeout_s,
+    )
+    stop = _Stop(with_stdin=exit_with_stdin)
+    server = CacheServer(config)
+    line = {
+        "event": "listening",
+        "flight": server.endpoints.flight_location,
+        "control": server.endpoints.control_location,
+        "node_id": server.node_id,
+        "pid": os.getpid(),
+    }
+    print(json.dumps(line), flush=True)
+    stop.wait()
+    drained = server.close()
+    if ephemeral and stop.parent_is_gone:
+        _remove(config.cache_dir)
+    if not drained:
+        # A Flight stream that a client keeps open would hold the interpreter's exit forever.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+@app.command()
+def local(
+    nodes: Annotated[int, typer.Option(help="Node processes.")] = 1,
+    load: Annotated[Path | None, typer.Option(help="YAML spec of a dataset to load.")] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Kept afterwards; default: a temporary one in memory.")
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="Of each node.")] = None,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Run a cache on this machine until interrupted; prints its endpoint as one JSON line."""
+    _set_up_logging(log_level)
+    spec = DatasetSpec.from_yaml(load) if load is not None else None
+    try:
+        limit = parse_bytes(memory_limit) if memory_limit is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit {error}") from None
+    # Also while it starts and loads: the cluster then stops its processes on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    listening = False
+    try:
+        with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
+            if spec is not None:
+                with RemoteCoordinator(cluster.nodes[0].control_location) as coordinator:
+                    coordinator.load(spec)
+            listening = True
+            print(describe_nodes(cluster.nodes), flush=True)
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        if not listening:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def main() -> None:
+    """Entry point: errors of the tree become one line and an exit code.
+
+    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for the rest.
+    """
+    try:
+        app()
+    except CacheError as error:
+        message = " ".join(str(error).split("\n"))
+        print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            sys.exit(EXIT_CONFIG)
+        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
+
+
+def _set_up_logging(level: str) -> None:
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
+    logging.basicConfig(
+        level=number, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+
+def _remove(cache_dir: Path) -> None:
+    shutil.rmtree(cache_dir, ignore_errors=True)
+    with suppress(OSError):  # the last node of a local cluster removes their common folder
+        cache_dir.parent.rmdir()
+
+
+class _Stop:
+    """Waits for SIGTERM or SIGINT or, where asked for, the end of standard input.
+
+    A process that ends with its parent leaves SIGINT to it: a terminal sends it to both.
+    """
+
+    def __init__(self, *, with_stdin: bool) -> None:
+        # A signal handler may put into this queue; in an Event or a Queue it could lock itself out.
+        self._reasons: SimpleQueue[None] = SimpleQueue()
+        self.parent_is_gone = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if with_stdin else self._on_signal)
+        if with_stdin:
+            threading.Thread(target=self._wait_for_parent, name="parent", daemon=True).start()
+
+    def wait(self) -> None:
+        """Until there is a reason to stop."""
+        self._reasons.get()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._reasons.put(None)
+
+    def _wait_for_parent(self) -> None:
+        # Not through sys.stdin: a thread inside its lock would abort the interpreter's exit.
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        self.parent_is_gone = True
+        self._reasons.put(None)
+
+
+if __name__ == "__main__":
+    main()

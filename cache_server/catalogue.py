@@ -1,0 +1,111 @@
+"""What the coordinator keeps on disk, so that it decides the same after a restart.
+
+<cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
+<cache_dir>/.members.json                              the nodes that ever joined
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from cache_server.planning import VersionKey
+from cache_server.versions import VersionPlan, split_to_proto
+from protos.cache.v1 import cache_pb2 as pb
+
+
+@dataclass(frozen=True)
+class SealedSummary:
+    """What a sealed shard turned out to be; the same on every replica."""
+
+    num_rows: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """One version.
+
+    Attributes:
+        sealed: one summary a shard once all are sealed, else none.
+        created: grows with each request: the largest of a dataset is its newest version.
+    """
+
+    plan: VersionPlan
+    attempt: int
+    sealed: tuple[SealedSummary, ...]
+    created: int = 0
+
+
+class Catalogue:
+    """Files in ``directory``; each is replaced as a whole. One thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._entries = directory / ".catalogue"
+        self._members = directory / ".members.json"
+
+    def write(
+        self,
+        plan: VersionPlan,
+        attempt: int,
+        sealed: Sequence[SealedSummary],
+        created: int = 0,
+    ) -> None:
+        """Keeps one version; the arguments are those of `CatalogueEntry`."""
+        entry = pb.CatalogueEntry(
+            spec=plan.spec.to_proto(),
+            plan=plan.to_load_plan(attempt),
+            keeps_every_row=plan.keeps_every_row,
+            created=created,
+        )
+        for shard in plan.shards:
+            entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
+        for summary in sealed:
+            entry.sealed.add(
+                num_rows=summary.num_rows, num_bytes=summary.num_bytes, checksum=summary.checksum
+            )
+        _replace_file(self._path(plan.key), json_format.MessageToJson(entry))
+
+    def forget(self, key: VersionKey) -> None:
+        """Removes one version."""
+        self._path(key).unlink(missing_ok=True)
+
+    def read(self) -> list[CatalogueEntry]:
+        """Every version, oldest first."""
+        entries = []
+        paths = self._entries.glob("*.json")
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+            entry = json_format.Parse(path.read_text(encoding="utf-8"), pb.CatalogueEntry())
+            sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
+            plan = VersionPlan.from_catalogue(entry)
+            entries.append(CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created))
+        return sorted(entries, key=lambda entry: entry.created)
+
+    def write_members(self, node_ids: Iterable[str]) -> None:
+        """Keeps the names of the nodes."""
+        _replace_file(self._members, json.dumps(sorted(node_ids)))
+
+    def read_members(self) -> list[str]:
+        """The names of the nodes that ever joined."""
+        if not self._members.exists():
+            return []
+        return [str(name) for name in json.loads(self._members.read_text(encoding="utf-8"))]
+
+    def _path(self, key: VersionKey) -> Path:
+        return self._entries / f"{key.dataset}@{key.fingerprint}.json"
+
+
+def _replace_file(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,105 @@
+"""A node's way to a coordinator in another process: gRPC, with a deadline on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from cache_server.coordinator import require_ready
+from protos.cache.v1 import cache_pb2 as pb
+from protos.cache.v1 import cache_pb2_grpc
+from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
+from protos.spec import DatasetSpec
+
+_CALL_TIMEOUT_S = 10.0
+_PLAN_TIMEOUT_S = 600.0  # many footers to read
+# A coordinator that hangs is noticed even while a load without a time limit is watched.
+_KEEPALIVE_MS = 10_000
+
+
+class RemoteCoordinator:
+    """A `CoordinatorLink` over gRPC. Thread-safe; connects when first used, and again after loss.
+
+    Args:
+        location: ``host:port`` of the coordinator's control port.
+    """
+
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self._channel = grpc.insecure_channel(
+            location,
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_reconnect_backoff_ms", 2_000),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+                ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
+            ],
+        )
+        self._stub = cache_pb2_grpc.CoordinatorStub(self._channel)
+
+    def __enter__(self) -> RemoteCoordinator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._channel.close()
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """Reports the actual shards; answers the desired ones."""
+        response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
+        return response
+
+    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+        """One dataset; the newest version unless a fingerprint is given."""
+        request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint)
+        response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
+        return response.dataset
+
+    def datasets(self) -> list[pb.DatasetInfo]:
+        """Every dataset."""
+        response: pb.ListDatasetsResponse = self._call(
+            self._stub.ListDatasets, pb.ListDatasetsRequest()
+        )
+        return list(response.datasets)
+
+    def nodes(self) -> list[pb.Node]:
+        """Every node that the coordinator has heard of."""
+        response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())
+        return list(response.nodes)
+
+    def load(self, spec: DatasetSpec) -> pb.DatasetInfo:
+        """Loads a dataset, or attaches to it, and waits until it is ready.
+
+        Raises:
+            LoadError, RequestError: as the coordinator says.
+        """
+        request = pb.CreateDatasetRequest(spec=spec.to_proto())
+        created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)
+        watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
+        info: pb.DatasetInfo = created.dataset
+        try:
+            for response in self._stub.WatchDataset(watch):
+                info = response.dataset
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._location) from None
+        return require_ready(info)
+
+    def _call(
+        self, method: Callable[..., Any], request: object, timeout_s: float = _CALL_TIMEOUT_S
+    ) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._location) from None

@@ -1,0 +1,178 @@
+"""The gRPC verbs: the coordinator's service on its node, and health on every node.
+
+Each handler parses, calls one function, encodes. An error of the tree travels as a status and,
+whole, as the trailer ``cache-error-bin``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from cache_server.coordinator import Coordinator
+from protos.cache.v1 import cache_pb2 as pb
+from protos.cache.v1 import cache_pb2_grpc
+from protos.control import ERROR_TRAILER, MAX_MESSAGE_BYTES
+from protos.errors import (
+    CacheError,
+    ConfigError,
+    DatasetNotFoundError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+    StaleVersionError,
+    to_proto,
+)
+from protos.spec import DatasetSpec
+
+logger = logging.getLogger(__name__)
+
+LIVE, READY = "live", "ready"
+_HANDLER_THREADS = 64  # each running WatchDataset holds one
+_MIN_PING_INTERVAL_MS = 1_000
+
+_STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
+    (DatasetNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotReadyError, grpc.StatusCode.UNAVAILABLE),
+    (NodeUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StaleVersionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LoadError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+
+
+class ControlService:
+    """The gRPC server of one node. Listens from construction, serves from `start` on.
+
+    Args:
+        bind: host to listen on.
+        port: 0 picks a free one; see ``.port``.
+    """
+
+    def __init__(self, bind: str, port: int) -> None:
+        self._server = grpc.server(
+            ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="control"),
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                # Callers that watch a load ask now and then whether this node still lives.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+            ],
+        )
+        try:
+            self.port = self._server.add_insecure_port(f"{bind}:{port}")
+        except RuntimeError:
+            raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self.set_ready(False)
+        for service in ("", LIVE):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def start(self, coordinator: Coordinator | None) -> None:
+        """Serves health, and the coordinator's verbs where there is one."""
+        if coordinator is not None:
+            servicer = CoordinatorServicer(coordinator)
+            cache_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
+        self._server.start()
+
+    def set_ready(self, ready: bool) -> None:
+        """Sets what the health service ``ready`` answers."""
+        status = health_pb2.HealthCheckResponse
+        self._health.set(READY, status.SERVING if ready else status.NOT_SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Refuses new calls, gives running ones ``grace_s`` seconds, then ends them."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait(grace_s + 1.0)
+
+
+class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
+    """cache.v1.Coordinator over a `Coordinator`."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def CreateDataset(
+        self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
+    ) -> pb.CreateDatasetResponse:
+        """Starts a load or attaches to it."""
+        with _statuses(context):
+            spec = DatasetSpec.from_proto(request.spec)
+            return pb.CreateDatasetResponse(dataset=self._coordinator.create(spec))
+
+    def GetDataset(
+        self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
+    ) -> pb.GetDatasetResponse:
+        """One dataset."""
+        with _statuses(context):
+            info = self._coordinator.get(request.name, request.fingerprint)
+            return pb.GetDatasetResponse(dataset=info)
+
+    def WatchDataset(
+        self, request: pb.WatchDatasetRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.WatchDatasetResponse]:
+        """One dataset at every change, until it is ready or failed."""
+        with _statuses(context):
+            active: Callable[[], bool] = context.is_active
+            for info in self._coordinator.watch(request.name, request.fingerprint, active):
+                yield pb.WatchDatasetResponse(dataset=info)
+
+    def ListDatasets(
+        self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
+    ) -> pb.ListDatasetsResponse:
+        """The newest version of every dataset."""
+        with _statuses(context):
+            return pb.ListDatasetsResponse(datasets=self._coordinator.datasets())
+
+    def DeleteDataset(
+        self, request: pb.DeleteDatasetRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteDatasetResponse:
+        """Forgets a dataset."""
+        with _statuses(context):
+            self._coordinator.delete(request.name)
+            return pb.DeleteDatasetResponse()
+
+    def ListNodes(
+        self, request: pb.ListNodesRequest, context: grpc.ServicerContext
+    ) -> pb.ListNodesResponse:
+        """Every node heard of."""
+        with _statuses(context):
+            return pb.ListNodesResponse(nodes=self._coordinator.nodes())
+
+    def Heartbeat(
+        self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
+    ) -> pb.HeartbeatResponse:
+        """What a node holds -> what it should hold."""
+        with _statuses(context):
+            return self._coordinator.heartbeat(request)
+
+
+@contextmanager
+def _statuses(context: grpc.ServicerContext) -> Iterator[None]:
+    try:
+        yield
+    except CacheError as error:
+        _abort(context, error)
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        if not context.is_active():
+            raise  # the abort of an inner handler, or a caller that left
+        logger.exception("defect in a gRPC verb")
+        _abort(context, CacheError(f"defect in the cache node: {error!r}"))
+
+
+def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
+    status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    context.set_trailing_metadata(((ERROR_TRAILER, to_proto(error).SerializeToString()),))
+    context.abort(status, str(error))
+    raise AssertionError("abort raises")

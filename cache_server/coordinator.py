@@ -1,0 +1,478 @@
+"""The coordinator: dataset catalogue, membership, placement, readiness.
+
+It tells nodes what they should hold and learns from their heartbeats what they do hold; it never
+moves a row. Everything it decides follows from (catalogue, live nodes, heartbeats), so that a
+restarted coordinator, which reads its catalogue back, decides the same. It knows neither gRPC nor
+Flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from cache_server.catalogue import Catalogue, SealedSummary
+from cache_server.planning import VersionKey, bytes_by_node, desired_shards, place, row_starts
+from cache_server.versions import VersionPlan, plan_version, split_to_proto
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import (
+    CacheError,
+    DatasetNotFoundError,
+    LoadError,
+    NotReadyError,
+    StaleVersionError,
+    to_proto,
+)
+from protos.spec import DatasetSpec
+
+logger = logging.getLogger(__name__)
+
+_FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
+
+
+@dataclass
+class _Version:
+    plan: VersionPlan
+    created: int
+    sealed: dict[int, SealedSummary] = field(default_factory=dict)
+    failure: CacheError | None = None
+    attempt: int = 0
+    was_ready: bool = False
+
+    def row_starts(self) -> tuple[int, ...] | None:
+        """First row id of each shard and the total; None until every shard was sealed once."""
+        if len(self.sealed) < len(self.plan.shards):
+            return None
+        return row_starts([self.sealed[i].num_rows for i in range(len(self.plan.shards))])
+
+
+@dataclass
+class _Member:
+    node: pb.Node
+    last_seen: float
+    actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
+
+
+class Coordinator:
+    """Thread-safe.
+
+    Args:
+        catalogue: what lasts over a restart.
+        endpoints: where this coordinator is reached.
+        heartbeat_interval_s: asked of every node.
+        node_timeout_s: after so long without a heartbeat a node counts as lost; a node known from
+            before a restart is given as long to report again.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        endpoints: pb.CoordinatorEndpoints,
+        heartbeat_interval_s: float,
+        node_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalogue = catalogue
+        self._endpoints = endpoints
+        self._interval_s = heartbeat_interval_s
+        self._timeout_s = node_timeout_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._created = 0
+        self._versions: dict[VersionKey, _Version] = {}
+        self._members: dict[str, _Member] = {}
+        self._read_back()
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when there is something new to do, before a heartbeat is due."""
+        self._listeners.append(callback)
+
+    # -- datasets ------------------------------------------------------------------------------
+
+    def create(self, spec: DatasetSpec) -> pb.DatasetInfo:
+        """Starts the load of ``spec``; attaches when its version exists; retries a failed one.
+
+        Raises:
+            LoadError: the source cannot be read, or it cannot fit. RequestError: a bad query.
+        """
+        plan = plan_version(spec)
+        with self._changed:
+            version = self._versions.get(plan.key)
+            if version is None:
+                self._check_capacity(plan)
+                self._created += 1
+                version = self._versions[plan.key] = _Version(plan, self._created)
+                self._write(version)
+                logger.info(
+                    "dataset planned name=%s fingerprint=%s shards=%d",
+                    spec.name, plan.key.fingerprint, len(plan.shards),
+                )  # fmt: skip
+            else:
+                if self._failure(version) is not None:
+                    version.failure, version.attempt = None, version.attempt + 1
+                    version.sealed.clear()
+                    version.was_ready = False
+                version.plan = replace(version.plan, spec=spec)
+                version.created = self._created = self._created + 1
+                self._write(version)
+            self._settle()
+            self._changed.notify_all()
+            info = self._describe(version)
+        self._tell()
+        return info
+
+    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+        """The newest version of ``name``, or the one with ``fingerprint``.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._changed:
+            return self._describe(self._find(name, fingerprint))
+
+    def datasets(self) -> list[pb.DatasetInfo]:
+        """The newest version of every dataset, by name."""
+        with self._changed:
+            names = sorted({key.dataset for key in self._versions})
+            return [self._describe(self._find(name)) for name in names]
+
+    def delete(self, name: str) -> None:
+        """Forgets every version of ``name``; the nodes remove its shards at their next heartbeat.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._changed:
+            self._find(name)
+            for key in [key for key in self._versions if key.dataset == name]:
+                self._forget(key)
+            self._changed.notify_all()
+        self._tell()
+
+    def watch(
+        self, name: str, fingerprint: str, active: Callable[[], bool]
+    ) -> Iterator[pb.DatasetInfo]:
+        """The dataset at every change, until it is ready or failed, or ``active()`` is false.
+
+        At least one is given every heartbeat interval or so, changed or not.
+        """
+        while active():
+            with self._changed:
+                info = self._describe(self._find(name, fingerprint))
+            yield info
+            if info.state != pb.DATASET_STATE_LOADING:
+                return
+            with self._changed:
+                self._changed.wait(self._interval_s)
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def nodes(self) -> list[pb.Node]:
+        """Every node heard of, by id."""
+        with self._changed:
+            alive = self._alive()
+            result = []
+            for node_id in sorted(self._members):
+                node = pb.Node()
+                node.CopyFrom(self._members[node_id].node)
+                node.alive = node_id in alive
+                result.append(node)
+            return result
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """Takes in what a node holds and answers what it should hold."""
+        node_id = request.node.id
+        with self._changed:
+            new = node_id not in self._members
+            member = _Member(request.node, self._clock())
+            for actual in request.datasets:
+                member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
+            self._members[node_id] = member
+            gone = self._forget_silent()
+            if new or gone:
+                logger.info("members id=%s joined=%s gone=%s", node_id, new, gone)
+                self._catalogue.write_members(self._members)
+            for key, actual in member.actual.items():
+                if (version := self._versions.get(key)) is not None:
+                    self._take_in(version, actual, node_id)
+            self._settle()
+            response = pb.HeartbeatResponse(
+                interval_s=self._interval_s, coordinator=self._endpoints
+            )
+            for version in self._versions.values():
+                if version.failure is None:
+                    response.datasets.append(self._desired(version, node_id))
+            self._changed.notify_all()
+            return response
+
+    def _tell(self) -> None:
+        for callback in self._listeners:
+            callback()
+
+    # -- inside the lock -----------------------------------------------------------------------
+
+    def _find(self, name: str, fingerprint: str = "") -> _Version:
+        versions = [
+            v
+            for key, v in self._versions.items()
+            if key.dataset == name and (not fingerprint or key.fingerprint == fingerprint)
+        ]
+        if versions:
+            return max(versions, key=lambda version: version.created)
+        others = [key.fingerprint for key in self._versions if key.dataset == name]
+        if others:
+            raise StaleVersionError(
+                f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
+            )
+        known = sorted({key.dataset for key in self._versions})
+        raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+
+    def _alive(self) -> set[str]:
+        oldest = self._clock() - self._timeout_s
+        return {node_id for node_id, m in self._members.items() if m.last_seen >= oldest}
+
+    def _forget_silent(self) -> list[str]:
+        """Members that were lost long ago, such as pods that came back under another name."""
+        oldest = self._clock() - _FORGET_TIMEOUTS * self._timeout_s
+        gone = [node_id for node_id, m in self._members.items() if m.last_seen < oldest]
+        for node_id in gone:
+            del self._members[node_id]
+        return gone
+
+    def _take_in(self, version: _Version, actual: pb.ActualDataset, node_id: str) -> None:
+        if actual.attempt != version.attempt:
+            return
+        for shard in actual.shards:
+            if shard.failure:
+                if version.failure is None and not version.was_ready:
+                    version.failure = _load_error(version, shard)
+                    logger.error("dataset failed reason=%s", version.failure)
+            elif shard.sealed and shard.index < len(version.plan.shards):
+                summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
+                known = version.sealed.setdefault(shard.index, summary)
+                if known.num_rows != summary.num_rows and version.failure is None:
+                    version.failure = LoadError(
+                        f"shard {shard.index} of {version.plan.spec.name!r} has "
+                        f"{summary.num_rows} rows on node {node_id} and {known.num_rows} elsewhere"
+                    )
+
+    def _settle(self) -> None:
+        """Draws what follows from the latest heartbeats: fixed rows, readiness, old versions."""
+        for key, version in list(self._versions.items()):
+            if key not in self._versions:
+                continue  # forgotten for a newer one meanwhile
+            starts, older = version.row_starts(), self._older(version)
+            if version.failure is not None or starts is None or (version.was_ready and not older):
+                continue
+            if version.plan.keeps_every_row and starts[-1] != version.plan.max_rows:
+                version.failure = LoadError(
+                    f"dataset {version.plan.spec.name!r} came out with {starts[-1]} rows, but the "
+                    f"footers of its files say {version.plan.max_rows}"
+                )
+                continue
+            if not self._is_ready(version):
+                continue
+            if not version.was_ready:
+                version.was_ready = True
+                self._write(version)
+                logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
+            for other in older:
+                self._forget(other)
+
+    def _older(self, version: _Version) -> list[VersionKey]:
+        name = version.plan.key.dataset
+        return [
+            key
+            for key, other in self._versions.items()
+            if key.dataset == name and other.created < version.created
+        ]
+
+    def _failure(self, version: _Version) -> CacheError | None:
+        """Why the version cannot be served: its load failed, or nobody can load a lost shard again.
+
+        The latter is no more than what the live nodes report now. The shards that are left stay
+        where they are: a lost node that comes back makes the version whole again.
+        """
+        if version.failure is not None or not version.was_ready:
+            return version.failure
+        held = self._holders(version, serving=False)
+        for node_id in sorted(self._alive()):
+            actual = self._members[node_id].actual.get(version.plan.key)
+            if actual is None or actual.attempt != version.attempt:
+                continue
+            for shard in actual.shards:
+                if shard.failure and shard.index not in held:
+                    return _load_error(version, shard)
+        return None
+
+    def _forget(self, key: VersionKey) -> None:
+        del self._versions[key]
+        self._catalogue.forget(key)
+        logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
+
+    def _holders(self, version: _Version, *, serving: bool) -> dict[int, set[str]]:
+        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
+        starts = version.row_starts()
+        holders: dict[int, set[str]] = {}
+        for node_id in self._alive():
+            actual = self._members[node_id].actual.get(version.plan.key)
+            if actual is None or actual.attempt != version.attempt:
+                continue
+            for shard in actual.shards:
+                known = starts is not None and shard.rows_fixed
+                if shard.sealed and (
+                    not serving or (known and starts and shard.row_start == starts[shard.index])
+                ):
+                    holders.setdefault(shard.index, set()).add(node_id)
+        return holders
+
+    def _is_ready(self, version: _Version) -> bool:
+        if version.failure is not None or version.row_starts() is None:
+            return False
+        holders = self._holders(version, serving=True)
+        return all(holders.get(shard.index) for shard in version.plan.shards)
+
+    def _placement(self, plan: VersionPlan) -> tuple[tuple[str, ...], ...]:
+        return place(
+            plan.key.fingerprint,
+            len(plan.shards),
+            self._members,
+            plan.spec.replicas,
+            alive=self._alive(),
+        )
+
+    def _desired(self, version: _Version, node_id: str) -> pb.DesiredDataset:
+        plan, starts = version.plan, version.row_starts()
+        wanted = desired_shards(
+            node_id, self._placement(version.plan), self._holders(version, serving=True)
+        )
+        desired = pb.DesiredDataset(
+            plan=plan.to_load_plan(version.attempt),
+            rows_fixed=starts is not None,
+            num_rows=starts[-1] if starts else 0,
+        )
+        for index in sorted(wanted):
+            desired.shards.add(
+                index=index,
+                splits=[split_to_proto(split) for split in plan.shards[index].splits],
+                row_start=starts[index] if starts else 0,
+            )
+        return desired
+
+    def _describe(self, version: _Version) -> pb.DatasetInfo:
+        plan, starts = version.plan, version.row_starts()
+        info = pb.DatasetInfo(
+            spec=plan.spec.to_proto(),
+            fingerprint=plan.key.fingerprint,
+            schema=plan.logical.serialize().to_pybytes(),
+            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
+            progress=self._progress(version),
+        )
+        failure = self._failure(version)
+        if failure is not None:
+            info.state = pb.DATASET_STATE_FAILED
+            info.error.CopyFrom(to_proto(failure))
+        elif self._is_ready(version):
+            info.state = pb.DATASET_STATE_READY
+        else:
+            info.state = pb.DATASET_STATE_LOADING
+        if starts is not None:
+            info.num_rows = starts[-1]
+        placement = self._placement(version.plan)
+        holders = self._holders(version, serving=starts is not None)
+        named: set[str] = set()
+        for shard in plan.shards:
+            held = holders.get(shard.index, set())
+            homes = [n for n in placement[shard.index] if n in held]
+            ordered = homes + sorted(held - set(homes))
+            named.update(ordered)
+            sealed = version.sealed.get(shard.index)
+            info.shards.add(
+                index=shard.index,
+                rows=pb.RowRange(start=starts[shard.index], stop=starts[shard.index + 1])
+                if starts
+                else None,
+                num_bytes=sealed.num_bytes if sealed else 0,
+                checksum=sealed.checksum if sealed else "",
+                node_ids=ordered,
+            )
+        info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        return info
+
+    def _progress(self, version: _Version) -> pb.LoadProgress:
+        partial: dict[int, int] = {}
+        for node_id in self._alive():
+            actual = self._members[node_id].actual.get(version.plan.key)
+            for shard in actual.shards if actual else ():
+                if not shard.sealed:
+                    partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
+        done = sum(s.num_rows for s in version.sealed.values())
+        done += sum(rows for index, rows in partial.items() if index not in version.sealed)
+        return pb.LoadProgress(
+            shards_done=len(version.sealed),
+            shards_total=len(version.plan.shards),
+            rows_done=done,
+            estimated_rows=version.plan.max_rows,
+            bytes_done=sum(s.num_bytes for s in version.sealed.values()),
+        )
+
+    def _check_capacity(self, plan: VersionPlan) -> None:
+        """Refuses what cannot fit, where that is known before the load."""
+        if not plan.keeps_every_row:
+            return
+        placement = self._placement(plan)
+        sizes = [shard.estimated_bytes for shard in plan.shards]
+        for node_id, needed in sorted(bytes_by_node(placement, sizes).items()):
+            node = self._members[node_id].node
+            limit = node.memory_limit_bytes
+            if limit and node.stored_bytes + needed > limit:
+                raise LoadError(
+                    f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
+                    f"{node_id}, which holds {node.stored_bytes} of its memory limit of {limit}; "
+                    f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas}"
+                )
+
+    def _write(self, version: _Version) -> None:
+        sealed: list[SealedSummary] = []
+        if version.row_starts() is not None:
+            sealed = [version.sealed[index] for index in range(len(version.plan.shards))]
+        self._catalogue.write(version.plan, version.attempt, sealed, version.created)
+
+    def _read_back(self) -> None:
+        for entry in self._catalogue.read():
+            self._created = max(self._created, entry.created)
+            version = _Version(entry.plan, entry.created, attempt=entry.attempt)
+            version.sealed = dict(enumerate(entry.sealed))
+            version.was_ready = bool(entry.sealed)  # written down when it is ready, not before
+            self._versions[entry.plan.key] = version
+            logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
+        # Presumed alive until they have had time to report, so that nothing moves meanwhile.
+        for node_id in self._catalogue.read_members():
+            self._members[node_id] = _Member(pb.Node(id=node_id), self._clock())
+
+
+def _load_error(version: _Version, shard: pb.ActualShard) -> LoadError:
+    return LoadError(f"dataset {version.plan.spec.name!r}: {shard.failure}")
+
+
+def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
+    """``info`` itself when the dataset is ready.
+
+    Raises:
+        LoadError: it failed, with the reason. NotReadyError: it is loading; says how far.
+    """
+    if info.state == pb.DATASET_STATE_READY:
+        return info
+    if info.state == pb.DATASET_STATE_FAILED:
+        raise LoadError(info.error.message)
+    progress = info.progress
+    raise NotReadyError(
+        f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "
+        f"{progress.shards_total} shards, {progress.rows_done} rows so far"
+    )

@@ -1,0 +1,313 @@
+"""The Flight verbs. Each parses, calls one function, encodes. The only importer of pyarrow.flight.
+
+Any Flight client can read a dataset through GetFlightInfo and DoGet and sees logical columns; the
+training path is DoExchange, which answers row ids with packed rows. Everything is checked before
+the first batch, because an error inside a running DoGet stream loses its code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+from google.protobuf.message import DecodeError, Message
+
+from cache_server.coordinator import require_ready
+from cache_server.node import Node
+from cache_server.store import Selection
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import (
+    CacheError,
+    InvalidRowsError,
+    InvalidTicketError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+    to_proto,
+)
+from protos.layout import Layout, schema_from_bytes
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS_ACTION = "endpoints"
+_STREAM_BATCH_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
+_PLAIN_COLUMN_BYTES = 32  # guessed for a string or list when sizing a message
+_M = TypeVar("_M", bound=Message)
+_REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+
+
+class FlightService(flight.FlightServerBase):
+    """Serves from construction on, in gRPC's own threads.
+
+    Args:
+        bind: host to listen on.
+        port: 0 picks a free one; see ``.port``.
+    """
+
+    def __init__(self, bind: str, port: int) -> None:
+        super().__init__(f"grpc://{bind}:{port}")
+        self._node: Node | None = None
+
+    def attach(self, node: Node) -> None:
+        """Gives the service its node, which needs the port first; calls before that are refused."""
+        self._node = node
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def get_flight_info(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.FlightInfo:
+        """One endpoint per shard, in row order."""
+        with _named_errors():
+            info, columns, part = self._resolve(descriptor)
+            return _flight_info(descriptor, require_ready(info), columns, part)
+
+    def get_schema(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.SchemaResult:
+        """The logical schema; known before the dataset is ready."""
+        with _named_errors():
+            info, columns, _ = self._resolve(descriptor)
+            return flight.SchemaResult(_layout(info).select(columns).logical)
+
+    def list_flights(
+        self, context: flight.ServerCallContext, criteria: bytes
+    ) -> Iterator[flight.FlightInfo]:
+        """Every ready dataset; ``criteria`` may be the beginning of their names."""
+        with _named_errors():
+            prefix = criteria.decode("utf-8", "replace")
+            infos = [
+                _flight_info(flight.FlightDescriptor.for_path(info.spec.name), info, [], None)
+                for info in self._ready_node().datasets()
+                if info.state == pb.DATASET_STATE_READY and info.spec.name.startswith(prefix)
+            ]
+        return iter(infos)
+
+    def do_get(
+        self, context: flight.ServerCallContext, ticket: flight.Ticket
+    ) -> flight.FlightDataStream:
+        """Logical columns of a row range that this node holds."""
+        with _named_errors():
+            request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
+            rows = self._ready_node().rows(request.dataset, request.fingerprint)
+            start, stop = request.rows.start, request.rows.stop
+            selection = Selection(rows.layout, list(request.columns))
+            rows.check_range(start, stop)
+            layout = selection.layout
+            batches = rows.slices(start, stop, _rows_per_message(layout), selection)
+            return flight.GeneratorStream(layout.logical, (layout.unpack(b) for b in batches))
+
+    def do_put(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.FlightMetadataWriter,
+    ) -> None:
+        """Refused: a dataset is loaded from its source, so that it can be loaded again."""
+        with _named_errors():
+            raise RequestError(
+                "DoPut is not served: a cache loads a dataset from its source (CreateDataset)"
+            )
+
+    def do_exchange(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """Answers each batch of row ids with those rows, in that order, in packed columns."""
+        with _named_errors():
+            if descriptor.descriptor_type != flight.DescriptorType.CMD:
+                raise InvalidTicketError("DoExchange takes a GatherRequest as its command")
+            request = _parse(pb.GatherRequest, descriptor.command, "gather request")
+            node = self._ready_node()
+            selection: Selection | None = None
+            for chunk in reader:
+                row_ids = _row_ids(chunk.data)
+                # Looked up for each message: shards come and go while a stream lives.
+                rows = node.rows(request.dataset, request.fingerprint)
+                if selection is None:
+                    selection = Selection(rows.layout, list(request.columns))
+                    writer.begin(selection.layout.schema)
+                writer.write_batch(rows.gather(row_ids, selection))
+
+    def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
+        """The one action."""
+        return [(ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints")]
+
+    def do_action(
+        self, context: flight.ServerCallContext, action: flight.Action
+    ) -> Iterator[flight.Result]:
+        """``endpoints``: where the coordinator of this node is."""
+        with _named_errors():
+            if action.type != ENDPOINTS_ACTION:
+                raise RequestError(f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}")
+            endpoints = self._ready_node().coordinator
+            if not endpoints.control_location:
+                raise NotReadyError("this node has not reached its coordinator yet")
+            return iter([flight.Result(endpoints.SerializeToString())])
+
+    # -- parsing -----------------------------------------------------------------------------------
+
+    def _ready_node(self) -> Node:
+        if self._node is None:
+            raise NotReadyError("this node is starting")
+        return self._node
+
+    def _resolve(
+        self, descriptor: flight.FlightDescriptor
+    ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
+        """The dataset, columns and part (index, total) that a descriptor asks for."""
+        node = self._ready_node()
+        if descriptor.descriptor_type == flight.DescriptorType.CMD:
+            request = _parse(pb.ReadRequest, descriptor.command, "read request")
+            info = node.describe(request.dataset, request.fingerprint)
+            return info, list(request.columns), None
+        if descriptor.descriptor_type != flight.DescriptorType.PATH:
+            raise InvalidTicketError("the descriptor has neither a command nor a path")
+        path = [part.decode("utf-8", "replace") for part in descriptor.path]
+        if len(path) == 1:
+            return node.describe(path[0]), [], None
+        if len(path) == 2:
+            return self._only_dataset(), [], _part(path[0], path[1])
+        if len(path) == 3:
+            return node.describe(path[0]), [], _part(path[1], path[2])
+        raise InvalidTicketError(
+            f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
+        )
+
+    def _only_dataset(self) -> pb.DatasetInfo:
+        datasets = self._ready_node().datasets()
+        if len(datasets) == 1:
+            return datasets[0]
+        names = ", ".join(info.spec.name for info in datasets) or "none"
+        raise RequestError(
+            f"a path of [index, total] needs exactly one dataset, there are: {names}; "
+            "ask for [dataset, index, total]"
+        )
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Turns the error tree into Flight errors that carry its codes, without a traceback."""
+    try:
+        yield
+    except CacheError as error:
+        raise _flight_error(error) from None
+    except (flight.FlightError, pa.ArrowException):
+        raise
+    except Exception as error:
+        logger.exception("defect in a Flight verb")
+        raise _flight_error(CacheError(f"defect in the cache node: {error!r}")) from None
+
+
+def _flight_error(error: CacheError) -> flight.FlightError:
+    retryable = isinstance(error, NotReadyError | NodeUnavailableError)
+    kind = flight.FlightUnavailableError if retryable else flight.FlightServerError
+    return kind(str(error), to_proto(error).SerializeToString())
+
+
+def _parse(message: type[_M], data: bytes, what: str) -> _M:
+    try:
+        parsed = message.FromString(bytes(data))
+    except DecodeError:
+        raise InvalidTicketError(f"not a {what} of this cache: {bytes(data)[:64]!r}") from None
+    if not parsed.dataset:  # type: ignore[attr-defined]  # every request has one
+        raise InvalidTicketError(f"the {what} names no dataset: {bytes(data)[:64]!r}")
+    return parsed
+
+
+def _part(index_text: str, total_text: str) -> tuple[int, int]:
+    try:
+        index, total = int(index_text), int(total_text)
+    except ValueError:
+        raise InvalidTicketError(
+            f"index and total must be numbers, got {index_text[:64]!r} and {total_text[:64]!r}"
+        ) from None
+    if total < 1 or not 0 <= index < total:
+        raise InvalidTicketError(f"index must be in [0, total), got {index} of {total}")
+    return index, total
+
+
+def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if batch is None:
+        raise _bad_row_ids("no data")
+    if not batch.schema.equals(_REQUEST_SCHEMA):
+        raise _bad_row_ids(str(batch.schema).replace("\n", ", "))
+    if nulls := batch.column(0).null_count:
+        raise _bad_row_ids(f"{nulls} null(s)")
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
+    return ids
+
+
+def _bad_row_ids(found: str) -> InvalidRowsError:
+    return InvalidRowsError(f"row ids come as one int64 column 'row' without nulls, got {found}")
+
+
+def _layout(info: pb.DatasetInfo) -> Layout:
+    return Layout(schema_from_bytes(info.schema))
+
+
+def _rows_per_message(layout: Layout) -> int:
+    plain = sum(column.kind == "plain" for column in layout.columns)
+    row_bytes = layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES
+    return max(1, _STREAM_BATCH_BYTES // max(1, row_bytes))
+
+
+def _flight_info(
+    descriptor: flight.FlightDescriptor,
+    info: pb.DatasetInfo,
+    columns: Sequence[str],
+    part: tuple[int, int] | None,
+) -> flight.FlightInfo:
+    layout = _layout(info).select(columns)
+    start, stop = 0, info.num_rows
+    if part is not None:
+        index, total = part
+        start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
+    locations = {node.id: node.flight_location for node in info.nodes}
+    endpoints = []
+    for shard in info.shards:
+        first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
+        if first >= last:
+            continue
+        rows = pb.RowRange(start=first, stop=last)
+        ticket = pb.ReadTicket(
+            dataset=info.spec.name, fingerprint=info.fingerprint, rows=rows, columns=columns
+        )
+        # Who asks for a part reads every location of every endpoint, as the ancestor's clients do.
+        node_ids = shard.node_ids if part is None else shard.node_ids[:1]
+        placement = pb.ShardPlacement(
+            index=shard.index,
+            rows=rows,
+            num_bytes=shard.num_bytes,
+            checksum=shard.checksum,
+            node_ids=node_ids,
+        )
+        endpoints.append(
+            flight.FlightEndpoint(
+                ticket.SerializeToString(),
+                [locations[node_id] for node_id in node_ids],
+                None,
+                placement.SerializeToString(),
+            )
+        )
+    whole = (start, stop) == (0, info.num_rows) and layout.logical.equals(_layout(info).logical)
+    return flight.FlightInfo(
+        layout.logical,
+        descriptor,
+        endpoints,
+        stop - start,
+        info.num_bytes if whole else -1,
+        ordered=True,
+        app_metadata=pb.ReadPlan(
+            dataset=info.spec.name, fingerprint=info.fingerprint
+        ).SerializeToString(),
+    )

@@ -1,0 +1,256 @@
+"""`LocalCluster`: cache nodes as processes of this machine, for a laptop, a test, a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from cache_server.control_link import RemoteCoordinator
+from protos.errors import CacheError, ConfigError, NodeUnavailableError
+
+_START_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+_MEMORY_DIR = Path("/dev/shm")
+_HEARTBEAT_INTERVAL_S = 0.1
+
+
+class LocalNode:
+    """One node process. Made by `LocalCluster`.
+
+    Its standard input is a pipe from this process: when it closes, for whatever reason, the node
+    ends, so that it never outlives its parent.
+    """
+
+    def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
+        self.cache_dir = cache_dir
+        self._arguments = list(arguments)
+        self._process: subprocess.Popen[str] | None = None
+        self._ports: tuple[int, int] = (0, 0)
+        self.endpoint = ""
+        self.control_location = ""
+        self.node_id = ""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running node."""
+        if self._process is None:
+            raise CacheError("the node is not running")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Starts the process and waits until it listens; the ports stay the same ever after.
+
+        Raises:
+            ConfigError: its directory cannot be used, or it ended at once; its log says why.
+            NodeUnavailableError: it does not say that it listens.
+            CacheError: it is running already.
+        """
+        if self._process is not None and self._process.poll() is None:
+            raise CacheError(f"the node is running already, as process {self._process.pid}")
+        flight_port, control_port = self._ports
+        with self._open_log() as log_file:
+            log_start = log_file.tell()
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "cache_server", "serve", "--exit-with-stdin",
+                    "--cache-dir", str(self.cache_dir),
+                    "--flight-port", str(flight_port), "--control-port", str(control_port),
+                    *self._arguments,
+                ],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True,
+            )  # fmt: skip
+        assert self._process.stdout is not None
+        line = _first_line(self._process.stdout, _START_TIMEOUT_S)
+        if not line:
+            self.kill()
+            log = self.log_tail(since=log_start).strip()
+            if line is None:
+                raise NodeUnavailableError(
+                    f"the cache node did not listen within {_START_TIMEOUT_S:g} s: {log}"
+                )
+            raise ConfigError(f"the cache node did not start: {log}")
+        ready = json.loads(line)
+        self.endpoint, self.control_location = ready["flight"], ready["control"]
+        self.node_id = ready["node_id"]
+        self._ports = (_port(self.endpoint), _port(self.control_location))
+
+    def kill(self) -> None:
+        """Ends the process at once, as a crash would (SIGKILL)."""
+        if self._process is not None:
+            self._process.kill()
+            self._reap()
+
+    def stop(self) -> int:
+        """Ends the process in order (SIGTERM) and returns its exit code."""
+        if self._process is None:
+            return 0
+        self._process.terminate()
+        try:
+            return self._reap()
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise NodeUnavailableError(
+                f"node {self.node_id} did not stop within {_STOP_TIMEOUT_S} s"
+            ) from None
+
+    def restart(self) -> None:
+        """Starts the process again on the same directory and ports, after `kill` or by `stop`."""
+        self.stop()
+        self.start()
+
+    def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
+        """The end of the node's log, from byte ``since`` on."""
+        path = self.cache_dir / "log"
+        log = path.read_bytes()[since:] if path.exists() else b""
+        return log[-max_bytes:].decode("utf-8", "replace")
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            self.cache_dir.mkdir(parents=True, exist_ok=True)
+            return (self.cache_dir / "log").open("ab")
+        except OSError as error:
+            raise ConfigError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
+
+    def _reap(self) -> int:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        code = process.wait(_STOP_TIMEOUT_S)
+        process.stdin.close()
+        process.stdout.close()
+        self._process = None
+        return code
+
+
+class LocalCluster:
+    """Cache nodes on this machine, on ports of 127.0.0.1. A context manager.
+
+    Args:
+        num_nodes: processes; the first is the coordinator.
+        cache_dir: where the shards go, one folder a node, kept afterwards; default: a temporary
+            folder, in memory where the machine has one, removed afterwards.
+        memory_limit_bytes: of each node.
+        node_timeout_s: after so long without a heartbeat a node counts as lost.
+
+    Attributes:
+        endpoint: ``grpc://127.0.0.1:PORT`` of the coordinator.
+        nodes: the processes, to look at or to break in tests.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int = 1,
+        cache_dir: str | os.PathLike[str] | None = None,
+        *,
+        memory_limit_bytes: int | None = None,
+        node_timeout_s: float = 10.0,
+    ) -> None:
+        if num_nodes < 1:
+            raise ConfigError(f"num_nodes must be at least 1, got {num_nodes}")
+        self._temporary = cache_dir is None
+        self.cache_dir = _temporary_dir() if cache_dir is None else Path(cache_dir).absolute()
+        self._arguments = [
+            "--heartbeat-interval-s", str(_HEARTBEAT_INTERVAL_S),
+            "--node-timeout-s", str(node_timeout_s),
+        ]  # fmt: skip
+        if self._temporary:
+            self._arguments.append("--ephemeral")
+        if memory_limit_bytes is not None:
+            self._arguments += ["--memory-limit", str(memory_limit_bytes)]
+        self.nodes: list[LocalNode] = []
+        try:
+            for index in range(num_nodes):
+                arguments = list(self._arguments)
+                if self.nodes:
+                    arguments += ["--coordinator", self.nodes[0].control_location]
+                node = LocalNode(self.cache_dir / f"node-{index}", arguments)
+                self.nodes.append(node)
+                node.start()
+            self.wait_for_nodes()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def endpoint(self) -> str:
+        """Flight endpoint of the coordinator."""
+        return self.nodes[0].endpoint
+
+    def wait_for_nodes(self, timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Waits until the coordinator has heard from every node.
+
+        Raises:
+            NodeUnavailableError: naming the nodes that did not report in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with RemoteCoordinator(self.nodes[0].control_location) as coordinator:
+            while True:
+                missing = {node.node_id for node in self.nodes} - _reported(coordinator)
+                if not missing:
+                    return
+                if time.monotonic() > deadline:
+                    raise NodeUnavailableError(f"nodes {sorted(missing)} did not join in time")
+                time.sleep(_HEARTBEAT_INTERVAL_S / 4)
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops every node; removes the directory if it was temporary."""
+        threads = [threading.Thread(target=node.kill) for node in self.nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._temporary:
+            shutil.rmtree(self.cache_dir, ignore_errors=True)
+
+
+def _reported(coordinator: RemoteCoordinator) -> set[str]:
+    return {node.id for node in coordinator.nodes() if node.alive and node.flight_location}
+
+
+def _temporary_dir() -> Path:
+    parent = _MEMORY_DIR if os.access(_MEMORY_DIR, os.W_OK) else None
+    return Path(tempfile.mkdtemp(prefix="data-cache-", dir=parent))
+
+
+def _first_line(stream: IO[str], timeout_s: float) -> str | None:
+    """The first line of ``stream``; empty when it ends before, None when the time is over."""
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.append(stream.readline()), daemon=True)
+    reader.start()
+    reader.join(timeout_s)
+    return lines[0] if lines else None
+
+
+def _port(location: str) -> int:
+    return int(location.rpartition(":")[2])
+
+
+def describe_nodes(nodes: Sequence[LocalNode]) -> str:
+    """One machine-readable line about running nodes."""
+    return json.dumps(
+        {
+            "event": "listening",
+            "endpoint": nodes[0].endpoint,
+            "nodes": [{"node_id": n.node_id, "pid": n.pid, "flight": n.endpoint} for n in nodes],
+        }
+    )

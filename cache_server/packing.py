@@ -1,0 +1,324 @@
+"""Query results -> tensor-ready storage: the type mapping, the null policy and the packing.
+
+The one place that says which Arrow type becomes which storage type:
+
+    from                         stored as            field metadata
+    int8..int64, uint8..uint64   the same
+    float16, float32, float64    the same             nulls become NaN
+    decimal128, decimal256       float64              cache.source_type; nulls become NaN
+    bool                         uint8                cache.source_type
+    date32 / date64              int32 days / int64 ms
+    time32 / time64              int32 / int64        cache.unit
+    timestamp, duration          int64                cache.unit, cache.timezone
+    string_view, binary_view     string, binary
+    dictionary<K, V>             as V                 (the values, not the codes)
+    fixed_size_list of numbers   the same, 2-D and deeper
+    other fixed_size_list, list  list                 nulls stay nulls
+    string, binary               the same             nulls stay nulls
+    fixed_size_binary            binary               cache.source_type; nulls stay nulls
+
+The values of a list are stored as the table says, and the metadata of its field is theirs.
+Anything else (struct, map, union, interval, null) is refused by name. A null in any other
+fixed-width column than a float fails the load, naming the column, the count and the COALESCE that
+would mend it; so does a null in place of a whole fixed-size list. This module knows neither files
+nor DataFusion.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_server.buffers import BufferPool
+from protos.errors import LoadError, RequestError
+from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
+
+_INITIAL_ROWS = 65_536
+_UNIT_NAMES = {"s": "Second", "ms": "Millisecond", "us": "Microsecond", "ns": "Nanosecond"}
+_ZEROS = {
+    "int64": "0",
+    "bool": "false",
+    "date32": "DATE '1970-01-01'",
+    "date64": "DATE '1970-01-01'",
+    **{f"int{bits}": f"arrow_cast(0, 'Int{bits}')" for bits in (8, 16, 32)},
+    **{f"uint{bits}": f"arrow_cast(0, 'UInt{bits}')" for bits in (8, 16, 32, 64)},
+}
+
+
+def storage_schema(schema: pa.Schema) -> pa.Schema:
+    """The logical schema that a query result of ``schema`` is stored with.
+
+    Raises:
+        RequestError: naming every column that cannot be stored, or names that repeat; or when
+            there is no column at all.
+    """
+    names = schema.names
+    if not names:
+        raise RequestError("the query yields no columns")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise RequestError(f"the query yields several columns named {', '.join(repeated)}")
+    problems, fields = [], []
+    for field in schema:
+        stored = storage_type(field.type)
+        if stored is None:
+            problems.append(f"{field.name}: {field.type}")
+            continue
+        metadata = _metadata(field.type, stored)
+        nullable = not (_is_fixed_width(stored))
+        fields.append(pa.field(field.name, stored, nullable=nullable, metadata=metadata))
+    if problems:
+        raise RequestError(
+            "columns of these types cannot be stored; select their fields or cast them in the "
+            f"sql: {', '.join(problems)}"
+        )
+    return pa.schema(fields)
+
+
+def storage_type(dtype: pa.DataType) -> pa.DataType | None:
+    """What ``dtype`` is stored as; None when it cannot be stored."""
+    types = pa.types
+    if types.is_dictionary(dtype):
+        return storage_type(dtype.value_type)
+    if types.is_integer(dtype) or types.is_floating(dtype):
+        return dtype
+    if types.is_decimal(dtype):
+        return pa.float64()
+    if types.is_boolean(dtype):
+        return pa.uint8()
+    if types.is_date32(dtype) or types.is_time32(dtype):
+        return pa.int32()
+    if (
+        types.is_date64(dtype)
+        or types.is_time64(dtype)
+        or types.is_timestamp(dtype)
+        or types.is_duration(dtype)
+    ):
+        return pa.int64()
+    if dtype == pa.string_view():
+        return pa.string()
+    if dtype == pa.binary_view():
+        return pa.binary()
+    if types.is_string(dtype) or types.is_binary(dtype):
+        return dtype
+    if types.is_large_string(dtype) or types.is_large_binary(dtype):
+        return dtype
+    if types.is_fixed_size_binary(dtype):
+        return pa.binary()
+    if types.is_fixed_size_list(dtype):
+        inner = storage_type(dtype.value_type)
+        if inner is None or dtype.list_size == 0:
+            return None
+        if _is_fixed_width(inner):
+            return pa.list_(pa.field("item", inner, nullable=False), dtype.list_size)
+        return pa.list_(inner)
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        inner = storage_type(dtype.value_type)
+        if inner is None:
+            return None
+        return pa.list_(inner) if types.is_list(dtype) else pa.large_list(inner)
+    return None
+
+
+def _is_fixed_width(dtype: pa.DataType) -> bool:
+    _, leaf = list_shape(dtype)
+    return bool(pa.types.is_integer(leaf) or pa.types.is_floating(leaf))
+
+
+def _metadata(dtype: pa.DataType, stored: pa.DataType) -> dict[str, str] | None:
+    dtype, stored = _values(dtype), _values(stored)
+    metadata: dict[str, str] = {}
+    if not stored.equals(dtype):
+        metadata["cache.source_type"] = str(dtype)
+    if pa.types.is_date32(dtype):
+        metadata["cache.unit"] = "D"
+    elif pa.types.is_date64(dtype):
+        metadata["cache.unit"] = "ms"
+    elif hasattr(dtype, "unit"):
+        metadata["cache.unit"] = dtype.unit
+    if getattr(dtype, "tz", None):
+        metadata["cache.timezone"] = dtype.tz
+    return metadata or None
+
+
+def _values(dtype: pa.DataType) -> pa.DataType:
+    """The type of the values inside lists and dictionaries."""
+    while pa.types.is_nested(dtype) or pa.types.is_dictionary(dtype):
+        dtype = dtype.value_type
+    return dtype
+
+
+def _null_problem(field: pa.Field, count: int) -> str:
+    problem = f"column {field.name!r} holds {count} null(s), and {field.type} has no value for them"
+    name = '"' + field.name.replace('"', '""') + '"'
+    if pa.types.is_nested(field.type):
+        return f"{problem}: filter those rows out, or cast it to a list of any length"
+    coalesce = f"COALESCE({name}, {_zero(field)}) AS {name}"
+    return f"{problem}: write {coalesce} in the sql, or filter those rows out"
+
+
+def _zero(field: pa.Field) -> str:
+    """SQL for a zero of the type that the column has in the query, so that COALESCE keeps it."""
+    metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
+    source = metadata.get("cache.source_type", str(field.type)).partition("[")[0]
+    if source in _ZEROS:
+        return _ZEROS[source]
+    unit = _UNIT_NAMES[metadata["cache.unit"]]
+    if source == "timestamp":
+        zone = metadata.get("cache.timezone")
+        zone = f'Some("{zone}")' if zone else "None"
+        return f"arrow_cast(0, 'Timestamp({unit}, {zone})')"
+    if source == "duration":
+        return f"arrow_cast(0, 'Duration({unit})')"
+    return f"arrow_cast('00:00:00', '{source.title()}({unit})')"
+
+
+class ShardBuilder:
+    """Collects the batches of one shard into packed columns. One thread at a time.
+
+    Args:
+        logical: from `storage_schema`.
+        expected_rows: an upper bound of the rows to come, where it is known; memory is taken for
+            so many at once (untouched pages cost nothing). Without it the room doubles as needed.
+        buffers: where the memory comes from. As a context manager the builder gives it back at
+            the end, and the batch of `finish` must not be used any more.
+    """
+
+    def __init__(
+        self,
+        logical: pa.Schema,
+        expected_rows: int | None = None,
+        buffers: BufferPool | None = None,
+    ) -> None:
+        self._buffers = buffers or BufferPool()
+        self.layout = Layout(logical)
+        self.num_rows = 0
+        self._capacity = expected_rows if expected_rows is not None else _INITIAL_ROWS
+        self._matrices = {
+            index: self._buffers.take(self._capacity, column.width, column.dtype)
+            for index, column in enumerate(self.layout.columns)
+            if column.dtype is not None
+        }
+        self._chunks: dict[int, list[pa.Array]] = {
+            index: [] for index, c in enumerate(self.layout.columns) if c.kind == "plain"
+        }
+        self._plain_bytes = 0
+        self._nulls: dict[str, int] = {}
+
+    def __enter__(self) -> ShardBuilder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for matrix in self._matrices.values():
+            self._buffers.give_back(matrix)
+        self._matrices.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes collected so far, as they will be stored."""
+        return self.num_rows * self.layout.fixed_row_bytes + self._plain_bytes
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Adds the rows of ``batch``, whose columns are those of the logical schema by name."""
+        start, stop = self.num_rows, self.num_rows + batch.num_rows
+        if stop > self._capacity:
+            self._grow(stop)
+        for index, column in enumerate(self.layout.columns):
+            if column.kind == "plain":
+                array = _cast(batch[column.names[0]], column.field.type)
+                self._plain_bytes += array.nbytes
+                self._chunks[index].append(array)
+            else:
+                self._fill(self._matrices[index][start:stop], column, batch)
+        self.num_rows = stop
+
+    def finish(self) -> pa.RecordBatch:
+        """The one stored record batch of the shard; nothing may be appended afterwards.
+
+        Raises:
+            LoadError: naming each fixed-width column that holds nulls, with their count.
+        """
+        if self._nulls:
+            raise LoadError(
+                "; ".join(
+                    _null_problem(self.layout.logical.field(name), count)
+                    for name, count in self._nulls.items()
+                )
+            )
+        arrays = []
+        for index, column in enumerate(self.layout.columns):
+            if column.kind == "plain":
+                chunks = self._chunks.pop(index)
+                arrays.append(_concatenate(chunks, column))
+            else:
+                matrix = self._matrices[index][: self.num_rows]
+                arrays.append(from_matrix(matrix, column.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.layout.schema)
+
+    def _grow(self, rows: int) -> None:
+        self._capacity = max(rows, 2 * self._capacity)
+        for index, matrix in self._matrices.items():
+            grown = self._buffers.take(self._capacity, matrix.shape[1], matrix.dtype)
+            grown[: self.num_rows] = matrix[: self.num_rows]
+            self._matrices[index] = grown
+            self._buffers.give_back(matrix)
+
+    def _fill(self, target: Matrix, column: StoredColumn, batch: pa.RecordBatch) -> None:
+        if column.kind == "matrix":
+            self._fill_lists(target, column.names[0], batch[column.names[0]])
+            return
+        stored = column.field.type.value_type
+        by_column = [self._numbers(name, _cast(batch[name], stored)) for name in column.names]
+        # One transposing copy of a block is twice as fast as a strided copy of each column.
+        target[:] = np.array(by_column).T
+
+    def _numbers(self, name: str, array: pa.Array) -> Matrix:
+        if array.null_count:
+            if pa.types.is_floating(array.type):
+                array = array.fill_null(float("nan"))
+            else:
+                self._count_nulls(name, array)
+                array = array.fill_null(0)
+        values: Matrix = array.to_numpy(zero_copy_only=True)
+        return values
+
+    def _fill_lists(self, target: Matrix, name: str, array: pa.Array) -> None:
+        dtype = self.layout.logical.field(name).type
+        if pa.types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        while pa.types.is_fixed_size_list(dtype):
+            if array.null_count:  # no values for them in flatten(); finish() refuses the shard
+                self._count_nulls(name, array)
+                return
+            array, dtype = array.flatten(), dtype.value_type
+        target[:] = self._numbers(name, _cast(array, dtype)).reshape(target.shape)
+
+    def _count_nulls(self, name: str, array: pa.Array) -> None:
+        self._nulls[name] = self._nulls.get(name, 0) + array.null_count
+
+
+def _concatenate(chunks: list[pa.Array], column: StoredColumn) -> pa.Array:
+    if not chunks:
+        return pa.array([], column.field.type)
+    try:
+        return pa.concat_arrays(chunks)
+    except pa.ArrowInvalid as error:
+        raise LoadError(
+            f"column {column.names[0]!r} does not fit in one shard ({error}): "
+            "choose a smaller target_shard_bytes"
+        ) from None
+
+
+def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """``array`` as its storage type; the same array when it has that type already."""
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    return array if array.type.equals(target) else pc.cast(array, target)

@@ -1,0 +1,523 @@
+"""Shard files: write, seal, adopt, map, gather, slice.
+
+    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
+    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
+    <cache_dir>/.lock, .node-id                               one process, one lasting name
+
+A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
+manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
+differs, never counts. The store knows rows and files; it knows neither sources nor the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from cache_server.planning import VersionKey
+from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
+from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM_CHUNK_BYTES = 16 * 1024 * 1024
+_MANIFEST = "manifest.jsonl"
+# More runs than this many times the shards: sort the request by shard first.
+_MAX_RUNS_PER_SHARD = 4
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SealedShard:
+    """A line of the manifest. ``num_bytes`` is the size of the file."""
+
+    index: int
+    num_rows: int
+    num_bytes: int
+    checksum: str
+
+
+class MappedShard:
+    """A sealed shard, mapped: its columns without a copy. Immutable, any thread."""
+
+    def __init__(self, sealed: SealedShard, path: Path) -> None:
+        self.sealed = sealed
+        self.path = path
+        self.batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        self.layout = Layout.of_stored(self.batch.schema)
+        self.matrices: dict[int, Matrix] = {
+            index: as_matrix(self.batch.column(index))
+            for index, column in enumerate(self.layout.columns)
+            if column.kind != "plain"
+        }
+
+
+class Selection:
+    """Which stored columns, and which positions in them, give the wanted logical columns."""
+
+    def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
+        self.layout = stored.select(columns)
+        self.picks: list[tuple[int, list[int] | None]] = []
+        for column in self.layout.columns:
+            index = stored.place(column.names[0])[0]
+            positions = [stored.place(name)[1] for name in column.names]
+            whole = positions == list(range(len(stored.columns[index].names)))
+            self.picks.append((index, None if whole else positions))
+
+    def narrow(self, pick: int, matrix: Matrix) -> Matrix:
+        """The wanted columns of rows of stored column ``pick``; contiguous."""
+        positions = self.picks[pick][1]
+        return matrix if positions is None else np.ascontiguousarray(matrix[:, positions])
+
+
+class ResidentRows:
+    """The rows of one version that this node serves: an immutable snapshot, any thread.
+
+    Args:
+        key: for messages.
+        layout: of the stored batches.
+        num_rows: of the whole version.
+        shards: each with its first row id.
+    """
+
+    def __init__(
+        self, key: VersionKey, layout: Layout, num_rows: int, shards: Mapping[int, MappedShard]
+    ) -> None:
+        self.key = key
+        self.layout = layout
+        self.num_rows = num_rows
+        ordered = sorted((start, s) for start, s in shards.items() if s.sealed.num_rows)
+        self._shards = [shard for _, shard in ordered]
+        self._starts = np.array([start for start, _ in ordered], np.int64)
+        self._stops = self._starts + np.array([s.sealed.num_rows for s in self._shards], np.int64)
+
+    def gather(self, row_ids: Ids, selection: Selection) -> pa.RecordBatch:
+        """The rows of these ids, in this order, as one stored batch of the selection.
+
+        Consecutive ids of one shard are a slice of the mapped file; others are copied, one short
+        run of bytes a row.
+
+        Raises:
+            InvalidRowsError: for an id outside the dataset.
+            NotReadyError: for an id of a shard that this node does not hold.
+        """
+        if not len(row_ids):
+            return empty_batch(selection.layout)
+        low, high = int(row_ids.min()), int(row_ids.max())
+        self._check_bounds(low, high)
+        first = self._shard_at(low)
+        if high < self._stops[first]:
+            return self._gather_one(first, row_ids - self._starts[first], selection)
+        shard_of = self._locate(row_ids)
+        local = row_ids - self._starts[shard_of]
+        breaks = np.flatnonzero(np.diff(shard_of)) + 1
+        if len(breaks) <= _MAX_RUNS_PER_SHARD * len(self._shards):
+            return self._gather_runs(shard_of, local, breaks, None, selection)
+        order = np.argsort(_narrowest(shard_of, len(self._shards)), kind="stable")
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        shard_of, local = shard_of[order], local[order]
+        breaks = np.flatnonzero(np.diff(shard_of)) + 1
+        return self._gather_runs(shard_of, local, breaks, inverse, selection)
+
+    def check_range(self, start: int, stop: int) -> None:
+        """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise InvalidRowsError(
+                f"rows [{start}, {stop}) are outside dataset {self.key.dataset!r}, "
+                f"which has rows [0, {self.num_rows})"
+            )
+        at = start
+        while at < stop:
+            at = int(self._stops[self._shard_at(at)])
+
+    def slices(
+        self, start: int, stop: int, max_rows: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows ``[start, stop)`` as stored batches of at most ``max_rows``; check the range first.
+
+        Whole columns are views of the mapped files.
+        """
+        at = start
+        while at < stop:
+            shard = self._shard_at(at)
+            offset = at - int(self._starts[shard])
+            rows = min(max_rows, stop - at, int(self._stops[shard]) - at)
+            yield self._slice(self._shards[shard], offset, rows, selection)
+            at += rows
+
+    def _check_bounds(self, low: int, high: int) -> None:
+        if low < 0 or high >= self.num_rows:
+            bad = low if low < 0 else high
+            raise InvalidRowsError(
+                f"row id {bad} is outside dataset {self.key.dataset!r}, "
+                f"which has rows [0, {self.num_rows})"
+            )
+
+    def _shard_at(self, row: int) -> int:
+        """Index of the shard with this row."""
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        if shard < 0 or row >= self._stops[shard]:
+            raise NotReadyError(f"row {row} of {self.key.dataset!r} is not on this node")
+        return shard
+
+    def _locate(self, row_ids: Ids) -> npt.NDArray[np.intp]:
+        """Index of the shard of each row; the smallest id must be here."""
+        shard_of = np.searchsorted(self._starts, row_ids, side="right") - 1
+        missing = row_ids >= self._stops[shard_of]
+        if missing.any():
+            self._shard_at(int(row_ids[np.argmax(missing)]))
+        return shard_of
+
+    def _gather_one(self, shard: int, local: Ids, selection: Selection) -> pa.RecordBatch:
+        mapped, rows = self._shards[shard], len(local)
+        if int(local[-1]) - int(local[0]) == rows - 1 and bool((np.diff(local) == 1).all()):
+            return self._slice(mapped, int(local[0]), rows, selection)
+        arrays: list[pa.Array] = []
+        for pick, (index, _) in enumerate(selection.picks):
+            column = selection.layout.columns[pick]
+            if column.kind == "plain":
+                arrays.append(mapped.batch.column(index).take(pa.array(local)))
+                continue
+            source = mapped.matrices[index]
+            out = pool_matrix(rows, source.shape[1], source.dtype)
+            np.take(source, local, axis=0, out=out, mode="clip")
+            arrays.append(from_matrix(selection.narrow(pick, out), column.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+    def _gather_runs(
+        self,
+        shard_of: npt.NDArray[np.intp],
+        local: Ids,
+        breaks: npt.NDArray[np.intp],
+        inverse: npt.NDArray[np.intp] | None,
+        selection: Selection,
+    ) -> pa.RecordBatch:
+        bounds = [0, *breaks.tolist(), len(local)]
+        runs = [(self._shards[int(shard_of[a])], a, b) for a, b in itertools.pairwise(bounds)]
+        arrays: list[pa.Array] = []
+        for pick, (index, _) in enumerate(selection.picks):
+            column = selection.layout.columns[pick]
+            if column.kind == "plain":
+                parts = [s.batch.column(index).take(pa.array(local[a:b])) for s, a, b in runs]
+                joined = pa.concat_arrays(parts)
+                arrays.append(joined if inverse is None else joined.take(pa.array(inverse)))
+                continue
+            first = runs[0][0].matrices[index]
+            out = pool_matrix(len(local), first.shape[1], first.dtype)
+            for mapped, a, b in runs:
+                np.take(mapped.matrices[index], local[a:b], axis=0, out=out[a:b], mode="clip")
+            if inverse is not None:
+                ordered = pool_matrix(len(local), out.shape[1], out.dtype)
+                np.take(out, inverse, axis=0, out=ordered, mode="clip")
+                out = ordered
+            arrays.append(from_matrix(selection.narrow(pick, out), column.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+    def _slice(
+        self, shard: MappedShard, offset: int, rows: int, selection: Selection
+    ) -> pa.RecordBatch:
+        arrays: list[pa.Array] = []
+        for pick, (index, positions) in enumerate(selection.picks):
+            if positions is None:
+                arrays.append(shard.batch.column(index).slice(offset, rows))
+            else:
+                part = shard.matrices[index][offset : offset + rows]
+                field = selection.layout.columns[pick].field
+                arrays.append(from_matrix(selection.narrow(pick, part), field))
+        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+
+class ShardStore:
+    """All shards of one node, in one directory that no other process uses. Thread-safe.
+
+    Args:
+        cache_dir: made when missing.
+        memory_limit_bytes: of all shard files together; None for no limit but the file system's.
+
+    Raises:
+        ConfigError: when the directory cannot be made or another node uses it.
+    """
+
+    def __init__(self, cache_dir: Path, memory_limit_bytes: int | None = None) -> None:
+        self.cache_dir = cache_dir
+        self.memory_limit_bytes = memory_limit_bytes
+        self._lock = threading.Lock()
+        self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
+        self._reserved_bytes = 0
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (cache_dir / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"cannot use cache_dir {cache_dir}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
+        self.node_id = self._load_node_id()
+        self._adopt_all()
+
+    def __enter__(self) -> ShardStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forgets the maps and releases the directory; the files stay."""
+        with self._lock:
+            self._shards.clear()
+        self._lock_file.close()
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all sealed shard files."""
+        with self._lock:
+            return self._stored_bytes()
+
+    def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
+        """A copy of what is sealed: version -> shard index -> shard."""
+        with self._lock:
+            return {key: dict(shards) for key, shards in self._shards.items()}
+
+    def seal(self, key: VersionKey, index: int, batch: pa.RecordBatch) -> MappedShard:
+        """Writes ``batch`` as shard ``index`` and maps it.
+
+        Raises:
+            LoadError: when it does not fit in the memory limit or on the file system; nothing is
+                left behind.
+        """
+        size = batch.nbytes
+        self._reserve(size)
+        directory = self._directory(key)
+        final = directory / shard_file_name(index)
+        temporary = directory / f".{final.name}.{uuid.uuid4().hex}.tmp"
+        try:
+            with self._lock:
+                directory.mkdir(parents=True, exist_ok=True)
+            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as w:
+                w.write_batch(batch)
+            sealed = SealedShard(
+                index, batch.num_rows, temporary.stat().st_size, file_checksum(temporary)
+            )
+            _fsync(temporary)
+            os.replace(temporary, final)
+            _fsync(directory)
+            with (directory / _MANIFEST).open("a", encoding="utf-8") as manifest:
+                manifest.write(_manifest_line(sealed))
+                manifest.flush()
+                os.fsync(manifest.fileno())
+            shard = MappedShard(sealed, final)
+        except OSError as error:
+            _remove_file(temporary)
+            _remove_file(final)
+            self._remove_empty(directory)
+            raise LoadError(
+                f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
+                f"{error.strerror}"
+            ) from None
+        finally:
+            _remove_file(temporary)
+            with self._lock:
+                self._reserved_bytes -= size
+        with self._lock:
+            self._shards.setdefault(key, {})[index] = shard
+        logger.info(
+            "shard sealed dataset=%s shard=%d rows=%d bytes=%d",
+            key.dataset, index, sealed.num_rows, sealed.num_bytes,
+        )  # fmt: skip
+        return shard
+
+    def drop(self, key: VersionKey, index: int) -> None:
+        """Removes one shard. Readers that have it mapped keep their rows."""
+        with self._lock:
+            shards = self._shards.get(key, {})
+            shard = shards.pop(index, None)
+            if not shards:
+                self._shards.pop(key, None)
+        if shard is not None:
+            shard.path.unlink(missing_ok=True)
+            logger.info("shard dropped dataset=%s shard=%d", key.dataset, index)
+
+    def drop_version(self, key: VersionKey) -> None:
+        """Removes everything that was written for one version."""
+        with self._lock:
+            self._shards.pop(key, None)
+        directory = self._directory(key)
+        if directory.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            logger.info("version dropped dataset=%s fingerprint=%s", key.dataset, key.fingerprint)
+        self._remove_empty(directory)
+
+    def _directory(self, key: VersionKey) -> Path:
+        return self.cache_dir / key.dataset / key.fingerprint
+
+    def _remove_empty(self, directory: Path) -> None:
+        """Removes the directories of a version and of its dataset where nothing is left in them."""
+        with self._lock:
+            for path in (directory, directory.parent):
+                if path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+
+    def _stored_bytes(self) -> int:
+        return sum(s.sealed.num_bytes for v in self._shards.values() for s in v.values())
+
+    def _reserve(self, size: int) -> None:
+        with self._lock:
+            held = self._stored_bytes() + self._reserved_bytes
+            limit = self.memory_limit_bytes
+            if limit is not None and held + size > limit:
+                raise LoadError(
+                    f"a shard of {size} bytes does not fit: {held} of the memory limit of "
+                    f"{limit} bytes are used"
+                )
+            free = shutil.disk_usage(self.cache_dir).free
+            if size > free:
+                raise LoadError(
+                    f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
+                )
+            self._reserved_bytes += size
+
+    def _load_node_id(self) -> str:
+        path = self.cache_dir / ".node-id"
+        if not path.exists() or not path.read_text(encoding="utf-8"):
+            path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
+
+    def _adopt_all(self) -> None:
+        for directory in sorted(self.cache_dir.glob("*/*/")):
+            adopted = self._adopt(directory, _read_manifest(directory / _MANIFEST))
+            sound = {shard.path for shard in adopted}
+            for path in (*directory.glob("shard-*.arrow"), *directory.glob(".*.tmp")):
+                if path not in sound:
+                    logger.warning("file removed path=%s reason=damaged or never sealed", path)
+                    _remove_file(path)
+            # Without torn lines, which would spoil the next one to be added.
+            _write_manifest(directory / _MANIFEST, [shard.sealed for shard in adopted])
+            self._remove_empty(directory)
+
+    def _adopt(self, directory: Path, listed: Iterable[SealedShard]) -> list[MappedShard]:
+        """Maps the listed shards whose files are sound."""
+        key = VersionKey(directory.parent.name, directory.name)
+        adopted = []
+        for sealed in listed:
+            path = directory / shard_file_name(sealed.index)
+            try:
+                shard = _map_sound(path, sealed)
+            except (OSError, ValueError) as error:
+                logger.warning("shard damaged path=%s reason=%s", path, error)
+                continue
+            self._shards.setdefault(key, {})[sealed.index] = shard
+            adopted.append(shard)
+            logger.info("shard adopted dataset=%s shard=%d", key.dataset, sealed.index)
+        return adopted
+
+
+def shard_file_name(index: int) -> str:
+    """The file name of shard ``index`` in its version's directory."""
+    return f"shard-{index:05d}.arrow"
+
+
+def empty_batch(layout: Layout) -> pa.RecordBatch:
+    """No rows of a layout."""
+    return pa.RecordBatch.from_arrays(
+        [pa.array([], field.type) for field in layout.schema], schema=layout.schema
+    )
+
+
+def file_checksum(path: Path) -> str:
+    """XXH3-128 of a file, as hexadecimal digits."""
+    digest = xxhash.xxh3_128()
+    with pa.memory_map(str(path)) as mapped:
+        while chunk := mapped.read_buffer(_CHECKSUM_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
+    """Maps a file that must be the one that was sealed.
+
+    Raises:
+        OSError: it is missing. ValueError: it is another one, or of another layout.
+    """
+    size = path.stat().st_size
+    if size != sealed.num_bytes:
+        raise ValueError(f"{size} bytes instead of {sealed.num_bytes}")
+    checksum = file_checksum(path)
+    if checksum != sealed.checksum:
+        raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
+    return MappedShard(sealed, path)
+
+
+def _read_manifest(path: Path) -> list[SealedShard]:
+    """The last line of each shard; a torn line is a shard that was never sealed."""
+    found: dict[int, SealedShard] = {}
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            sealed = SealedShard(**json.loads(line))
+        except (ValueError, TypeError):
+            logger.warning("manifest line ignored path=%s line=%r", path, line)
+            continue
+        found[sealed.index] = sealed
+    return list(found.values())
+
+
+def _write_manifest(path: Path, shards: Iterable[SealedShard]) -> None:
+    """Replaces a manifest; removes it when there is no shard."""
+    text = "".join(map(_manifest_line, shards))
+    if not text:
+        _remove_file(path)
+    elif path.read_text(encoding="utf-8", errors="replace") != text:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        _fsync(temporary)
+        os.replace(temporary, path)
+
+
+def _manifest_line(sealed: SealedShard) -> str:
+    return json.dumps(asdict(sealed)) + "\n"
+
+
+def _remove_file(path: Path) -> None:
+    """Removes a file; none there, and none that could be there, is as good."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
+
+
+def _narrowest(values: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.unsignedinteger]:
+    """``values`` below ``count`` in the smallest type: numpy sorts 8 and 16 bits by radix."""
+    dtype = np.uint8 if count <= 1 << 8 else np.uint16 if count <= 1 << 16 else np.uint32
+    return values.astype(dtype)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
