@@ -1,0 +1,35 @@
+"""Read a cached table: `CacheIterableDataset` in a training loop, `CacheClient` to load it."""
+
+from cache_client.client import CacheClient, DatasetInfo, NodeInfo
+from cache_client.dataset import CacheIterableDataset
+from cache_client.errors import (
+    CacheError,
+    ConfigError,
+    DatasetNotFoundError,
+    InvalidRowsError,
+    InvalidTicketError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+    StaleVersionError,
+)
+from protos.spec import DatasetSpec
+
+__all__ = [
+    "CacheClient",
+    "CacheError",
+    "CacheIterableDataset",
+    "ConfigError",
+    "DatasetInfo",
+    "DatasetNotFoundError",
+    "DatasetSpec",
+    "InvalidRowsError",
+    "InvalidTicketError",
+    "LoadError",
+    "NodeInfo",
+    "NodeUnavailableError",
+    "NotReadyError",
+    "RequestError",
+    "StaleVersionError",
+]

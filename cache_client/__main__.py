@@ -1,0 +1,276 @@
+"""``cachectl``: the only place of this package that reads argv."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cache_client.client import CacheClient, DatasetInfo
+from protos.errors import CacheError, ConfigError, LoadError, RequestError
+
+EXIT_FAILURE = 1
+EXIT_DATA = 65  # EX_DATAERR
+EXIT_CONFIG = 78  # EX_CONFIG
+
+app = typer.Typer(
+    name="cachectl",
+    help="Load, list and drop the datasets of a cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Endpoint = Annotated[
+    str | None,
+    typer.Option(envvar="CACHE_ENDPOINT", help="grpc://HOST:PORT of any cache node."),
+]
+TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Name = Annotated[str, typer.Argument(help="Name of a dataset.")]
+
+# In a pipe there is no width to keep to.
+_console = Console(width=None if sys.stdout.isatty() else 250)
+
+
+@app.command()
+def load(
+    spec: Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")],
+    endpoint: Endpoint = None,
+    wait: Annotated[bool, typer.Option(help="Until the dataset is ready.")] = True,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the load; default: no limit.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Load a dataset; attaches at once when this version of it is there already."""
+    client = CacheClient(endpoint)
+    info = client.load(spec, wait=wait, progress=not as_json, timeout_s=timeout_s)
+    _show_dataset(info, as_json)
+
+
+@app.command("ls")
+def list_datasets(
+    endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
+) -> None:
+    """List the datasets."""
+    datasets = CacheClient(endpoint, timeout_s=timeout_s).datasets()
+    if as_json:
+        _print_json([_dataset_json(info) for info in datasets])
+        return
+    _show_rows(
+        ["name", "state", "rows", "size", "shards", "fingerprint"],
+        [
+            [
+                info.name,
+                info.state,
+                f"{info.num_rows:,}",
+                _size(info.num_bytes),
+                str(info.num_shards),
+                info.fingerprint[:12],
+            ]
+            for info in datasets
+        ],
+    )
+
+
+@app.command()
+def describe(
+    name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
+) -> None:
+    """Show one dataset: columns, size and where its shards are."""
+    _show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
+
+
+@app.command()
+def drop(
+    name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
+) -> None:
+    """Drop a dataset from every node."""
+    CacheClient(endpoint, timeout_s=timeout_s).drop(name)
+    if as_json:
+        _print_json({"dropped": name})
+    else:
+        _console.print(f"dropped {name}")
+
+
+@app.command()
+def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
+    """List the cache nodes."""
+    found = CacheClient(endpoint, timeout_s=timeout_s).nodes()
+    if as_json:
+        _print_json([asdict(node) for node in found])
+        return
+    _show_rows(
+        ["node", "alive", "flight", "shards", "stored", "limit", "cache dir"],
+        [
+            [
+                node.id,
+                "yes" if node.alive else "no",
+                node.flight_location,
+                str(node.stored_shards),
+                _size(node.stored_bytes),
+                _size(node.memory_limit_bytes) if node.memory_limit_bytes else "none",
+                node.cache_dir,
+            ]
+            for node in found
+        ],
+    )
+
+
+@app.command()
+def head(
+    name: Name,
+    num_rows: Annotated[int, typer.Option("-n", "--num-rows", min=0)] = 5,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the first rows of a dataset, in source order."""
+    batch = CacheClient(endpoint, timeout_s=timeout_s).head(name, num_rows)
+    rows = batch.to_pylist()
+    if as_json:
+        _print_json([{key: _json_value(value) for key, value in row.items()} for row in rows])
+        return
+    _show_rows(batch.schema.names, [[_cell(value) for value in row.values()] for row in rows])
+
+
+def main() -> None:
+    """Entry point: errors of the tree become one line and an exit code.
+
+    78 (EX_CONFIG) for arguments and specs, 65 (EX_DATAERR) for data and queries, 1 for the rest.
+    """
+    try:
+        app()
+    except CacheError as error:
+        message = " ".join(str(error).split("\n"))
+        print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            sys.exit(EXIT_CONFIG)
+        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
+
+
+def _show_dataset(info: DatasetInfo, as_json: bool) -> None:
+    if as_json:
+        _print_json(_dataset_json(info))
+        return
+    _console.print(f"[bold]{info.name}[/bold]  {info.state}", highlight=False)
+    if info.error:
+        _console.print(Text(f"  error        {info.error}"), soft_wrap=True)
+    _console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
+    _console.print(f"  rows         {info.num_rows:,}", highlight=False)
+    _console.print(f"  size         {_size(info.num_bytes)}", highlight=False)
+    shards: dict[str, int] = {}
+    for node_ids in info.placement.values():
+        for node_id in node_ids:
+            shards[node_id] = shards.get(node_id, 0) + 1
+    held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
+    _console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
+    fields = [
+        [
+            field.name,
+            str(field.type),
+            (field.metadata or {}).get(b"cache.source_type", b"").decode(),
+        ]
+        for field in info.schema
+    ]
+    _console.print(Padding(_table(fields, header=["column", "type", "made from"]), (0, 1)))
+
+
+def _dataset_json(info: DatasetInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "state": info.state,
+        "error": info.error,
+        "fingerprint": info.fingerprint,
+        "num_rows": info.num_rows,
+        "num_bytes": info.num_bytes,
+        "num_shards": info.num_shards,
+        "columns": {field.name: str(field.type) for field in info.schema},
+        "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
+    }
+
+
+def _show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; one that is wider than the terminal with its columns below each other instead."""
+    columns = [list(column) for column in zip(names, *rows, strict=True)]
+    if sum(map(_width, columns)) <= _console.width:
+        _console.print(_table(rows, header=names))
+        return
+    for index, chunk in enumerate(_side_by_side(rows, _console.width - _width(names))):
+        if index:
+            _console.print()
+        _console.print(_table(list(zip(names, *chunk, strict=True))))
+
+
+def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
+    """Runs of rows that fit beside each other, at least one a run; one empty run of no rows."""
+    run: list[Sequence[str]] = []
+    used = 0
+    for row in rows:
+        if run and used + _width(row) > width:
+            yield run
+            run, used = [], 0
+        run.append(row)
+        used += _width(row)
+    yield run
+
+
+def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
+    """``rows`` as they are: no word of theirs is markup, and what is too wide is folded."""
+    rows = list(rows)
+    table = Table(box=None, show_header=header is not None)
+    for title in header or [""] * len(rows[0]):
+        table.add_column(Text(title), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _width(cells: Iterable[str]) -> int:
+    """Width of a column of these cells, with the space around it."""
+    return max(map(cell_len, cells)) + 2
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _json_value(value: object) -> object:
+    """``value`` in what JSON knows: it has neither NaN nor bytes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return value
+
+
+def _size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _cell(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""`CacheClient`: load, list and drop datasets. The only importer of grpc in the client.
+
+Each call opens a channel to the coordinator and closes it again: nothing is left open that a
+later fork could break.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pyarrow as pa
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from cache_client.connections import Connection
+from cache_client.ranks import find_endpoint
+from cache_client.reader import Reader
+from protos.cache.v1 import cache_pb2 as pb
+from protos.cache.v1 import cache_pb2_grpc
+from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
+from protos.errors import LoadError, NotReadyError
+from protos.layout import schema_from_bytes
+from protos.spec import DatasetSpec
+
+# A coordinator that hangs is noticed even while a load without a time limit is watched.
+_KEEPALIVE_S = 10.0
+
+_STATES = {
+    pb.DATASET_STATE_LOADING: "loading",
+    pb.DATASET_STATE_READY: "ready",
+    pb.DATASET_STATE_FAILED: "failed",
+}
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """One version of a dataset, as the coordinator knows it.
+
+    Attributes:
+        num_rows: 0 until every shard is loaded.
+        num_bytes: of the shards loaded so far, one replica.
+        schema: logical columns in their storage types.
+        state: ``loading``, ``ready`` or ``failed``.
+        placement: shard -> ids of the nodes that hold it, in order of preference.
+        error: why it failed; None unless it did.
+    """
+
+    name: str
+    fingerprint: str
+    num_rows: int
+    num_bytes: int
+    num_shards: int
+    schema: pa.Schema
+    state: str
+    placement: Mapping[int, tuple[str, ...]]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One cache node. ``memory_limit_bytes`` is None without a limit."""
+
+    id: str
+    flight_location: str
+    control_location: str
+    cache_dir: str
+    memory_limit_bytes: int | None
+    stored_bytes: int
+    stored_shards: int
+    alive: bool
+
+
+class CacheClient:
+    """Talks to the coordinator of a cache. Thread-safe, holds no connection between calls.
+
+    Args:
+        endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default: the environment
+            variable ``CACHE_ENDPOINT``.
+        timeout_s: of each call but `load`.
+    """
+
+    def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
+        self.endpoint = find_endpoint(endpoint)
+        self._timeout_s = timeout_s
+
+    def load(
+        self,
+        spec: DatasetSpec | str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        progress: bool = False,
+        timeout_s: float | None = None,
+    ) -> DatasetInfo:
+        """Loads a dataset; attaches at once when the same version is there already.
+
+        Args:
+            spec: a spec, or the path of one in YAML.
+            wait: until the dataset is ready.
+            progress: show a progress bar on standard error.
+            timeout_s: of the whole load; None for no limit. The load goes on after it.
+
+        Raises:
+            LoadError: the source cannot be read or does not fit; names file, split and reason.
+            RequestError: the query cannot be run on each split, or is wrong.
+            NotReadyError: not loaded within ``timeout_s``.
+            NodeUnavailableError: the coordinator does not answer.
+        """
+        if not isinstance(spec, DatasetSpec):
+            spec = DatasetSpec.from_yaml(Path(spec))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._coordinator() as stub:
+            info = _create(stub, spec, timeout_s)
+            if wait:
+                watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
+                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+                with _progress_bar(spec.name, progress) as show:
+                    info = _wait_until_done(stub, watch, remaining, show, info)
+        if info.state == pb.DATASET_STATE_FAILED:
+            raise LoadError(info.error.message)
+        return _dataset_info(info)
+
+    def datasets(self) -> list[DatasetInfo]:
+        """The newest version of every dataset, by name."""
+        with self._coordinator() as stub:
+            response = _call(stub.ListDatasets, pb.ListDatasetsRequest(), self._timeout_s)
+        return [_dataset_info(info) for info in response.datasets]
+
+    def describe(self, name: str) -> DatasetInfo:
+        """The newest version of one dataset.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._coordinator() as stub:
+            response = _call(stub.GetDataset, pb.GetDatasetRequest(name=name), self._timeout_s)
+        return _dataset_info(response.dataset)
+
+    def drop(self, name: str) -> None:
+        """Forgets a dataset; its nodes remove it at their next heartbeat.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._coordinator() as stub:
+            _call(stub.DeleteDataset, pb.DeleteDatasetRequest(name=name), self._timeout_s)
+
+    def nodes(self) -> list[NodeInfo]:
+        """Every node that the coordinator has heard of, by id."""
+        with self._coordinator() as stub:
+            response = _call(stub.ListNodes, pb.ListNodesRequest(), self._timeout_s)
+        return [
+            NodeInfo(
+                node.id,
+                node.flight_location,
+                node.control_location,
+                node.cache_dir,
+                node.memory_limit_bytes or None,
+                node.stored_bytes,
+                node.stored_shards,
+                node.alive,
+            )
+            for node in response.nodes
+        ]
+
+    def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
+        """The first rows of a dataset, in source order."""
+        with Connection(self.endpoint) as connection:
+            shards = connection.read_plan(name, "", (), self._timeout_s)
+        with Reader(self.endpoint, shards, deadline_s=self._timeout_s) as reader:
+            rows = reader.fetch(np.arange(min(num_rows, shards.num_rows), dtype=np.int64))
+        return rows.to_batch()
+
+    @contextmanager
+    def _coordinator(self) -> Iterator[cache_pb2_grpc.CoordinatorStub]:
+        with Connection(self.endpoint) as connection:
+            location = connection.coordinator(self._timeout_s).control_location
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.keepalive_time_ms", int(_KEEPALIVE_S * 1000)),
+            ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", int(_KEEPALIVE_S * 1000)),
+        ]
+        with grpc.insecure_channel(location, options=options) as channel:
+            try:
+                yield cache_pb2_grpc.CoordinatorStub(channel)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, location) from None
+
+
+def _create(
+    stub: cache_pb2_grpc.CoordinatorStub, spec: DatasetSpec, timeout_s: float | None
+) -> pb.DatasetInfo:
+    request = pb.CreateDatasetRequest(spec=spec.to_proto())
+    try:
+        info: pb.DatasetInfo = _call(stub.CreateDataset, request, timeout_s).dataset
+    except grpc.RpcError as error:
+        if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        raise NotReadyError(
+            f"dataset {spec.name!r} was not planned within {timeout_s:g} s: its files are still "
+            "being listed; the load goes on"
+        ) from None
+    return info
+
+
+def _wait_until_done(
+    stub: cache_pb2_grpc.CoordinatorStub,
+    watch: pb.WatchDatasetRequest,
+    timeout_s: float | None,
+    show: Callable[[pb.LoadProgress], None],
+    info: pb.DatasetInfo,
+) -> pb.DatasetInfo:
+    try:
+        for response in stub.WatchDataset(watch, timeout=timeout_s):
+            info = response.dataset
+            show(info.progress)
+    except grpc.RpcError as error:
+        if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+        done = info.progress
+        raise NotReadyError(
+            f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
+            f"{done.shards_total} shards, {done.rows_done} rows; the load goes on"
+        ) from None
+    return info
+
+
+def _call(method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
+    return method(request, timeout=timeout_s)
+
+
+def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
+    return DatasetInfo(
+        info.spec.name,
+        info.fingerprint,
+        info.num_rows,
+        info.num_bytes,
+        len(info.shards),
+        schema_from_bytes(info.schema),
+        _STATES[info.state],
+        {shard.index: tuple(shard.node_ids) for shard in info.shards},
+        info.error.message or None,
+    )
+
+
+@contextmanager
+def _progress_bar(name: str, shown: bool) -> Iterator[Callable[[pb.LoadProgress], None]]:
+    if not shown:
+        yield lambda progress: None
+        return
+    columns = (
+        TextColumn("load {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("shards, {task.fields[rows]:,} rows"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task: TaskID = bar.add_task(name, total=None, rows=0)
+
+        def show(progress: pb.LoadProgress) -> None:
+            bar.update(
+                task,
+                completed=progress.shards_done,
+                total=progress.shards_total,
+                rows=progress.rows_done,
+            )
+
+        yield show

@@ -1,0 +1,396 @@
+"""Flight connections: the only importer of pyarrow.flight in the client.
+
+Every call and every stream has a deadline. A gather stream is opened with a time limit and used
+only in the first half of it, so a node that hangs is noticed after one to two request timeouts
+without a watchdog.
+
+gRPC does not survive a fork: a child that uses it after its parent did hangs or aborts. So before
+any fork of this process every stream and connection is closed, down to the last reference that
+keeps gRPC alive, and its threads are awaited. Whoever held one meets `ConnectionClosedError` and
+opens another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from cache_client.routing import Ids, NodeRef, ShardMap
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
+
+_MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
+_GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
+_NAMELESS_S = 0.1  # a thread has its name before that
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+# A fork waits so long for calls, whose own deadlines are shorter, and then for gRPC's threads.
+_CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
+_ENDPOINTS_ACTION = "endpoints"
+_ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+
+
+class ConnectionClosedError(NodeUnavailableError):
+    """This process closed the connection, as it does before a fork: no fault of the node."""
+
+
+class _Shared:
+    """An object of Flight's that threads use and any may close, which Flight itself does not allow.
+
+    Closing lets no use begin, breaks off those that run where that is possible, and leaves the
+    object to the last of them to drop.
+
+    Args:
+        value: what is shared. Nobody may name it, not even by a local variable: the traceback of an
+            error, which somebody may keep, would hold it, and gRPC with it.
+        break_off: ends the running uses of ``value`` from another thread.
+        drop: ends ``value`` when nobody uses it.
+    """
+
+    def __init__(
+        self, value: Any, *, drop: Callable[[Any], None], break_off: Callable[[Any], None] | None
+    ) -> None:
+        self.value = value
+        self._break_off = break_off
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._uses = 0
+        self.is_closed = False
+
+    @contextmanager
+    def use(self, what: str) -> Iterator[None]:
+        """Around every use of ``value``; ``what`` is named when it is closed already."""
+        with self._lock:
+            if self.is_closed:
+                raise ConnectionClosedError(f"{what} was closed")
+            self._uses += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._uses -= 1
+                last = self.is_closed and not self._uses
+            if last:
+                self._drop_value()
+
+    def close(self) -> None:
+        """Drops the value now, or when its last use ends."""
+        with _fork_gate.closing():
+            with self._lock:
+                if self.is_closed:
+                    return
+                self.is_closed = True
+                unused = not self._uses
+                if self._break_off is not None:
+                    self._break_off(self.value)
+            if unused:
+                self._drop_value()
+
+    def _drop_value(self) -> None:
+        value, self.value = self.value, None
+        with suppress(pa.ArrowException, OSError):  # it says that it was cancelled
+            self._drop(value)
+
+
+class Connection:
+    """A Flight client of one node. Thread-safe."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+        self._what = f"the connection to {location}"
+        with _calling(location):
+            try:
+                self._client = _Shared(
+                    flight.connect(
+                        location,
+                        generic_options=[("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)],
+                    ),
+                    break_off=None,  # its calls have deadlines; its streams break off themselves
+                    drop=lambda client: client.close(),
+                )
+            except (pa.ArrowException, TypeError) as error:
+                raise ConfigError(
+                    f"endpoint must be grpc://HOST:PORT, got {location!r}: {error}"
+                ) from None
+            _fork_gate.add(self)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, by its holder or before a fork."""
+        return self._client.is_closed
+
+    def close(self) -> None:
+        """Closes the client, at the end of the calls that run; waits for none of them."""
+        self._client.close()
+
+    def read_plan(
+        self, dataset: str, fingerprint: str, columns: Sequence[str], timeout_s: float
+    ) -> ShardMap:
+        """Where the rows of a dataset are; the newest version when ``fingerprint`` is empty.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError, RequestError,
+            NodeUnavailableError.
+        """
+        request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
+        descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
+        with self._running():
+            info = self._client.value.get_flight_info(descriptor, _options(timeout_s))
+        return _shard_map(info)
+
+    def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
+        """Where the coordinator of this node is."""
+        with self._running():
+            results = list(self._client.value.do_action(_ENDPOINTS_ACTION, _options(timeout_s)))
+        return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
+
+    def open_gather(
+        self, dataset: str, fingerprint: str, columns: Sequence[str], timeout_s: float
+    ) -> GatherStream:
+        """A stream that answers row ids with rows, each request within ``timeout_s``."""
+        request = pb.GatherRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
+        descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
+        usable_until = time.monotonic() + timeout_s
+        with self._running():
+            stream = GatherStream(
+                self.location,
+                self._client.value.do_exchange(descriptor, _options(2 * timeout_s)),
+                usable_until,
+            )
+        stream.begin()
+        return stream
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with _calling(self.location), self._client.use(self._what):
+            yield
+
+
+class GatherStream:
+    """One DoExchange: requests and answers in turn. One thread at a time; `close` from any."""
+
+    def __init__(self, location: str, ends: tuple[Any, Any], usable_until: float) -> None:
+        self._location = location
+        self._what = f"the stream from {location}"
+        self._ends = _Shared(
+            ends, break_off=lambda ends: ends[1].cancel(), drop=lambda ends: ends[0].close()
+        )
+        self._usable_until = usable_until
+        _fork_gate.add(self)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a request may still be begun on this stream."""
+        return not self._ends.is_closed and time.monotonic() < self._usable_until
+
+    def begin(self) -> None:
+        """Tells the node what requests look like."""
+        with self._running():
+            self._ends.value[0].begin(_ROW_SCHEMA)
+
+    def send(self, row_ids: Ids) -> None:
+        """Asks for rows; `receive` their answer before the next one is sent."""
+        batch = pa.RecordBatch.from_arrays([pa.array(row_ids)], schema=_ROW_SCHEMA)
+        try:
+            with self._running():
+                self._ends.value[0].write_batch(batch)
+        except CacheError:
+            self.receive()  # the reason stands in the answer, if there is one
+            raise
+
+    def receive(self) -> pa.RecordBatch:
+        """The rows of the last request: a stored batch."""
+        with self._running():
+            batch: pa.RecordBatch = self._ends.value[1].read_chunk().data
+        return batch
+
+    def close(self) -> None:
+        """Breaks the stream off, and waits for no node; a running `send` or `receive` fails."""
+        self._ends.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Around every call into Flight; tells a stream that was closed from one that broke."""
+        try:
+            with _calling(self._location), self._ends.use(self._what):
+                yield
+        except NodeUnavailableError:
+            if self._ends.is_closed:
+                raise ConnectionClosedError(f"{self._what} was closed") from None
+            raise
+
+
+@contextmanager
+def _calling(location: str) -> Iterator[None]:
+    """Around every call into Flight: keeps forks out, and turns what it raises into the tree."""
+    with _fork_gate.call():
+        try:
+            yield
+        except flight.FlightError as error:
+            raise _cache_error(error, location) from None
+        except (pa.ArrowException, StopIteration, OSError) as error:
+            # Raised for a stream that broke, or a client that was closed.
+            raise NodeUnavailableError(f"node at {location} did not answer: {error!r}") from None
+
+
+def _cache_error(error: flight.FlightError, location: str) -> CacheError:
+    if error.extra_info:
+        named = from_proto(pb.Error.FromString(bytes(error.extra_info)))
+        return named
+    first_line = str(error).splitlines()[0] if str(error) else repr(error)
+    return NodeUnavailableError(f"node at {location} did not answer: {first_line}")
+
+
+def _options(timeout_s: float) -> flight.FlightCallOptions:
+    return flight.FlightCallOptions(timeout=timeout_s)
+
+
+def _shard_map(info: flight.FlightInfo) -> ShardMap:
+    plan = pb.ReadPlan.FromString(bytes(info.app_metadata))
+    nodes: dict[str, int] = {}
+    refs: list[NodeRef] = []
+    starts: list[int] = []
+    replicas: list[tuple[int, ...]] = []
+    for endpoint in info.endpoints:
+        placement = pb.ShardPlacement.FromString(bytes(endpoint.app_metadata))
+        for node_id, location in zip(placement.node_ids, endpoint.locations, strict=True):
+            if node_id not in nodes:
+                nodes[node_id] = len(refs)
+                refs.append(NodeRef(node_id, location.uri.decode()))
+        starts.append(placement.rows.start)
+        replicas.append(tuple(nodes[node_id] for node_id in placement.node_ids))
+    return ShardMap(
+        plan.dataset,
+        plan.fingerprint,
+        info.schema,
+        info.total_records,
+        np.array(starts, np.int64),
+        tuple(refs),
+        tuple(replicas),
+    )
+
+
+# -- fork ----------------------------------------------------------------------------------------
+
+
+class _ForkGate:
+    """Lets nothing of gRPC's be alive in this process while it forks.
+
+    Before a fork: no new call begins, what is open is broken off, running calls are awaited, then
+    gRPC's threads. After it, calls begin again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: weakref.WeakSet[Connection | GatherStream] = weakref.WeakSet()
+        self._running = 0
+        self._forking = False
+
+    def add(self, user: Connection | GatherStream) -> None:
+        """Something to break off before a fork."""
+        with self._changed:
+            self._open.add(user)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call into Flight; waits while the process forks."""
+        with self._changed:
+            while self._forking:
+                self._changed.wait()
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._ended()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Closes everything and waits until gRPC is gone, for a bounded time."""
+        with self._changed:
+            self._forking = True
+        self._close_all()  # breaks off the streams that run
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, _CALLS_WAIT_S)
+        self._close_all()  # and what they were opening meanwhile
+        deadline = time.monotonic() + _THREADS_WAIT_S
+        while _grpc_threads() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _close_all(self) -> None:
+        with self._changed:
+            users = list(self._open)
+        # Streams before the clients they belong to.
+        for user in sorted(users, key=lambda user: isinstance(user, Connection)):
+            user.close()
+
+    def after_fork_in_parent(self) -> None:
+        """Lets calls begin again."""
+        with self._changed:
+            self._forking = False
+            self._changed.notify_all()
+
+    def after_fork_in_child(self) -> None:
+        """Begins anew: the threads that were calling are not here."""
+        self.__init__()  # type: ignore[misc]  # as new
+
+
+def _grpc_threads() -> bool:
+    """Whether a thread of gRPC's lives in this process; Linux only, elsewhere never.
+
+    A thread that gRPC has just begun, as it does to shut down, has no name yet: any young thread
+    that is not Python's counts. So does one that ends while this looks, as it may just have begun
+    another that was not there to be seen.
+    """
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            return True
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest.split()[19]) / _TICKS_A_SECOND
+        if name in _GRPC_THREADS or (int(task.name) not in python and age_s < _NAMELESS_S):
+            return True
+    return False
+
+
+_fork_gate = _ForkGate()
+os.register_at_fork(
+    before=_fork_gate.before_fork,
+    after_in_parent=_fork_gate.after_fork_in_parent,
+    after_in_child=_fork_gate.after_fork_in_child,
+)

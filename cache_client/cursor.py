@@ -1,0 +1,77 @@
+"""Where the next pass begins, shared by a dataset and its copies in DataLoader workers.
+
+A worker process holds a copy of the dataset, made when it starts; `set_epoch` in the training
+process must reach copies that live on. So epoch and offset lie in shared memory. An offset that
+was set by loading a state holds for one pass only: the workers of that pass claim it, so that the
+next pass over the same epoch begins at its beginning.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS = range(5)
+_UNCLAIMED = 0
+
+
+class Cursor:
+    """Epoch and offset of the next pass. Copies by fork or pickling to a worker share it.
+
+    Written by the training process, read by its workers; each field is one aligned 64-bit word.
+    """
+
+    def __init__(self) -> None:
+        self._cells = torch.zeros(5, dtype=torch.int64)
+        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._used_generation = -1  # of this copy: its offset was used up here
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next pass."""
+        return int(self._cells[_EPOCH])
+
+    @property
+    def generation(self) -> int:
+        """Grows whenever `set` changes something."""
+        return int(self._cells[_GENERATION])
+
+    @property
+    def offset(self) -> int:
+        """Offset of the latest pass that used it, or of the next one if none did yet."""
+        return int(self._cells[_OFFSET])
+
+    @property
+    def next_offset(self) -> int:
+        """Offset of the next pass, if it began now: 0 once the offset was used."""
+        if int(self._cells[_CLAIMED_BY]) != _UNCLAIMED:
+            return 0
+        return int(self._cells[_OFFSET])
+
+    @property
+    def read_by_workers(self) -> bool:
+        """Whether a worker process began a pass since the last `set`."""
+        return bool(self._cells[_READ_BY_WORKERS])
+
+    def set(self, epoch: int, offset: int) -> None:
+        """The next pass begins at row ``offset`` of ``epoch``."""
+        self._cells[_EPOCH] = epoch
+        self._cells[_OFFSET] = offset
+        self._cells[_CLAIMED_BY] = _UNCLAIMED
+        self._cells[_READ_BY_WORKERS] = 0
+        self._cells[_GENERATION] += 1
+
+    def begin(self, token: int, *, in_worker: bool) -> tuple[int, int]:
+        """Epoch and offset of a pass that begins now.
+
+        Args:
+            token: not 0; the same for all workers of one pass.
+            in_worker: whether this is a worker process.
+        """
+        if in_worker:
+            self._cells[_READ_BY_WORKERS] = 1
+        generation, claimed_by = self.generation, int(self._cells[_CLAIMED_BY])
+        if generation == self._used_generation or claimed_by not in (_UNCLAIMED, token):
+            return self.epoch, 0
+        self._used_generation = generation
+        self._cells[_CLAIMED_BY] = token
+        return self.epoch, int(self._cells[_OFFSET])

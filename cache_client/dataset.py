@@ -1,0 +1,379 @@
+"""`CacheIterableDataset`: each rank's batches of a cached table, in an order it can trust.
+
+It puts the parts together: the order says which rows, the reader brings them, the converter makes
+tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+from torch.utils.data import IterableDataset, get_worker_info
+
+from cache_client.connections import Connection
+from cache_client.convert import BatchFormat, Converter
+from cache_client.cursor import Cursor
+from cache_client.order import EpochOrder, OrderState, StepPlan, next_cursor, worker_steps
+from cache_client.ranks import find_endpoint, find_rank
+from cache_client.reader import REQUEST_TIMEOUT_S, Reader, Rows, fetch_ahead
+from cache_client.routing import ShardMap
+from protos.errors import (
+    ConfigError,
+    NodeUnavailableError,
+    NotReadyError,
+    StaleVersionError,
+)
+from protos.layout import Layout
+
+WINDOW_BYTES = 2 * 1024 * 1024  # of one message: the best size of Flight over loopback
+_PLAIN_COLUMN_BYTES = 32  # guessed for a string or list when sizing a window
+_FETCH_THREADS = 2  # more cost processor time and bring no rows
+_T = TypeVar("_T")
+_MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of one worker over (the rest of) an epoch."""
+
+    epoch: int
+    plan: StepPlan
+    order: EpochOrder
+    worker: int
+    num_workers: int
+
+    @property
+    def steps(self) -> range:
+        return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
+
+
+class CacheIterableDataset(IterableDataset[Any]):
+    """Ready batches of one rank; use ``DataLoader(dataset, batch_size=None, num_workers=n)``.
+
+    Concatenating the batches over (step, rank) gives the epoch's order exactly, whatever the
+    number of ranks, workers, nodes and replicas; every rank has the same number of steps.
+
+    A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
+    ``[B, n]``, strings a list of ``str``, lists of numbers a list of tensors. The tensors are
+    views of memory that the batch owns; they may be changed in place. The last step of an epoch
+    may be short, see `cache_client.order`.
+
+    Args:
+        dataset: name of a dataset in the cache.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``.
+        batch_size: rows of this rank in a full step.
+        columns: to read, in this order; default: all.
+        stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
+        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch).
+        shuffle: a new permutation of all rows in every epoch.
+        shuffle_block_size: permute blocks of so many consecutive rows, and rows inside windows of
+            blocks, instead of all rows; for datasets on disk.
+        seed: of the order; all ranks must use the same.
+        drop_last: leave out a short last step.
+        rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1.
+        transform: applied to every batch, in the process that yields it.
+        prefetch_batches: fetched ahead in the background, about; bounds the memory.
+        deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
+
+    Raises:
+        ConfigError: quoting every bad argument.
+        DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+        NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
+
+    Thread-safety: iterate, and change epoch and state, from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        endpoint: str | None = None,
+        batch_size: int,
+        columns: Sequence[str] | None = None,
+        stack: Mapping[str, Sequence[str]] | None = None,
+        batch_format: BatchFormat = "torch",
+        shuffle: bool = False,
+        shuffle_block_size: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        prefetch_batches: int = 32,
+        deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__()
+        problems: list[str] = []
+        if not dataset:
+            problems.append(f"dataset must be a name, got {dataset!r}")
+        if prefetch_batches < 1:
+            problems.append(f"prefetch_batches must be at least 1, got {prefetch_batches}")
+        if not deadline_s > 0:
+            problems.append(f"deadline_s must be more than 0, got {deadline_s}")
+        who = _collect(problems, lambda: find_rank(rank, world_size))
+        where = _collect(problems, lambda: find_endpoint(endpoint))
+        _collect(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last))
+        _collect(
+            problems,
+            lambda: EpochOrder(
+                0, shuffle=shuffle, shuffle_block_size=shuffle_block_size, seed=seed
+            ),
+        )
+        if problems or who is None or where is None:
+            raise ConfigError("; ".join(problems))
+        self.dataset = dataset
+        self.endpoint = where
+        self.batch_size = batch_size
+        self.rank, self.world_size = who.rank, who.world_size
+        self.shuffle = shuffle
+        self.shuffle_block_size = shuffle_block_size
+        self.seed = seed
+        self.drop_last = drop_last
+        self._columns = tuple(columns or ())
+        self._transform = transform
+        self._prefetch_batches = prefetch_batches
+        self._deadline_s = deadline_s
+        self._shards = _wait_for_plan(where, dataset, self._columns, deadline_s)
+        self._converter_arguments = (stack, batch_format)
+        Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
+        self._cursor = Cursor()
+        self._position = (0, 0)  # epoch and rows consumed, as `state_dict` tells
+        self._worker_start: tuple[int, tuple[int, int]] | None = None
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the version that is read."""
+        return self._shards.fingerprint
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the whole dataset, all ranks together."""
+        return self._shards.num_rows
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next pass."""
+        return self._cursor.epoch
+
+    def __len__(self) -> int:
+        """Steps of the next pass, the same for every rank."""
+        return self._plan(self._cursor.next_offset).num_steps
+
+    # -- epochs and states ---------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass one over ``epoch``; reaches DataLoader workers that live on.
+
+        Setting the epoch that is set already changes nothing: a loaded state stays.
+
+        Raises:
+            ConfigError: quoting an epoch that is negative or no integer.
+        """
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ConfigError(f"epoch must be an integer, at least 0, got {epoch!r}")
+        if epoch != self._cursor.epoch:
+            self._cursor.set(epoch, 0)
+        if epoch != self._position[0]:
+            self._position = (epoch, 0)
+
+    def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
+        """Where this job stands: constant size; any world size, batch size and workers resume it.
+
+        Args:
+            steps: batches taken in this pass. Needed only where a plain DataLoader reads in
+                worker processes: torch does not tell the dataset which of the prefetched batches
+                the training loop has taken. (`torchdata.stateful_dataloader` needs no help.)
+
+        Raises:
+            ConfigError: ``steps`` is needed, or out of range.
+        """
+        if steps is not None:
+            plan = self._plan(self._cursor.offset)
+            if isinstance(steps, bool) or not 0 <= steps <= plan.num_steps:
+                raise ConfigError(f"steps must be in [0, {plan.num_steps}], got {steps!r}")
+            position = next_cursor(plan, self._cursor.epoch, steps) if steps else None
+            epoch, consumed = position or (self._cursor.epoch, plan.rows_consumed)
+        elif get_worker_info() is None and self._cursor.read_by_workers:
+            raise ConfigError(
+                "state_dict needs steps=<batches taken in this epoch>: the dataset is read by "
+                "DataLoader workers, and torch does not tell it how many of their batches were "
+                "taken; or use torchdata's StatefulDataLoader"
+            )
+        else:
+            epoch, consumed = self._position
+        return OrderState(
+            dataset=self._shards.dataset,
+            fingerprint=self._shards.fingerprint,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            shuffle_block_size=self.shuffle_block_size,
+            rows_consumed=consumed,
+        ).to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the next pass begin where ``state_dict`` stands. Takes constant time.
+
+        Raises:
+            ConfigError: it is no state, or one of another order (seed, shuffle).
+            StaleVersionError: it is of another dataset or fingerprint; names both.
+        """
+        try:
+            state = OrderState.from_dict(state_dict)
+        except ValueError as error:
+            raise ConfigError(f"bad state: {error}") from None
+        if (state.dataset, state.fingerprint) != (self._shards.dataset, self.fingerprint):
+            raise StaleVersionError(
+                f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}, "
+                f"this is {self._shards.dataset!r} with fingerprint {self.fingerprint}"
+            )
+        for name in ("seed", "shuffle", "shuffle_block_size"):
+            if getattr(state, name) != getattr(self, name):
+                raise ConfigError(
+                    f"the state has {name}={getattr(state, name)!r}, the dataset "
+                    f"{name}={getattr(self, name)!r}: the order would be another"
+                )
+        if state.rows_consumed > self.num_rows:
+            raise ConfigError(
+                f"bad state: rows_consumed={state.rows_consumed} of {self.num_rows} rows"
+            )
+        self._position = (state.epoch, state.rows_consumed)
+        if get_worker_info() is None:
+            self._cursor.set(state.epoch, state.rows_consumed)
+        else:
+            self._worker_start = (self._cursor.generation, self._position)
+
+    # -- iteration -----------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of this rank; in a DataLoader worker, every n-th of them."""
+        this = self._begin_pass()
+        convert = Converter(self._shards.layout, *self._converter_arguments)
+        steps = this.steps
+        per_window = self._steps_per_window()
+        windows = [steps[i : i + per_window] for i in range(0, len(steps), per_window)]
+        depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
+        self._position = self._position_after(this, 0)
+        with Reader(
+            self.endpoint,
+            self._shards,
+            columns=self._columns,
+            turn=self.rank,
+            deadline_s=self._deadline_s,
+        ) as reader:
+            done = 0
+            results = fetch_ahead(
+                lambda window: _fetch_window(reader, this, self.rank, window),
+                windows,
+                depth=depth,
+                threads=_FETCH_THREADS,
+            )
+            for window, rows in zip(windows, _naming_steps(results, windows), strict=True):
+                at = 0
+                for step in window:
+                    stop = at + len(this.plan.positions(step, self.rank))
+                    batch = convert(rows.slice(at, stop))
+                    at, done = stop, done + 1
+                    if self._transform is not None:
+                        batch = self._transform(batch)
+                    self._position = self._position_after(this, done)
+                    yield batch
+
+    def _begin_pass(self) -> _Pass:
+        worker = get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
+        token = random.getrandbits(62) + 1 if worker is None else worker.seed - worker.id + 1
+        start = self._worker_start
+        epoch, offset = self._cursor.begin(token, in_worker=worker is not None)
+        if start is not None and start[0] == self._cursor.generation:
+            epoch, offset = start[1]
+        self._worker_start = None
+        order = EpochOrder(
+            self.num_rows,
+            shuffle=self.shuffle,
+            shuffle_block_size=self.shuffle_block_size,
+            seed=self.seed,
+            epoch=epoch,
+        )
+        return _Pass(epoch, self._plan(offset), order, number, count)
+
+    def _position_after(self, this: _Pass, batches: int) -> tuple[int, int]:
+        """Epoch and rows consumed after so many batches of a pass.
+
+        In a worker process: where the worker's own strided sequence of steps goes on. The states
+        of n workers then differ by up to n - 1 steps, and each resumes its own.
+        """
+        plan = this.plan
+        if get_worker_info() is None:
+            if batches == 0 and plan.num_steps:
+                return this.epoch, plan.rows_consumed
+            return next_cursor(plan, this.epoch, batches)
+        consumed = plan.rows_consumed + batches * this.num_workers * plan.rows_per_step
+        if batches == len(this.steps):
+            consumed = plan.num_rows
+        return this.epoch, min(consumed, plan.num_rows)
+
+    def _plan(self, offset: int) -> StepPlan:
+        return StepPlan(
+            self.num_rows,
+            self.world_size,
+            self.batch_size,
+            drop_last=self.drop_last,
+            rows_consumed=offset,
+        )
+
+    def _steps_per_window(self) -> int:
+        row_bytes = max(1, _row_bytes(self._shards.layout))
+        return max(1, WINDOW_BYTES // (self.batch_size * row_bytes))
+
+
+def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> Rows:
+    runs = [this.plan.positions(step, rank) for step in window]
+    positions = np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in runs])
+    return reader.fetch(this.order.row_ids(positions))
+
+
+def _naming_steps(results: Iterator[Rows], windows: Sequence[range]) -> Iterator[Rows]:
+    """``results``, with the step in the message of a node that was not to be reached."""
+    for window in windows:
+        try:
+            yield next(results)
+        except NodeUnavailableError as error:
+            raise NodeUnavailableError(f"step {window.start}: {error}") from None
+
+
+def _row_bytes(layout: Layout) -> int:
+    plain = sum(column.kind == "plain" for column in layout.columns)
+    return layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES
+
+
+def _wait_for_plan(
+    endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
+) -> ShardMap:
+    attempts = Retrying(
+        retry=retry_if_exception_type((NotReadyError, NodeUnavailableError)),
+        stop=stop_after_delay(deadline_s),
+        wait=wait_random_exponential(multiplier=0.02, max=1.0),
+        reraise=True,
+    )
+    for attempt in attempts:
+        with attempt, Connection(endpoint) as connection:
+            return connection.read_plan(dataset, "", columns, min(REQUEST_TIMEOUT_S, deadline_s))
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _collect(problems: list[str], make: Callable[[], _T]) -> _T | None:
+    """What ``make`` returns; a bad setting becomes one more problem instead."""
+    try:
+        return make()
+    except ValueError as error:  # a ConfigError is one
+        problems.append(str(error))
+    return None

@@ -1,0 +1,399 @@
+"""Which rows a rank trains on, and when: the order of an epoch as pure functions.
+
+The cache serves random rows by index, so no shuffle buffer and no epoch plan is needed: a row id is
+computed from its position when it is wanted. Everything here is a function of ``(num_rows, seed,
+epoch)`` and of the caller's place in the job. So every process of a job computes the same order
+without talking to another, and a state of constant size resumes it with another world size, batch
+size or number of workers.
+
+This module knows nothing about datasets, nodes, tensors, processes or the environment: numbers in,
+numbers out. It does no I/O. Every class is immutable, so instances may be shared between threads,
+pickled to DataLoader workers and compared.
+
+Words: a *position* is a place in the epoch's order, a *row id* a place in the dataset version; both
+are int64 in ``[0, num_rows)``. Ranges are half-open.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Final
+
+import numpy as np
+
+from cache_client.permutation import (
+    ALGORITHM_VERSION,
+    MAX_ROWS,
+    Int64Array,
+    Permutation,
+    checked_integer,
+    checked_positions,
+)
+
+SHUFFLE_WINDOW_BLOCKS: Final = 32
+"""Blocks whose rows are mixed with one another when ``shuffle_block_size`` is given."""
+
+_STREAM_BLOCKS: Final = 1
+_STREAM_WINDOWS: Final = 2
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The order of one epoch: position p -> row id pi(p), a bijection on ``[0, num_rows)``.
+
+    Without ``shuffle`` it is the identity. With it, pi is a `Permutation` of all rows. With
+    ``shuffle_block_size=b`` the rows are cut into blocks of b consecutive row ids (the last may be
+    short), the blocks are permuted into slots, and the rows of every `SHUFFLE_WINDOW_BLOCKS`
+    consecutive slots are permuted among themselves. A reader then touches few blocks at a time: for
+    datasets on disk.
+
+    Args:
+        num_rows: rows N of the dataset version, ``0 <= N <= 2**62``.
+        shuffle: whether the order is permuted.
+        shuffle_block_size: rows b in a block, at least 1, or None for a shuffle of single rows.
+        seed: any integer.
+        epoch: any integer that is not negative.
+
+    Raises:
+        ValueError: an argument is out of range, or a block size comes without ``shuffle``; quoted.
+
+    Thread-safety: immutable.
+    """
+
+    num_rows: int
+    shuffle: bool = field(kw_only=True)
+    shuffle_block_size: int | None = field(kw_only=True, default=None)
+    seed: int = field(kw_only=True, default=0)
+    epoch: int = field(kw_only=True, default=0)
+    _mapping: "Permutation | _BlockShuffle | None" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        num_rows = checked_integer("num_rows", self.num_rows, 0, MAX_ROWS)
+        seed, epoch = checked_integer("seed", self.seed), checked_integer("epoch", self.epoch, 0)
+        block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
+        mapping: Permutation | _BlockShuffle | None = None
+        if block_size is not None and num_rows:
+            mapping = _BlockShuffle(num_rows, block_size, seed=seed, epoch=epoch)
+        elif self.shuffle:
+            mapping = Permutation(num_rows, seed=seed, epoch=epoch)
+        object.__setattr__(self, "_mapping", mapping)
+
+    def row_ids(self, positions: Int64Array) -> Int64Array:
+        """Return pi of every position; the answer for a position depends on no other position.
+
+        Args:
+            positions: integers in ``[0, num_rows)``, shape ``(k,)``, in any order; not modified.
+
+        Returns:
+            A new int64 array of shape ``(k,)``.
+
+        Raises:
+            ValueError: wrong dtype or shape, or a position outside ``[0, num_rows)``; quoted.
+        """
+        if self._mapping is None:
+            return checked_positions(positions, self.num_rows).copy()
+        return self._mapping.apply(positions)
+
+
+class _BlockShuffle:
+    """Blocks permuted into slots, then rows permuted inside windows of slots. ``num_rows >= 1``.
+
+    Slot j holds block sigma(j). All slots are b rows wide but one: the last block, if short, sits
+    in slot s = sigma^-1(last), and positions behind it are shifted by the ``gap`` of rows it lacks.
+    Windows of one length share a `Permutation`, tweaked by the window's number, so the cost of a
+    call hardly depends on how many windows it touches.
+    """
+
+    def __init__(self, num_rows: int, block_size: int, *, seed: int, epoch: int) -> None:
+        self._num_rows = num_rows
+        self._block_size = min(block_size, num_rows)
+        num_blocks = -(-num_rows // self._block_size)
+        self._gap = num_blocks * self._block_size - num_rows
+        self._slots = Permutation(num_blocks, seed=seed, epoch=epoch, stream=_STREAM_BLOCKS)
+        self._short_slot = int(self._slots.invert(np.array([num_blocks - 1]))[0])
+        # Capped so that it fits int64 for every block size; one window then holds everything.
+        self._window_rows = min(SHUFFLE_WINDOW_BLOCKS, num_blocks) * self._block_size
+
+        def rows_of(window: int) -> Permutation:
+            stop = min((window + 1) * SHUFFLE_WINDOW_BLOCKS, num_blocks)
+            size = self._slot_start(stop) - self._slot_start(window * SHUFFLE_WINDOW_BLOCKS)
+            return Permutation(size, seed=seed, epoch=epoch, stream=_STREAM_WINDOWS)
+
+        # All windows have the same length, except the one with the short slot and the last one.
+        irregular = {self._short_slot // SHUFFLE_WINDOW_BLOCKS} if self._gap else set()
+        if num_blocks % SHUFFLE_WINDOW_BLOCKS:
+            irregular.add(num_blocks // SHUFFLE_WINDOW_BLOCKS)
+        self._irregular = {window: rows_of(window) for window in sorted(irregular)}
+        regular_rows = min(self._window_rows, num_rows)  # above num_rows, no window is regular
+        self._regular = Permutation(regular_rows, seed=seed, epoch=epoch, stream=_STREAM_WINDOWS)
+
+    def apply(self, positions: Int64Array) -> Int64Array:
+        positions = checked_positions(positions, self._num_rows)
+        if not positions.size:
+            return positions.copy()
+        window = self._in_slots(positions)
+        window //= self._window_rows
+        start = window * self._window_rows
+        if self._gap:
+            start[window * SHUFFLE_WINDOW_BLOCKS > self._short_slot] -= self._gap
+        mixed = self._mix_rows(positions - start, window)
+        mixed += start
+        in_slots = self._in_slots(mixed)
+        slot = in_slots // self._block_size
+        in_slots -= slot * self._block_size
+        block = self._blocks_in(slot)
+        block *= self._block_size
+        block += in_slots
+        return block
+
+    def _slot_start(self, slot: int) -> int:
+        return slot * self._block_size - (self._gap if slot > self._short_slot else 0)
+
+    def _in_slots(self, positions: Int64Array) -> Int64Array:
+        """Positions on an axis where every slot is a full block wide; a new array."""
+        shifted = positions.copy()
+        if self._gap:
+            stop = self._short_slot * self._block_size + self._block_size - self._gap
+            shifted[positions >= stop] += self._gap
+        return shifted
+
+    def _mix_rows(self, offsets: Int64Array, window: Int64Array) -> Int64Array:
+        """Permute each offset within its window."""
+        first, last = int(window.min()), int(window.max())
+        met = [number for number in self._irregular if first <= number <= last]
+        if not met:
+            return self._regular.apply(offsets, window)
+        if first == last:
+            return self._irregular[first].apply(offsets, window)
+        mixed = np.empty_like(offsets)
+        regular = np.ones(offsets.shape, np.bool_)
+        for number in met:
+            lanes = window == number
+            mixed[lanes] = self._irregular[number].apply(offsets[lanes], window[lanes])
+            regular &= ~lanes
+        mixed[regular] = self._regular.apply(offsets[regular], window[regular])
+        return mixed
+
+    def _blocks_in(self, slot: Int64Array) -> Int64Array:
+        """The block in each slot. Neighbouring positions share slots, so compute each slot once."""
+        first, last = int(slot.min()), int(slot.max())
+        if last - first >= slot.size:
+            return self._slots.apply(slot)
+        return self._slots.apply(np.arange(first, last + 1, dtype=np.int64))[slot - first]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which positions each rank takes in each step of (the rest of) an epoch.
+
+    With G = world_size * batch_size and C = rows_consumed, step t covers positions
+    ``[C + t*G, min(C + (t+1)*G, N))``. Every rank has the same number of steps.
+
+    Args:
+        num_rows: rows N of the dataset version.
+        world_size: number of ranks W, at least 1.
+        batch_size: rows B of a rank in a full step, at least 1.
+        drop_last: leave out the last step if it has fewer than G rows.
+        rows_consumed: rows C of this epoch that all ranks together have consumed before step 0.
+
+    Raises:
+        ValueError: an argument is out of range; the message quotes it.
+
+    Thread-safety: immutable.
+    """
+
+    num_rows: int
+    world_size: int
+    batch_size: int
+    drop_last: bool = field(kw_only=True, default=False)
+    rows_consumed: int = field(kw_only=True, default=0)
+
+    def __post_init__(self) -> None:
+        checked_integer("num_rows", self.num_rows, 0, MAX_ROWS)
+        checked_integer("world_size", self.world_size, 1)
+        checked_integer("batch_size", self.batch_size, 1)
+        _boolean("drop_last", self.drop_last)
+        checked_integer("rows_consumed", self.rows_consumed, 0)
+        if self.rows_consumed > self.num_rows:
+            raise ValueError(
+                f"rows_consumed must be at most num_rows={self.num_rows}, got {self.rows_consumed}"
+            )
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows G of all ranks together in a full step."""
+        return self.world_size * self.batch_size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps left in this epoch, the same for every rank."""
+        rows = self.num_rows - self.rows_consumed
+        return rows // self.rows_per_step if self.drop_last else -(-rows // self.rows_per_step)
+
+    def positions(self, step: int, rank: int) -> range:
+        """Return the run of positions that a rank trains on in a step; never empty.
+
+        In a full step, rank r takes the r-th run of B. In the last, short step of R rows it takes
+        ``[R*r//W, R*(r+1)//W)`` of the step; if that is empty (possible only if R < W), position
+        ``r mod R`` of the step, the only rows an epoch ever repeats.
+
+        Raises:
+            ValueError: step outside ``[0, num_steps)`` or rank outside ``[0, world_size)``; quoted.
+        """
+        self._check_step(step)
+        if not 0 <= checked_integer("rank", rank) < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
+        start = self.rows_consumed + step * self.rows_per_step
+        rows = min(self.rows_per_step, self.num_rows - start)
+        # The rule for the short step gives runs of exactly B in a full one.
+        first = rows * rank // self.world_size
+        last = rows * (rank + 1) // self.world_size
+        if first == last:
+            first = rank % rows
+            last = first + 1
+        return range(start + first, start + last)
+
+    def rows_consumed_after(self, step: int) -> int:
+        """Return how many rows of this epoch all ranks together have consumed after a step.
+
+        Raises:
+            ValueError: step outside ``[0, num_steps)``; quoted.
+        """
+        self._check_step(step)
+        return min(self.rows_consumed + (step + 1) * self.rows_per_step, self.num_rows)
+
+    def _check_step(self, step: int) -> None:
+        if not 0 <= checked_integer("step", step) < self.num_steps:
+            raise ValueError(f"step must be in [0, {self.num_steps}), got {step}")
+
+
+def worker_steps(num_steps: int, worker: int, num_workers: int, first_step: int = 0) -> range:
+    """Return the steps that DataLoader worker ``worker`` of ``num_workers`` yields.
+
+    Worker w of n yields steps ``first_step + w``, ``first_step + w + n``, ... The DataLoader takes
+    a batch from each worker in turn, which restores the order of the steps.
+
+    Raises:
+        ValueError: an argument is out of range; the message quotes it.
+    """
+    checked_integer("num_steps", num_steps, 0)
+    checked_integer("num_workers", num_workers, 1)
+    if not 0 <= checked_integer("worker", worker) < num_workers:
+        raise ValueError(f"worker must be in [0, {num_workers}), got {worker}")
+    if not 0 <= checked_integer("first_step", first_step) <= num_steps:
+        raise ValueError(f"first_step must be in [0, {num_steps}], got {first_step}")
+    return range(first_step + worker, num_steps, num_workers)
+
+
+def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:
+    """Return ``(epoch, rows_consumed)`` after the first ``steps_done`` steps of a plan.
+
+    After the last step of the plan this is ``(epoch + 1, 0)``, also where ``drop_last`` leaves rows
+    over and where the plan has no steps at all, so that a loop over epochs always moves on.
+
+    Raises:
+        ValueError: ``steps_done`` outside ``[0, num_steps]``, or a negative epoch; quoted.
+    """
+    checked_integer("epoch", epoch, 0)
+    if not 0 <= checked_integer("steps_done", steps_done) <= plan.num_steps:
+        raise ValueError(f"steps_done must be in [0, {plan.num_steps}], got {steps_done}")
+    if steps_done == plan.num_steps:
+        return epoch + 1, 0
+    return epoch, plan.rows_consumed + steps_done * plan.rows_per_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderState:
+    """Where a job stands in its order: constant size, and free of ranks, batch size and workers.
+
+    Args:
+        dataset: name of the dataset.
+        fingerprint: names the version whose row ids the order speaks of.
+        seed: any integer.
+        epoch: epoch the next row belongs to, not negative.
+        shuffle: as in `EpochOrder`.
+        shuffle_block_size: as in `EpochOrder`.
+        rows_consumed: rows of this epoch that all ranks together have consumed.
+        format: `ALGORITHM_VERSION` that the state was written under.
+
+    Raises:
+        ValueError: a field has the wrong type or value, or another ``format``; quoted.
+
+    Thread-safety: immutable.
+    """
+
+    format: int = ALGORITHM_VERSION
+    dataset: str
+    fingerprint: str
+    seed: int
+    epoch: int
+    shuffle: bool
+    shuffle_block_size: int | None
+    rows_consumed: int
+
+    def __post_init__(self) -> None:
+        if checked_integer("format", self.format) != ALGORITHM_VERSION:
+            raise ValueError(f"format must be {ALGORITHM_VERSION}, got {self.format}")
+        for name in ("dataset", "fingerprint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
+        checked_integer("seed", self.seed)
+        checked_integer("epoch", self.epoch, 0)
+        _shuffle_options(self.shuffle, self.shuffle_block_size)
+        checked_integer("rows_consumed", self.rows_consumed, 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as a dict of JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> "OrderState":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: not a mapping, unknown or missing keys, a wrong type or value, or another
+                ``format``; the message quotes it.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"state must be a dict, got {mapping!r}")
+        # First, because a state of another format may well have other keys.
+        if "format" in mapping and mapping["format"] != ALGORITHM_VERSION:
+            raise ValueError(f"format must be {ALGORITHM_VERSION}, got {mapping['format']!r}")
+        known = [each.name for each in fields(cls)]
+        unknown = sorted(repr(key) for key in mapping if key not in known)
+        if unknown:
+            raise ValueError(f"state has unknown keys: {', '.join(unknown)}")
+        missing = [repr(name) for name in known if name not in mapping]
+        if missing:
+            raise ValueError(f"state lacks keys: {', '.join(missing)}")
+        return cls(**mapping)
+
+    def after(self, plan: StepPlan, steps_done: int) -> "OrderState":
+        """Return the state after the first ``steps_done`` steps of a plan that starts here.
+
+        Raises:
+            ValueError: the plan starts elsewhere, or ``steps_done`` is out of range; quoted.
+        """
+        if plan.rows_consumed != self.rows_consumed:
+            raise ValueError(
+                f"plan starts at rows_consumed={plan.rows_consumed}, state at {self.rows_consumed}"
+            )
+        epoch, rows_consumed = next_cursor(plan, self.epoch, steps_done)
+        return replace(self, epoch=epoch, rows_consumed=rows_consumed)
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _shuffle_options(shuffle: object, block_size: object) -> int | None:
+    """Check the two options together; return the block size."""
+    if block_size is None:
+        _boolean("shuffle", shuffle)
+        return None
+    checked = checked_integer("shuffle_block_size", block_size, 1)
+    if not _boolean("shuffle", shuffle):
+        raise ValueError(f"shuffle_block_size needs shuffle=True, got {checked} with shuffle=False")
+    return checked

@@ -1,0 +1,443 @@
+"""Windows of row ids -> rows, from any replica that answers, in order, fetched ahead.
+
+`Reader` brings one window; `fetch_ahead` keeps several on their way and hands them out in the
+order they were asked for. The order of arrival decides nothing. It knows row ids and nodes; it
+knows neither epochs nor ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from cache_client.connections import Connection, ConnectionClosedError, GatherStream
+from cache_client.routing import Ids, NodeRef, Part, Router, ShardMap
+from protos.errors import CacheError, NodeUnavailableError, NotReadyError, StaleVersionError
+from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 10.0
+# A node that failed is passed over for so long where another replica is; longer at each failure.
+_FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
+
+# A stale version is final only when the coordinator says so, not a node that has just restarted.
+_WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError)
+
+_Request = TypeVar("_Request")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows in stored columns, in memory of their own.
+
+    Attributes:
+        layout: of the columns.
+        matrices: stored column -> ``[rows, width]`` array, for packed and matrix columns.
+        arrays: stored column -> Arrow array, for plain columns.
+        num_rows: of each of them.
+    """
+
+    layout: Layout
+    matrices: dict[int, Matrix]
+    arrays: dict[int, pa.Array]
+    num_rows: int
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """Rows ``[start, stop)``, without a copy."""
+        return Rows(
+            self.layout,
+            {index: matrix[start:stop] for index, matrix in self.matrices.items()},
+            {index: array.slice(start, stop - start) for index, array in self.arrays.items()},
+            stop - start,
+        )
+
+    def to_batch(self) -> pa.RecordBatch:
+        """The rows as a batch of logical columns."""
+        stored = [
+            self.arrays[index]
+            if column.kind == "plain"
+            else from_matrix(np.ascontiguousarray(self.matrices[index]), column.field)
+            for index, column in enumerate(self.layout.columns)
+        ]
+        return self.layout.unpack(pa.RecordBatch.from_arrays(stored, schema=self.layout.schema))
+
+
+class _IncompleteError(Exception):
+    """Some rows are still missing; worth another try."""
+
+
+class _Failures:
+    """Which nodes did not answer lately. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._avoid_until: dict[str, float] = {}
+
+    def note(self, location: str) -> bool:
+        """Counts a failure; whether it is the first one since the node answered."""
+        now = time.monotonic()
+        if now < self._avoid_until.get(location, now):
+            return False  # of a request that was under way when the node failed
+        count = self._counts.get(location, 0)
+        self._counts[location] = count + 1
+        self._avoid_until[location] = now + min(_FIRST_AVOID_S * 2**count, _LONGEST_AVOID_S)
+        return count == 0
+
+    def forget(self, location: str) -> None:
+        """The node has answered."""
+        if self._counts.pop(location, None) is not None:
+            del self._avoid_until[location]
+
+    def avoided(self) -> set[str]:
+        """Locations to pass over now."""
+        now = time.monotonic()
+        return {location for location, until in self._avoid_until.items() if now < until}
+
+
+class Reader:
+    """Fetches rows by id. Thread-safe; opens its connections when first used.
+
+    Args:
+        endpoint: of any node, asked for a fresh shard map when one does not answer.
+        shards: the shard map to start with.
+        columns: to read, empty for all; those of ``shards.logical``.
+        turn: which replica to prefer; see `Router`.
+        deadline_s: how long a window may wait for nodes that do not answer.
+        request_timeout_s: after one to two of these a node that hangs counts as failed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        shards: ShardMap,
+        *,
+        columns: tuple[str, ...] = (),
+        turn: int = 0,
+        deadline_s: float = 60.0,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
+        self._endpoint = endpoint
+        self._columns = columns
+        self._turn = turn
+        self._deadline_s = deadline_s
+        self._request_timeout_s = min(request_timeout_s, deadline_s)
+        self._lock = threading.Lock()
+        self._layout = shards.layout
+        self._router = Router(shards, turn)
+        self._failures = _Failures()
+        self._connections: dict[str, Connection] = {}
+        self._idle: dict[str, list[GatherStream]] = {}
+        self._busy: set[GatherStream] = set()
+        self._closed = False
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every connection; running fetches fail."""
+        with self._lock:
+            self._closed = True
+            streams = [*self._busy, *(s for streams in self._idle.values() for s in streams)]
+            connections = list(self._connections.values())
+            self._idle.clear()
+            self._connections.clear()
+        for stream in streams:
+            stream.close()
+        for connection in connections:
+            connection.close()
+
+    def fetch(self, row_ids: Ids) -> Rows:
+        """The rows of these ids, in this order.
+
+        Raises:
+            NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
+            StaleVersionError: the version is gone.
+            RequestError: a node refused the request for good.
+        """
+        answers: list[tuple[Part, pa.RecordBatch]] = []
+        missing: list[Part] = self._router.route(row_ids)
+        trouble = ""
+        deadline = time.monotonic() + self._deadline_s
+        attempts = Retrying(
+            retry=retry_if_exception_type(_IncompleteError),
+            stop=stop_after_delay(self._deadline_s),
+            wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+            reraise=True,
+        )
+        try:
+            for attempt in attempts:
+                with attempt:
+                    if trouble:
+                        missing = self._reroute(missing, deadline)
+                    answers_now, missing, reason = self._ask(missing)
+                    answers += answers_now
+                    trouble = reason or trouble
+                    if missing:
+                        raise _IncompleteError
+        except _IncompleteError:
+            nodes = sorted({str(part.node) for part in missing})
+            raise NodeUnavailableError(
+                f"node {', '.join(nodes)} did not bring its rows of dataset "
+                f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {trouble}"
+            ) from None
+        return self._assemble(len(row_ids), answers)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _ask(self, parts: list[Part]) -> tuple[list[tuple[Part, pa.RecordBatch]], list[Part], str]:
+        """Sends every part, then receives every answer: the nodes work at the same time.
+
+        Returns:
+            The answers, the parts without one, and why a node failed (empty: none did).
+        """
+        answers: list[tuple[Part, pa.RecordBatch]] = []
+        failed: list[Part] = []
+        trouble = ""
+        sent: list[tuple[Part, GatherStream]] = []
+        for part in parts:
+            try:
+                sent.append((part, self._send(part)))
+            except _WORTH_RETRYING as error:
+                trouble = self._note_failure(part.node, error) or trouble
+                failed.append(part)
+        for part, stream in sent:
+            try:
+                answers.append((part, stream.receive()))
+            except _WORTH_RETRYING as error:
+                self._discard(stream)
+                trouble = self._note_failure(part.node, error) or trouble
+                failed.append(part)
+            else:
+                self._give_back(part.node, stream)
+        return answers, failed, trouble
+
+    def _send(self, part: Part) -> GatherStream:
+        stream = self._take_stream(part.node)
+        try:
+            stream.send(part.row_ids)
+        except CacheError:
+            self._discard(stream)
+            raise
+        return stream
+
+    def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
+        """Cuts what is missing anew: to other replicas, by a fresh shard map where none is left."""
+        with self._lock:
+            avoid = self._failures.avoided()
+            router = self._router = self._without(self._router.shards, avoid)
+        missing = np.concatenate([part.row_ids for part in parts])
+        if any(part.node.location in avoid for part in router.route(missing)):
+            fresh = self._fresh_map(deadline)
+            with self._lock:
+                router = self._router = self._without(fresh or self._router.shards, avoid)
+        return [
+            new
+            for part in parts
+            for new in router.route(
+                part.row_ids,
+                np.arange(len(part.row_ids)) if part.positions is None else part.positions,
+            )
+        ]
+
+    def _without(self, shards: ShardMap, avoid: set[str]) -> Router:
+        indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
+        return Router(shards, self._turn, indices)
+
+    def _fresh_map(self, deadline: float) -> ShardMap | None:
+        """The shard map as it is now; None when it is not to be had, so the old one is as good."""
+        current = self._router.shards
+        locations = [self._endpoint, *(node.location for node in current.nodes)]
+        for location in dict.fromkeys(locations):
+            timeout_s = min(self._request_timeout_s, deadline - time.monotonic())
+            if timeout_s <= 0:
+                return None
+            try:
+                return self._connection(location).read_plan(
+                    current.dataset, current.fingerprint, self._columns, timeout_s
+                )
+            except NodeUnavailableError:
+                continue
+            except NotReadyError:
+                return None  # some shard is nowhere just now
+        return None
+
+    def _note_failure(self, node: NodeRef, error: CacheError) -> str:
+        """Remembers that a node failed; returns why, or nothing when this process let go of it."""
+        with self._lock:
+            if self._closed:
+                raise error
+            if isinstance(error, ConnectionClosedError):
+                return ""
+            first = self._failures.note(node.location)
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "node failed node=%s reason=%s", node, error)
+        if isinstance(error, NodeUnavailableError):
+            self._drop_connection(node.location)
+        return str(error)
+
+    # -- connections ---------------------------------------------------------------------------
+
+    def _connection(self, location: str) -> Connection:
+        with self._lock:
+            if self._closed:
+                raise CacheError("the reader is closed")
+            connection = self._connections.get(location)
+            if connection is None or connection.is_closed:
+                connection = self._connections[location] = Connection(location)
+            return connection
+
+    def _drop_connection(self, location: str) -> None:
+        with self._lock:
+            connection = self._connections.pop(location, None)
+            streams = self._idle.pop(location, [])
+        for stream in streams:
+            stream.close()
+        if connection is not None:
+            connection.close()
+
+    def _take_stream(self, node: NodeRef) -> GatherStream:
+        with self._lock:
+            idle = self._idle.get(node.location, [])
+            stream = idle.pop() if idle else None
+        if stream is not None and not stream.is_fresh:
+            stream.close()
+            stream = None
+        if stream is None:
+            shards = self._router.shards
+            stream = self._connection(node.location).open_gather(
+                shards.dataset, shards.fingerprint, self._columns, self._request_timeout_s
+            )
+        with self._lock:
+            self._busy.add(stream)
+        return stream
+
+    def _give_back(self, node: NodeRef, stream: GatherStream) -> None:
+        with self._lock:
+            self._failures.forget(node.location)
+            self._busy.discard(stream)
+            if not self._closed:
+                self._idle.setdefault(node.location, []).append(stream)
+                return
+        stream.close()
+
+    def _discard(self, stream: GatherStream) -> None:
+        with self._lock:
+            self._busy.discard(stream)
+        stream.close()
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def _assemble(self, num_rows: int, answers: list[tuple[Part, pa.RecordBatch]]) -> Rows:
+        """Puts the rows of every answer where they belong, in memory of the caller's own."""
+        matrices: dict[int, Matrix] = {}
+        arrays: dict[int, pa.Array] = {}
+        inverse = _inverse(num_rows, [part for part, _ in answers])
+        for index, column in enumerate(self._layout.columns):
+            columns = [batch.column(index) for _, batch in answers]
+            if column.kind == "plain":
+                joined = pa.concat_arrays(columns or [pa.array([], column.field.type)])
+                arrays[index] = joined if inverse is None else joined.take(pa.array(inverse))
+                continue
+            if len(answers) == 1 and inverse is None:
+                matrices[index] = _writable(as_matrix(columns[0]))
+                continue
+            assert column.dtype is not None
+            out = pool_matrix(num_rows, column.width, column.dtype)
+            if len(answers) == 1 and inverse is not None:
+                np.take(as_matrix(columns[0]), inverse, axis=0, out=out, mode="clip")
+            else:
+                for (part, _), array in zip(answers, columns, strict=True):
+                    if part.positions is None:
+                        out[:] = as_matrix(array)
+                    else:
+                        out[part.positions] = as_matrix(array)
+            matrices[index] = out
+        return Rows(self._layout, matrices, arrays, num_rows)
+
+
+class _Message:
+    """Offers the memory of a received matrix for writing, and keeps it alive.
+
+    Arrow marks what it receives as read-only. But a message is memory of its own that nobody else
+    holds, so whoever gets the rows may change them, and no copy is needed for that.
+    """
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._matrix = matrix
+        address, _ = matrix.__array_interface__["data"]
+        self.__array_interface__ = {**matrix.__array_interface__, "data": (address, False)}
+
+
+def _writable(matrix: Matrix) -> Matrix:
+    """``matrix``, which came in a message, for writing; copied only where it lies unaligned."""
+    if not matrix.flags.aligned or not len(matrix):
+        return matrix.copy()
+    return np.asarray(_Message(matrix))
+
+
+def _inverse(num_rows: int, parts: list[Part]) -> npt.NDArray[np.intp] | None:
+    """Where in the joined answers each row of the window stands; None when in order already."""
+    if all(part.positions is None for part in parts):
+        return None
+    inverse = np.empty(num_rows, np.intp)
+    at = 0
+    for part in parts:
+        stop = at + len(part.row_ids)
+        inverse[slice(None) if part.positions is None else part.positions] = np.arange(at, stop)
+        at = stop
+    return inverse
+
+
+def fetch_ahead(
+    fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
+) -> Iterator[_Result]:
+    """``map(fetch, requests)`` with at most ``depth`` results under way or waiting.
+
+    Results come in the order of the requests; a failure is raised in its turn. Closing the
+    iterator drops what was not begun.
+
+    Args:
+        threads: calls at the same time.
+    """
+    pending: deque[Future[_Result]] = deque()
+    source = iter(requests)
+    pool = ThreadPoolExecutor(min(depth, threads), thread_name_prefix="cache-fetch")
+    try:
+        for request in islice(source, depth):
+            pending.append(pool.submit(fetch, request))
+        while pending:
+            result = pending.popleft().result()
+            for request in islice(source, 1):
+                pending.append(pool.submit(fetch, request))
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
