@@ -1,0 +1,302 @@
+"""``cache-server``: its signals, its exit codes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.flight as flight
+import pyarrow.parquet as pq
+import pytest
+
+from cache_client import CacheClient, DatasetSpec
+from protos.cache.v1 import cache_pb2 as pb
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+FREE_PORTS = ["--flight-port", "0", "--control-port", "0"]
+ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+
+
+class Server:
+    """A running ``cache-server``, and the line that it printed when it listened."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cache_server", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_until_listening(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        ready = json.loads(line)
+        assert ready["event"] == "listening"
+        return dict(ready)
+
+    def end(self, number: signal.Signals, timeout_s: float = WAIT_S) -> tuple[int, str, str]:
+        """Exit code, and the rest of standard output and error."""
+        self.process.send_signal(number)
+        output, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, output, errors
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[Server]:
+    made = Server(*arguments)
+    try:
+        yield made
+    finally:
+        made.process.kill()  # nothing, if it has ended
+        made.process.communicate()
+
+
+def refused(*arguments: str, code: int) -> str:
+    """The one line that a command says before it exits with ``code``."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cache_server", *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("cache-server: ")
+    assert "Traceback" not in done.stderr
+    return line
+
+
+# -- serve -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_node_in_order_and_what_it_printed_was_one_line(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with server("serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS) as node:
+        ready = node.wait_until_listening()
+        code, output, errors = node.end(number)
+
+    assert set(ready) == {"event", "flight", "control", "node_id", "pid"}
+    assert (code, output) == (0, "")
+    assert "drained=True" in errors
+    assert "Traceback" not in errors
+
+
+def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "source", 20)
+    arguments = ["--cache-dir", str(tmp_path / "cache"), "--drain-timeout-s", "1", *FREE_PORTS]
+    with server("serve", *arguments) as node:
+        endpoint = str(node.wait_until_listening()["flight"])
+        info = CacheClient(endpoint).load(DatasetSpec("table", source))
+        request = pb.GatherRequest(dataset="table", fingerprint=info.fingerprint)
+        with flight.connect(endpoint) as client:
+            writer, reader = client.do_exchange(
+                flight.FlightDescriptor.for_command(request.SerializeToString())
+            )
+            writer.begin(ROW_SCHEMA)
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.array([3])], schema=ROW_SCHEMA))
+            assert reader.read_chunk().data.num_rows == 1
+            begun = time.monotonic()
+
+            code, _, errors = node.end(signal.SIGTERM)
+
+            assert time.monotonic() - begun < 10
+            reader.cancel()
+    assert code == 0
+    assert "drained=False" in errors
+    assert "Traceback" not in errors and "Fatal" not in errors
+    assert [*(tmp_path / "cache" / "table").rglob("shard-*.arrow")]
+
+
+def test_a_signal_at_the_very_moment_a_node_listens_is_not_lost(tmp_path: Path) -> None:
+    with server("serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS) as node:
+        node.wait_until_listening()
+        for _ in range(20):
+            node.process.send_signal(signal.SIGTERM)
+        assert node.end(signal.SIGTERM)[0] == 0
+
+
+def test_a_node_joins_the_coordinator_that_it_is_given(tmp_path: Path) -> None:
+    with server("serve", "--cache-dir", str(tmp_path / "one"), *FREE_PORTS) as first:
+        coordinator = first.wait_until_listening()
+        second_arguments = ["--coordinator", str(coordinator["control"])]
+        with server(
+            "serve", "--cache-dir", str(tmp_path / "two"), *FREE_PORTS, *second_arguments
+        ) as second:
+            joined = second.wait_until_listening()
+            client = CacheClient(str(coordinator["flight"]))
+            wait_until(lambda: len(client.nodes()) == 2, WAIT_S, "two nodes")
+            assert {node.id for node in client.nodes()} == {
+                coordinator["node_id"],
+                joined["node_id"],
+            }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "quotes"),
+    [
+        (["--flight-port", "70000"], ["flight_port", "70000"]),
+        (["--control-port", "-1"], ["control_port", "-1"]),
+        (["--memory-limit", "plenty"], ["memory_limit_bytes", "'plenty'"]),
+        (["--memory-limit", "0"], ["memory_limit_bytes", "0"]),
+        (["--coordinator", "nowhere"], ["coordinator", "'nowhere'"]),
+        (["--coordinator", "host:0"], ["coordinator", "'host:0'"]),
+        (["--load-threads", "0"], ["load_threads", "0"]),
+        (["--node-timeout-s", "-3"], ["node_timeout_s", "-3"]),
+        (["--log-level", "loud"], ["--log-level", "'loud'"]),
+        (["--bind", "999.1.1.1"], ["999.1.1.1"]),
+        (
+            ["--flight-port", "70000", "--load-threads", "0", "--drain-timeout-s", "0"],
+            ["flight_port", "70000", "load_threads", "drain_timeout_s"],
+        ),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_a_bad_setting_is_quoted_and_exits_with_78(
+    tmp_path: Path, arguments: list[str], quotes: list[str]
+) -> None:
+    line = refused("serve", "--cache-dir", str(tmp_path / "cache"), *arguments, code=78)
+
+    for quote in quotes:
+        assert quote in line
+
+
+def test_a_port_in_use_is_named_and_exits_with_78(tmp_path: Path) -> None:
+    cache_dir = ["--cache-dir", str(tmp_path / "cache")]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flight_line = refused(
+            "serve", *cache_dir, "--flight-port", port, "--control-port", "0", code=78
+        )
+        control_line = refused(
+            "serve", *cache_dir, "--flight-port", "0", "--control-port", port, code=78
+        )
+    assert f"Flight port 127.0.0.1:{port}" in flight_line
+    assert f"control port 127.0.0.1:{port}" in control_line
+
+
+def test_a_cache_dir_that_cannot_be_used_is_named_and_exits_with_78(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = refused("serve", "--cache-dir", str(tmp_path / "file" / "x"), *FREE_PORTS, code=78)
+    assert str(tmp_path / "file" / "x") in line
+
+    with server("serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS) as first:
+        first.wait_until_listening()
+        line = refused("serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS, code=78)
+    assert str(tmp_path / "cache") in line and "another cache node" in line
+
+
+# -- local -----------------------------------------------------------------------------------------
+
+
+def node_processes(parent: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(parent).children() if child.is_running()]
+
+
+def cache_dirs(nodes: list[psutil.Process]) -> list[Path]:
+    lines = [node.cmdline() for node in nodes]
+    return [Path(line[line.index("--cache-dir") + 1]) for line in lines]
+
+
+def all_gone(nodes: list[psutil.Process]) -> bool:
+    return not any(n.is_running() and n.status() != psutil.STATUS_ZOMBIE for n in nodes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_local_cache_ends_without_a_process_or_a_file_left(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: table\nsource: {write_numbered(tmp_path / 'source', 20)}\n")
+    with server("local", "--nodes", "2", "--load", str(spec)) as local:
+        ready = local.wait_until_listening()
+        nodes = node_processes(local.process.pid)
+        directories = cache_dirs(nodes)
+        assert CacheClient(str(ready["endpoint"])).head("table", 3).num_rows == 3
+        assert {node.pid for node in nodes} == {node["pid"] for node in ready["nodes"]}  # type: ignore[attr-defined]
+        assert all(directory.exists() for directory in directories)
+
+        code, output, errors = local.end(number)
+
+    assert (code, output, errors) == (0, "", "")
+    assert all_gone(nodes)
+    assert not any(directory.parent.exists() for directory in directories)
+
+
+def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path: Path) -> None:
+    rows = 2_000_000
+    pq.write_table(pa.table({"x": pa.array(range(rows), pa.int64())}), tmp_path / "t.parquet")
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: table\nsource: {tmp_path / 't.parquet'}\n")
+    with server("local", "--nodes", "1", "--load", str(spec)) as local:
+        nodes = wait_until(lambda: node_processes(local.process.pid), WAIT_S, "a node")
+        nodes[0].suspend()  # whatever it does, it does not come to an end
+        directory = cache_dirs(nodes)[0].parent
+
+        code, output, errors = local.end(signal.SIGTERM)
+
+    assert (code, output) == (130, "")
+    assert "Traceback" not in errors
+    wait_until(lambda: all_gone(nodes), WAIT_S, "no process is left")
+    wait_until(lambda: not directory.exists(), WAIT_S, "no file is left")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "quotes"),
+    [
+        ("name: table\nsource: /not/there.parquet\n", 65, ["LoadError", "/not/there.parquet"]),
+        ("name: a b\nsource: []\n", 78, ["ConfigError", "spec.yaml", "'a b'", "empty list"]),
+        ("name: [\n", 78, ["ConfigError", "spec.yaml", "not YAML"]),
+        ("name: t\nsource: x.csv\ncolour: red\n", 78, ["'colour'"]),
+        ("name: t\nsource: SOURCE\nsql: SELECT max(row) FROM source\n", 65, ["an aggregate"]),
+    ],
+    ids=["missing source", "bad fields", "no YAML", "unknown key", "bad query"],
+)
+def test_a_local_cache_whose_spec_is_bad_says_why_in_one_line_and_leaves_nothing(
+    tmp_path: Path, text: str, code: int, quotes: list[str]
+) -> None:
+    source = write_numbered(tmp_path / "source", 3)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(text.replace("SOURCE", str(source)))
+
+    line = refused("local", "--load", str(spec), code=code)
+
+    for quote in quotes:
+        assert quote in line
+
+
+def test_a_local_cache_of_no_nodes_or_an_odd_limit_is_refused_with_78() -> None:
+    assert "num_nodes must be at least 1, got 0" in refused("local", "--nodes", "0", code=78)
+    assert "'lots'" in refused("local", "--memory-limit", "lots", code=78)
+
+
+def test_a_local_cache_keeps_the_directory_it_is_given(tmp_path: Path) -> None:
+    with server("local", "--cache-dir", str(tmp_path / "cache")) as local:
+        local.wait_until_listening()
+        assert local.end(signal.SIGINT)[0] == 0
+    assert (tmp_path / "cache" / "node-0" / ".node-id").exists()
+
+
+def test_both_commands_explain_themselves() -> None:
+    for arguments in (["--help"], ["serve", "--help"], ["local", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "cache_server", *arguments],
+            capture_output=True, text=True, timeout=60, check=True,
+            env={**os.environ, "COLUMNS": "100"},
+        )  # fmt: skip
+        assert "Usage:" in done.stdout

@@ -1,0 +1,335 @@
+"""Nodes that are lost, hang or cannot be reached, and what the others and the callers see."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.flight as flight
+import pytest
+
+import cache_client.client
+from cache_client import (
+    CacheClient,
+    CacheError,
+    DatasetInfo,
+    DatasetSpec,
+    NodeUnavailableError,
+    NotReadyError,
+)
+from cache_server import LocalCluster
+from cache_server.local import LocalNode
+from protos.cache.v1 import cache_pb2 as pb
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+NUM_ROWS, FILES = 60, 6  # each file becomes a shard
+OPTIONS = flight.FlightCallOptions(timeout=10)
+ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[LocalCluster]:
+    """Three nodes that these tests may break; all are running between two tests."""
+    with LocalCluster(num_nodes=3, node_timeout_s=1.5) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[LocalCluster]:
+    """Two nodes that may hang for a while before they count as lost."""
+    with LocalCluster(num_nodes=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "source", NUM_ROWS, files=FILES)
+
+
+@pytest.fixture
+def client(breakable: LocalCluster) -> Iterator[CacheClient]:
+    """A client of the breakable nodes, which run again without a dataset afterwards."""
+    found = CacheClient(breakable.endpoint, timeout_s=15.0)
+    yield found
+    for node in breakable.nodes:
+        with suppress(CacheError):  # it runs
+            node.start()
+    breakable.wait_for_nodes()
+    for info in found.datasets():
+        found.drop(info.name)
+
+
+@pytest.fixture
+def patient_client(patient: LocalCluster) -> Iterator[CacheClient]:
+    """A client of the patient nodes, which have no dataset afterwards."""
+    found = CacheClient(patient.endpoint, timeout_s=15.0)
+    yield found
+    for info in found.datasets():
+        found.drop(info.name)
+
+
+def load(client: CacheClient, source: Path, replicas: int) -> DatasetInfo:
+    """Loads the table and waits for every replica, not just the first of each shard."""
+    client.load(DatasetSpec("table", source, target_shard_bytes=1, replicas=replicas))
+    return wait_for_replicas(client, replicas)
+
+
+def wait_for_replicas(client: CacheClient, replicas: int, *, without: str = "") -> DatasetInfo:
+    def complete() -> DatasetInfo | None:
+        info = client.describe("table")
+        homes = info.placement.values()
+        whole = all(len(nodes) == replicas and without not in nodes for nodes in homes)
+        return info if info.state == "ready" and whole else None
+
+    found = wait_until(complete, WAIT_S, f"{replicas} replicas of each shard, none on {without}")
+    assert found is not None
+    return found
+
+
+@contextmanager
+def stopped(node: LocalNode) -> Iterator[None]:
+    """The node hangs: it is there, and does nothing."""
+    process = psutil.Process(node.pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def read_all(endpoint: str) -> list[int]:
+    """Every row as a plain Flight client reads it that tries the locations in turn."""
+    rows: list[int] = []
+    with flight.connect(endpoint) as entry:
+        info = entry.get_flight_info(flight.FlightDescriptor.for_path("table"), OPTIONS)
+    for part in info.endpoints:
+        for location in part.locations:
+            try:
+                with flight.connect(location) as node:
+                    rows += node.do_get(part.ticket, OPTIONS).read_all().column("row").to_pylist()
+                break
+            except flight.FlightUnavailableError:
+                continue
+    return rows
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def test_the_rows_of_a_killed_node_come_from_the_other_replicas(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=2)
+
+    breakable.nodes[2].kill()
+
+    assert read_all(breakable.endpoint) == [*range(NUM_ROWS)]
+    assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
+
+
+def test_lost_replicas_are_built_again_elsewhere_after_the_node_timeout(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=2)
+    lost = breakable.nodes[1]
+    lost.kill()
+
+    info = wait_for_replicas(client, 2, without=lost.node_id)
+
+    assert {n for nodes in info.placement.values() for n in nodes} == {
+        breakable.nodes[0].node_id,
+        breakable.nodes[2].node_id,
+    }
+    assert {node.id: node.alive for node in client.nodes()}[lost.node_id] is False
+
+
+def test_a_lost_node_that_comes_back_takes_its_shards_and_the_stand_ins_drop_theirs(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    before = load(client, source, replicas=2)
+    lost = breakable.nodes[2]
+    lost.kill()
+    wait_for_replicas(client, 2, without=lost.node_id)
+
+    lost.start()
+
+    wait_until(
+        lambda: client.describe("table").placement == before.placement,
+        WAIT_S,
+        "the placement before the loss",
+    )
+    assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
+
+
+def test_with_one_replica_a_lost_nodes_shards_are_loaded_again_from_the_source(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=1)
+    lost = breakable.nodes[1]
+
+    lost.kill()
+    wait_for_replicas(client, 1, without=lost.node_id)
+
+    assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
+
+
+def test_a_replica_that_cannot_be_rebuilt_leaves_the_dataset_ready(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=2)
+    lost = breakable.nodes[2]
+    for path in source.iterdir():
+        path.unlink()
+
+    lost.kill()
+    wait_until(
+        lambda: any(str(source) in node.log_tail() for node in breakable.nodes[:2]),
+        WAIT_S,
+        "a rebuild that failed",
+    )
+
+    assert client.describe("table").state == "ready"
+    assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
+
+
+def test_a_lost_shard_without_a_source_is_failed_with_the_path_until_its_node_is_back(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=1)
+    lost = breakable.nodes[1]
+    for path in source.iterdir():
+        path.unlink()
+
+    lost.kill()
+    wait_until(lambda: client.describe("table").state == "failed", WAIT_S, "failed")
+    reason = client.describe("table").error
+    assert reason is not None and str(source) in reason
+    lost.start()
+    wait_until(lambda: client.describe("table").state == "ready", WAIT_S, "ready")
+
+    assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
+
+
+# -- the coordinator -------------------------------------------------------------------------------
+
+
+def test_reads_of_the_other_nodes_go_on_while_the_coordinator_is_down(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    info = load(client, source, replicas=3)
+    ticket = pb.ReadTicket(
+        dataset="table", fingerprint=info.fingerprint, rows=pb.RowRange(start=0, stop=NUM_ROWS)
+    )
+    gather = pb.GatherRequest(dataset="table", fingerprint=info.fingerprint, columns=["row"])
+    with flight.connect(breakable.nodes[1].endpoint) as node:
+        writer, reader = node.do_exchange(
+            flight.FlightDescriptor.for_command(gather.SerializeToString()), OPTIONS
+        )
+        writer.begin(ROW_SCHEMA)
+
+        def ask(*ids: int) -> int:
+            writer.write_batch(pa.RecordBatch.from_arrays([pa.array(ids)], schema=ROW_SCHEMA))
+            return int(reader.read_chunk().data.num_rows)
+
+        assert ask(1, 59, 30) == 3
+        breakable.nodes[0].kill()
+
+        assert ask(7) == 1  # the stream that was open
+        table = node.do_get(flight.Ticket(ticket.SerializeToString()), OPTIONS).read_all()
+        assert table.column("row").to_pylist() == [*range(NUM_ROWS)]  # and a new one
+        writer.close()
+
+
+def test_a_call_that_needs_the_coordinator_says_that_it_does_not_answer(
+    breakable: LocalCluster, client: CacheClient, source: Path
+) -> None:
+    load(client, source, replicas=1)
+    location = breakable.nodes[0].control_location
+    breakable.nodes[0].kill()
+
+    by_other_node = CacheClient(breakable.nodes[1].endpoint, timeout_s=5.0)
+    with pytest.raises(NodeUnavailableError, match=rf"coordinator at {location}"):
+        by_other_node.describe("table")
+    with pytest.raises(NodeUnavailableError, match=breakable.endpoint):
+        client.describe("table")
+
+
+def test_a_coordinator_that_is_not_there_is_an_error_within_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
+        endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        for call in ("datasets", "nodes"):
+            with pytest.raises(NodeUnavailableError, match=endpoint):
+                getattr(CacheClient(endpoint, timeout_s=0.5), call)()
+
+
+def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_limit(
+    patient: LocalCluster,
+    patient_client: CacheClient,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_client.client, "_KEEPALIVE_S", 1.0)
+    errors: list[Exception] = []
+
+    def watch() -> None:
+        try:
+            patient_client.load(DatasetSpec("table", source, target_shard_bytes=1))
+        except CacheError as error:
+            errors.append(error)
+
+    with stopped(patient.nodes[1]):  # so the load does not end
+        thread = threading.Thread(target=watch)
+        thread.start()
+        wait_until(
+            lambda: [info.state for info in patient_client.datasets()] == ["loading"],
+            WAIT_S,
+            "loading",
+        )
+        with stopped(patient.nodes[0]):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+    assert isinstance(errors[0], NodeUnavailableError)
+    assert patient.nodes[0].control_location in str(errors[0])
+
+
+# -- deadlines of a load ---------------------------------------------------------------------------
+
+
+def test_a_load_that_takes_longer_than_its_timeout_is_not_ready_and_goes_on(
+    patient: LocalCluster, patient_client: CacheClient, source: Path
+) -> None:
+    spec = DatasetSpec("table", source, target_shard_bytes=1, replicas=1)
+    with stopped(patient.nodes[1]):
+        with pytest.raises(NotReadyError) as caught:
+            patient_client.load(spec, timeout_s=1.5)
+        again = patient_client.load(spec, wait=False)
+
+    for quote in ("'table'", "of 6 shards", "the load goes on"):
+        assert quote in str(caught.value)
+    assert again.state == "loading"
+    assert patient_client.load(spec, timeout_s=WAIT_S).num_rows == NUM_ROWS
+
+
+def test_a_plan_that_takes_longer_than_the_timeout_is_not_ready_either(
+    patient: LocalCluster, patient_client: CacheClient, source: Path
+) -> None:
+    # No load is planned in a microsecond.
+    with pytest.raises(NotReadyError, match="'table' was not planned within 1e-06 s"):
+        patient_client.load(DatasetSpec("table", source, target_shard_bytes=1), timeout_s=1e-6)
+
+
+def test_a_read_of_a_dataset_that_is_loading_says_how_far_it_is(
+    patient: LocalCluster, patient_client: CacheClient, source: Path
+) -> None:
+    with stopped(patient.nodes[1]):
+        patient_client.load(DatasetSpec("table", source, target_shard_bytes=1), wait=False)
+        with pytest.raises(NotReadyError, match=r"'table' is loading: \d of 6 shards"):
+            patient_client.head("table")

@@ -1,0 +1,94 @@
+"""Memory stays bounded while a table of 2 GB is loaded and streamed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_server import LocalCluster
+
+MB = 1_000_000
+ROWS, COLUMNS = 4_000_000, 128  # float32: 2048 MB
+ROW_GROUP_ROWS = 100_000
+# A part of the file that should hold 64 MiB has one or two row groups of 51 MB.
+LARGEST_SHARD = 2 * ROW_GROUP_ROWS * COLUMNS * 4
+SHARDS_AT_ONCE = 2  # the default of --load-threads
+
+pytestmark = pytest.mark.xdist_group("memory")
+
+
+@pytest.fixture(scope="module")
+def big_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("big") / "big.parquet"
+    values = np.arange(ROW_GROUP_ROWS, dtype=np.float32)
+    part = pa.table({f"c{i}": values for i in range(COLUMNS)})
+    with pq.ParquetWriter(path, part.schema, compression="none", use_dictionary=False) as writer:
+        for _ in range(ROWS // ROW_GROUP_ROWS):
+            writer.write_table(part)
+    yield path
+    path.unlink()
+
+
+@contextmanager
+def peak_of(read: object, every_s: float = 0.005) -> Iterator[list[int]]:
+    """The largest value of ``read()`` so far, in a list of one, sampled by a thread."""
+    assert callable(read)
+    peak, done = [read()], threading.Event()
+
+    def sample() -> None:
+        while not done.wait(every_s):
+            peak[0] = max(peak[0], read())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """What the process holds beyond the files that it maps."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+def test_memory_stays_bounded_while_two_gigabytes_are_loaded_and_streamed(
+    big_source: Path,
+) -> None:
+    with LocalCluster(num_nodes=1) as cluster:
+        pid = cluster.nodes[0].pid
+        before = anonymous_bytes(pid)
+        with peak_of(lambda: anonymous_bytes(pid)) as server_peak:
+            info = CacheClient(cluster.endpoint).load(DatasetSpec("big", big_source))
+        assert info.num_bytes > 2_000 * MB
+        assert server_peak[0] - before < SHARDS_AT_ONCE * LARGEST_SHARD + 500 * MB
+
+        dataset = CacheIterableDataset(
+            "big", endpoint=cluster.endpoint, batch_size=1024, shuffle=True,
+            stack={"x": [f"c{i}" for i in range(COLUMNS)]},
+        )  # fmt: skip
+        client = psutil.Process()
+        start = client.memory_info().rss
+        rows = 0
+        with peak_of(lambda: client.memory_info().rss) as client_peak:
+            for batch in dataset:
+                rows += len(batch["x"])
+        assert rows == ROWS
+        assert client_peak[0] - start < 200 * MB
+        print(
+            f"server +{(server_peak[0] - before) / MB:.0f} MB, "
+            f"client +{(client_peak[0] - start) / MB:.0f} MB"
+        )

@@ -1,0 +1,129 @@
+"""The two command line programs, and the processes they start, as a person meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cache_client import CacheClient
+from cache_server import LocalCluster
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+SERVER = [sys.executable, "-m", "cache_server"]
+CACHECTL = [sys.executable, "-m", "cache_client"]
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "CACHE_ENDPOINT"}
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_a_node_prints_its_ports_in_one_line_and_ends_in_order_on_sigterm(tmp_path: Path) -> None:
+    ports = ["--flight-port", "0", "--control-port", "0"]
+    with subprocess.Popen(
+        [*SERVER, "serve", "--cache-dir", str(tmp_path / "c"), *ports],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["pid"] == process.pid
+        (node,) = CacheClient(ready["flight"]).nodes()
+        assert node.id == ready["node_id"]
+        process.terminate()
+        assert process.wait(15) == 0
+        assert process.stdout.read() == ""
+
+
+def test_bad_settings_are_quoted_together_and_exit_with_78(tmp_path: Path) -> None:
+    done = run(
+        *SERVER, "serve", "--cache-dir", str(tmp_path), "--flight-port", "70000",
+        "--memory-limit", "much", "--coordinator", "nowhere", code=78,
+    )  # fmt: skip
+    for value in ("70000", "much", "nowhere"):
+        assert value in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_local_cache_loads_a_spec_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "t", 50, files=2)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: table\nsource: {source}\n")
+    with subprocess.Popen(
+        [*SERVER, "local", "--nodes", "2", "--load", str(spec)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert CacheClient(ready["endpoint"]).describe("table").num_rows == 50
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    assert not any(psutil.pid_exists(node["pid"]) for node in ready["nodes"])
+
+
+def test_a_local_cache_whose_spec_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("name: table\nsource: /not/there.parquet\n")
+    assert "/not/there.parquet" in run(*SERVER, "local", "--load", str(spec), code=65).stderr
+
+
+def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed() -> None:
+    program = (
+        "from cache_server import LocalCluster; c = LocalCluster(2); import json, time; "
+        "print(json.dumps([str(c.cache_dir), [n.pid for n in c.nodes]]), flush=True); "
+        "time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        directory, pids = json.loads(process.stdout.readline())
+        process.kill()
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, "the nodes end")
+    wait_until(lambda: not Path(directory).exists(), 10.0, "their directory is gone")
+
+
+def test_cachectl_loads_lists_shows_and_drops(
+    cluster: LocalCluster, dataset_name: str, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "t", 50, files=2)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: {dataset_name}\nsource: {source}\nfilter: row >= 10\n")
+    at = ["--endpoint", cluster.endpoint]
+    loaded = json.loads(run(*CACHECTL, "load", str(spec), "--json", *at).stdout)
+    assert (loaded["state"], loaded["num_rows"]) == ("ready", 40)
+    assert dataset_name in run(*CACHECTL, "ls", *at).stdout
+    shown = run(*CACHECTL, "describe", dataset_name, *at).stdout
+    assert "40" in shown and "label" in shown
+    head = json.loads(run(*CACHECTL, "head", dataset_name, "-n", "2", "--json", *at).stdout)
+    assert [row["row"] for row in head] == [10, 11]
+    assert len(json.loads(run(*CACHECTL, "nodes", "--json", *at).stdout)) == 2
+    run(*CACHECTL, "drop", dataset_name, *at)
+    missing = run(*CACHECTL, "describe", dataset_name, *at, code=65)
+    assert missing.stderr.count("\n") == 1 and dataset_name in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["ls"], 78, "CACHE_ENDPOINT"),
+        (["load", "/not/there.yaml", "--endpoint", "grpc://127.0.0.1:9"], 78, "/not/there.yaml"),
+        (["ls", "--endpoint", "grpc://127.0.0.1:9", "--timeout-s", "2"], 1, "127.0.0.1:9"),
+    ],
+)
+def test_cachectl_says_what_is_wrong_in_one_line(
+    arguments: list[str], code: int, words: str
+) -> None:
+    done = run(*CACHECTL, *arguments, code=code)
+    assert words in done.stderr and "Traceback" not in done.stderr

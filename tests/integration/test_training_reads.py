@@ -1,0 +1,265 @@
+"""What training relies on, on real clusters: which rows come, in which order, come what may."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client.order import EpochOrder
+from cache_server import LocalCluster
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+# torch advises against more workers than cores; the order must not depend on it.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+ROWS = 2_003
+SHARD_BYTES = 4_000  # many small shards, so that placement really varies
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("numbered")
+    return write_numbered(directory, ROWS, files=3, row_group_size=97)
+
+
+@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+def endpoint(request: pytest.FixtureRequest, source: Path) -> Iterator[str]:
+    """A cluster of so many nodes that holds so many replicas of the table."""
+    nodes, replicas = request.param
+    with LocalCluster(num_nodes=nodes) as cluster:
+        spec = DatasetSpec("table", source, replicas=replicas, target_shard_bytes=SHARD_BYTES)
+        placement = load_everywhere(cluster, spec)
+        assert len(placement) > 8
+        assert len({node for homes in placement.values() for node in homes}) == nodes
+        yield cluster.endpoint
+
+
+def load_everywhere(cluster: LocalCluster, spec: DatasetSpec) -> Mapping[int, tuple[str, ...]]:
+    """Loads and waits for every replica, not only for the first of each shard."""
+    client = CacheClient(cluster.endpoint)
+    client.load(spec)
+
+    def complete() -> bool:
+        homes = client.describe(spec.name).placement.values()
+        return all(len(of_shard) == spec.replicas for of_shard in homes)
+
+    wait_until(complete, 30.0, "every replica")
+    return client.describe(spec.name).placement
+
+
+def rows_of(dataset: CacheIterableDataset, workers: int) -> list[list[int]]:
+    """The row numbers of each batch."""
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    return [batch["row"].tolist() for batch in loader]
+
+
+def by_step_and_rank(batches: list[list[list[int]]]) -> list[int]:
+    """Batches of each rank -> all rows in the order (step, rank)."""
+    assert len({len(of_rank) for of_rank in batches}) == 1, "ranks differ in their steps"
+    return [row for step in zip(*batches, strict=True) for batch in step for row in batch]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("ranks", "workers"), list(itertools.product([1, 2, 3, 8], [0, 1, 3])))
+def test_rows_over_step_and_rank_do_not_depend_on_ranks_workers_nodes_or_replicas(
+    endpoint: str, ranks: int, workers: int, shuffle: bool
+) -> None:
+    batches = []
+    for rank in range(ranks):
+        dataset = CacheIterableDataset(
+            "table", endpoint=endpoint, batch_size=31, columns=["row"], shuffle=shuffle, seed=5,
+            rank=rank, world_size=ranks,
+        )  # fmt: skip
+        dataset.set_epoch(2)
+        batches.append(rows_of(dataset, workers))
+        assert len(batches[-1]) == len(dataset)
+    order = EpochOrder(ROWS, shuffle=shuffle, seed=5, epoch=2)
+    assert by_step_and_rank(batches) == order.row_ids(np.arange(ROWS)).tolist()
+
+
+def test_sixty_thousand_images_over_six_ranks_are_ten_thousand_each(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (60_000, 784), np.uint8)
+    pixels[:, :4] = np.arange(60_000, dtype=np.uint32).view(np.uint8).reshape(-1, 4)
+    images = pa.FixedSizeListArray.from_arrays(pa.array(pixels.reshape(-1)), 784)
+    pq.write_table(pa.table({"image": images}), tmp_path / "images.parquet", row_group_size=9_000)
+    seen = []
+    with LocalCluster(num_nodes=2) as cluster:
+        CacheClient(cluster.endpoint).load(DatasetSpec("images", tmp_path))
+        for rank in range(6):
+            dataset = CacheIterableDataset(
+                "images", endpoint=cluster.endpoint, batch_size=1000, shuffle=True,
+                rank=rank, world_size=6,
+            )  # fmt: skip
+            mine = [batch["image"] for batch in dataset]
+            assert {(tuple(batch.shape), batch.dtype) for batch in mine} == {
+                ((1000, 784), torch.uint8)
+            }
+            # Batches of one window lie side by side: views of it, no copy a batch or a row.
+            assert mine[1].data_ptr() == mine[0].data_ptr() + mine[0].nbytes
+            rows = torch.cat(mine).numpy()
+            assert len(rows) == 10_000
+            numbers = np.ascontiguousarray(rows[:, :4]).view(np.uint32)[:, 0]
+            assert np.array_equal(rows, pixels[numbers])
+            seen.append(numbers)
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(60_000))
+
+
+RESUME = """
+import json, sys
+from torch.utils.data import DataLoader
+from cache_client import CacheIterableDataset
+state, endpoint, rank, world_size, workers = json.loads(sys.argv[1])
+dataset = CacheIterableDataset("table", endpoint=endpoint, batch_size=23, columns=["row"],
+    shuffle=True, seed=9, rank=rank, world_size=world_size)
+dataset.load_state_dict(state)
+batches = [b["row"].tolist() for b in DataLoader(dataset, batch_size=None, num_workers=workers)]
+print(json.dumps([len(dataset), batches]))
+"""
+
+
+@pytest.mark.parametrize(("workers_before", "ranks_after", "workers_after"), [(0, 3, 2), (2, 1, 0)])
+def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row(
+    source: Path, workers_before: int, ranks_after: int, workers_after: int
+) -> None:
+    taken: list[list[list[int]]] = []
+    with LocalCluster(num_nodes=2) as cluster:
+        spec = DatasetSpec("table", source, target_shard_bytes=SHARD_BYTES)
+        CacheClient(cluster.endpoint).load(spec)
+        for rank in range(2):
+            dataset = CacheIterableDataset(
+                "table", endpoint=cluster.endpoint, batch_size=50, columns=["row"],
+                shuffle=True, seed=9, rank=rank, world_size=2,
+            )  # fmt: skip
+            dataset.set_epoch(4)
+            loader = DataLoader(dataset, batch_size=None, num_workers=workers_before)
+            taken.append([b["row"].tolist() for b in itertools.islice(loader, 7)])
+            state = dataset.state_dict(steps=7 if workers_before else None)
+        assert len(json.dumps(state)) < 300
+        outputs = []
+        for rank in range(ranks_after):
+            arguments = [state, cluster.endpoint, rank, ranks_after, workers_after]
+            done = subprocess.run(
+                [sys.executable, "-c", RESUME, json.dumps(arguments)],
+                capture_output=True, text=True, timeout=60, check=True,
+            )  # fmt: skip
+            outputs.append(json.loads(done.stdout))
+    order = EpochOrder(ROWS, shuffle=True, seed=9, epoch=4).row_ids(np.arange(ROWS)).tolist()
+    assert by_step_and_rank(taken) == order[: 2 * 50 * 7]
+    assert by_step_and_rank([batches for _, batches in outputs]) == order[2 * 50 * 7 :]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whole(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+
+    def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
+        dataset = CacheIterableDataset(
+            dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        )
+        return dataset, StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+
+    dataset, loader = make()
+    dataset.set_epoch(1)
+    first = [b["row"].tolist() for b in itertools.islice(loader, 11)]
+    state = loader.state_dict()
+    dataset, loader = make()
+    loader.load_state_dict(state)
+    dataset.set_epoch(1)
+    rest = [b["row"].tolist() for b in loader]
+    order = EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
+    assert list(itertools.chain(*first, *rest)) == order
+    dataset.set_epoch(2)
+    order = EpochOrder(ROWS, shuffle=True, epoch=2).row_ids(np.arange(ROWS)).tolist()
+    assert list(itertools.chain(*(b["row"].tolist() for b in loader))) == order
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_that_live_on_follow_set_epoch(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, method: str
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+    )
+    assert sum(len(batch["row"]) for batch in dataset) == ROWS  # the main process has read, too
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=2, persistent_workers=True,
+        multiprocessing_context=method,
+    )  # fmt: skip
+    for epoch in (3, 0, 7):
+        dataset.set_epoch(epoch)
+        rows = [row for batch in loader for row in batch["row"].tolist()]
+        order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
+        assert rows == order.row_ids(np.arange(ROWS)).tolist()
+
+
+def test_a_killed_node_with_another_replica_costs_no_row(source: Path) -> None:
+    with LocalCluster(num_nodes=2) as cluster:
+        spec = DatasetSpec("table", source, replicas=2, target_shard_bytes=SHARD_BYTES)
+        load_everywhere(cluster, spec)
+        dataset = CacheIterableDataset(
+            "table", endpoint=cluster.endpoint, batch_size=10, columns=["row"], shuffle=True,
+            prefetch_batches=1,
+        )  # fmt: skip
+        rows: list[int] = []
+        for step, batch in enumerate(dataset):
+            rows += batch["row"].tolist()
+            if step == 3:
+                cluster.nodes[1].kill()
+    assert rows == EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS)).tolist()
+
+
+@pytest.fixture
+def wide_source(tmp_path: Path) -> Path:
+    """More rows than a pass fetches ahead: 40 MB in many windows."""
+    rows = 20_000
+    columns = {"row": np.arange(rows), **{f"c{i}": np.zeros(rows) for i in range(250)}}
+    pq.write_table(pa.table(columns), tmp_path / "wide.parquet", row_group_size=1_000)
+    return tmp_path
+
+
+def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
+    with LocalCluster(num_nodes=2) as cluster:
+        spec = DatasetSpec("wide", wide_source, target_shard_bytes="2MB")
+        CacheClient(cluster.endpoint).load(spec)
+        dataset = CacheIterableDataset(
+            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1
+        )
+        rows: list[int] = []
+        for step, batch in enumerate(dataset):
+            rows += batch["row"].tolist()
+            if step == 2:
+                cluster.nodes[1].kill()
+                cluster.nodes[1].restart()
+    assert rows == EpochOrder(20_000, shuffle=True).row_ids(np.arange(20_000)).tolist()
+
+
+def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Path) -> None:
+    with LocalCluster(num_nodes=2) as cluster:
+        spec = DatasetSpec("wide", wide_source, target_shard_bytes="2MB")
+        CacheClient(cluster.endpoint).load(spec)
+        lost = cluster.nodes[1].node_id
+        dataset = CacheIterableDataset(
+            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
+            deadline_s=2.0,
+        )  # fmt: skip
+        with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{lost}.*'wide'"):
+            for step, _ in enumerate(dataset):
+                if step == 2:
+                    cluster.nodes[1].kill()

@@ -1,0 +1,140 @@
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_server.config import NodeConfig
+from protos.errors import ConfigError
+
+
+def config(**values: Any) -> NodeConfig:
+    return NodeConfig.build(**{"cache_dir": "/cache", **values})
+
+
+def problem_of(**values: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "bad"),
+    [
+        ("flight_port", "eighty"),
+        ("flight_port", -1),
+        ("flight_port", 65_536),
+        ("control_port", 65_536),
+        ("control_port", None),
+        ("control_port", 1.5),
+        ("memory_limit_bytes", "much"),
+        ("memory_limit_bytes", 0),
+        ("memory_limit_bytes", -1),
+        ("load_threads", 0),
+        ("heartbeat_interval_s", 0),
+        ("heartbeat_interval_s", float("inf")),
+        ("node_timeout_s", -1.0),
+        ("node_timeout_s", float("nan")),
+        ("drain_timeout_s", "soon"),
+        ("cache_dir", 7),
+        ("bind", ""),
+        ("advertise", ""),
+    ],
+)
+def test_a_bad_setting_is_named_and_quoted_once(setting: str, bad: object) -> None:
+    problem = problem_of(**{setting: bad})
+
+    assert problem.startswith(setting)
+    assert problem.count(f"got {bad!r}") == 1
+
+
+def test_every_bad_setting_is_quoted_at_once() -> None:
+    bad = {
+        "flight_port": "eighty",
+        "control_port": 70_000,
+        "coordinator": "somewhere",
+        "memory_limit_bytes": "big",
+        "load_threads": -3,
+        "node_timeout_s": 0,
+        "colour": "red",
+    }
+
+    problem = problem_of(**bad)
+
+    for setting, value in bad.items():
+        assert setting in problem
+        assert f"got {value!r}" in problem
+
+
+def test_a_missing_cache_dir_is_named() -> None:
+    with pytest.raises(ConfigError, match="cache_dir is missing"):
+        NodeConfig.build()
+
+
+@pytest.mark.parametrize("port", [0, 1, 50_051, 65_535])
+def test_every_port_of_tcp_and_zero_are_ports(port: int) -> None:
+    settings = config(flight_port=port, control_port=port)
+
+    assert (settings.flight_port, settings.control_port) == (port, port)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("node-0:50052", "node-0:50052"),
+        ("grpc://node-0:50052", "node-0:50052"),
+        ("10.0.0.1:1", "10.0.0.1:1"),
+        ("cache-0.cache.default.svc:65535", "cache-0.cache.default.svc:65535"),
+        ("[::1]:50052", "[::1]:50052"),
+        (None, None),
+    ],
+)
+def test_a_coordinator_is_a_host_and_a_port(given: str | None, kept: str | None) -> None:
+    assert config(coordinator=given).coordinator == kept
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("", "node-0", ":50052", "node-0:", "node-0:0", "node-0:65536", "node-0:x", 50_052),
+        *("http://node-0:1", "::1:50052", "a b:1", "node-0:1/path"),
+    ],
+)
+def test_anything_else_is_no_coordinator(bad: object) -> None:
+    assert "coordinator must be HOST:PORT" in problem_of(coordinator=bad)
+    assert f"got {bad!r}" in problem_of(coordinator=bad)
+
+
+@pytest.mark.parametrize(
+    ("limit", "size"), [(1, 1), ("8GiB", 8 * 1024**3), ("512 MB", 512_000_000), (None, None)]
+)
+def test_the_memory_limit_takes_units(limit: object, size: int | None) -> None:
+    assert config(memory_limit_bytes=limit).memory_limit_bytes == size
+
+
+def test_a_string_becomes_the_type_of_its_setting() -> None:
+    settings = config(cache_dir="/c", flight_port="0", load_threads="3", node_timeout_s="1.5")
+
+    assert settings.cache_dir == Path("/c")
+    assert (settings.flight_port, settings.load_threads, settings.node_timeout_s) == (0, 3, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "host"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("cache-0", None, "cache-0"),
+        ("0.0.0.0", "cache-0.svc", "cache-0.svc"),
+        ("0.0.0.0", None, socket.getfqdn()),
+        ("::", None, socket.getfqdn()),
+    ],
+)
+def test_others_are_told_a_host_that_is_no_wildcard(
+    bind: str, advertise: str | None, host: str
+) -> None:
+    assert config(bind=bind, advertise=advertise).host == host
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        config().flight_port = 1

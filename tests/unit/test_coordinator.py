@@ -1,0 +1,797 @@
+"""What the coordinator decides, beat by beat: a fake clock, fake nodes, no thread, no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from cache_server.catalogue import Catalogue
+from cache_server.coordinator import Coordinator, require_ready
+from cache_server.planning import VersionKey
+from cache_server.versions import plan_version
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import (
+    DatasetNotFoundError,
+    LoadError,
+    NotReadyError,
+    StaleVersionError,
+    from_proto,
+)
+from protos.spec import DatasetSpec
+from tests.conftest import write_numbered
+
+TIMEOUT_S = 10.0
+FILES, ROWS_PER_FILE = 8, 5  # each file becomes a shard
+SHARDS = frozenset(range(FILES))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeNode:
+    """A node as the coordinator sees it: it holds what it was told to, at once and perfectly.
+
+    Attributes:
+        sealed: version -> shard -> what the node holds of it.
+        starts: version -> shard -> the first row id that it was told.
+        failing: (dataset, shard) -> the reason why this node cannot load it.
+        rows_of: shard -> rows that come out of it, where not those of its footer.
+        loads: how many shards it has loaded so far.
+    """
+
+    def __init__(self, coordinator: Coordinator, node_id: str, *, limit_bytes: int = 0) -> None:
+        self.coordinator = coordinator
+        self.id = node_id
+        self.limit_bytes = limit_bytes
+        self.sealed: dict[VersionKey, dict[int, pb.SealedShard]] = {}
+        self.starts: dict[VersionKey, dict[int, int]] = {}
+        self.attempts: dict[VersionKey, int] = {}
+        self.failing: dict[tuple[str, int], str] = {}
+        self.failed: dict[VersionKey, dict[int, str]] = {}
+        self.loads = 0
+        self.rows_of: dict[int, int] = {}
+
+    def report(self) -> pb.HeartbeatRequest:
+        request = pb.HeartbeatRequest(
+            node=pb.Node(
+                id=self.id,
+                flight_location=f"grpc://{self.id}:1",
+                memory_limit_bytes=self.limit_bytes,
+            )
+        )
+        for key in {*self.sealed, *self.failed}:
+            actual = request.datasets.add(
+                dataset=key.dataset, fingerprint=key.fingerprint, attempt=self.attempts[key]
+            )
+            starts = self.starts.get(key, {})
+            for index, shard in self.sealed.get(key, {}).items():
+                actual.shards.add(
+                    index=index,
+                    sealed=True,
+                    num_rows=shard.num_rows,
+                    num_bytes=shard.num_bytes,
+                    checksum=shard.checksum,
+                    rows_fixed=index in starts,
+                    row_start=starts.get(index, 0),
+                )
+            for index, reason in self.failed.get(key, {}).items():
+                actual.shards.add(index=index, failure=reason)
+        return request
+
+    def beat(self, *, load: Iterable[int] = SHARDS) -> dict[str, set[int]]:
+        """Reports, then does what it is told; returns dataset -> shards it should hold.
+
+        Args:
+            load: the shards that this node gets done now, of those that it lacks.
+        """
+        answer = self.coordinator.heartbeat(self.report())
+        wanted: dict[str, set[int]] = {}
+        keys = set()
+        for desired in answer.datasets:
+            key = VersionKey(desired.plan.dataset, desired.plan.fingerprint)
+            keys.add(key)
+            if self.attempts.get(key) not in (None, desired.plan.attempt):
+                self._forget(key)
+            self.attempts[key] = desired.plan.attempt
+            indices = {shard.index for shard in desired.shards}
+            wanted[key.dataset] = indices
+            held = self.sealed.setdefault(key, {})
+            for shard in desired.shards:
+                if shard.index in held or shard.index in self.failed.get(key, {}):
+                    continue
+                if reason := self.failing.get((key.dataset, shard.index)):
+                    self.failed.setdefault(key, {})[shard.index] = reason
+                elif shard.index in load:
+                    rows = sum(split.num_rows for split in shard.splits)
+                    rows = self.rows_of.get(shard.index, rows)
+                    held[shard.index] = pb.SealedShard(
+                        num_rows=rows, num_bytes=100, checksum=f"sum-{shard.index}"
+                    )
+                    self.loads += 1
+            for index in set(held) - indices:
+                del held[index]
+            self.starts[key] = (
+                {s.index: s.row_start for s in desired.shards if s.index in held}
+                if desired.rows_fixed
+                else {}
+            )
+        for key in {*self.sealed, *self.failed} - keys:
+            self._forget(key)
+        return wanted
+
+    def restart(self, coordinator: Coordinator | None = None) -> FakeNode:
+        """The node after a restart: it has its shards, and has been told nothing."""
+        again = FakeNode(coordinator or self.coordinator, self.id, limit_bytes=self.limit_bytes)
+        again.sealed = {key: dict(shards) for key, shards in self.sealed.items() if shards}
+        again.attempts = dict.fromkeys(again.sealed, 0)
+        return again
+
+    def holds(self, dataset: str) -> set[int]:
+        return {
+            index for key, held in self.sealed.items() if key.dataset == dataset for index in held
+        }
+
+    def _forget(self, key: VersionKey) -> None:
+        for of_version in (self.sealed, self.starts, self.failed):
+            of_version.pop(key, None)
+        self.attempts.pop(key, None)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path, clock: Clock) -> Coordinator:
+    return make(tmp_path, clock)
+
+
+def make(directory: Path, clock: Clock) -> Coordinator:
+    """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
+    return Coordinator(
+        Catalogue(directory / "catalogue"),
+        endpoints=pb.CoordinatorEndpoints(control_location="here:1"),
+        heartbeat_interval_s=0.01,
+        node_timeout_s=TIMEOUT_S,
+        clock=clock,
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "source", FILES * ROWS_PER_FILE, files=FILES)
+
+
+def spec(source: Path, name: str = "table", **changes: object) -> DatasetSpec:
+    return DatasetSpec(name, source, target_shard_bytes=1, **changes)  # type: ignore[arg-type]
+
+
+def settle(*nodes: FakeNode) -> None:
+    """As many rounds as it takes: loads are reported, row ids told, and those reported."""
+    for _ in range(5):
+        for node in nodes:
+            node.beat()
+
+
+def failing(reason: str) -> dict[tuple[str, int], str]:
+    """What a node says that can load no shard of the dataset any more."""
+    return {("table", index): reason for index in SHARDS}
+
+
+def state(coordinator: Coordinator, name: str = "table") -> str:
+    return pb.DatasetState.Name(coordinator.get(name).state).removeprefix("DATASET_STATE_").lower()
+
+
+def homes(coordinator: Coordinator, name: str = "table") -> list[list[str]]:
+    return [list(shard.node_ids) for shard in coordinator.get(name).shards]
+
+
+# -- placement -------------------------------------------------------------------------------------
+
+
+def test_each_shard_is_asked_of_one_node_in_the_answers_to_heartbeats(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    one.beat()
+    two.beat()
+    coordinator.create(spec(source))
+
+    first, second = one.beat(load=[])["table"], two.beat(load=[])["table"]
+
+    assert first | second == SHARDS
+    assert not first & second
+    assert len(first) == len(second) == FILES // 2
+
+
+def test_replicas_are_asked_of_as_many_nodes_and_of_all_when_there_are_fewer(
+    coordinator: Coordinator, source: Path
+) -> None:
+    nodes = [FakeNode(coordinator, name) for name in ("one", "two", "three")]
+    settle(*nodes)
+    coordinator.create(spec(source, replicas=2))
+    coordinator.create(spec(source, name="more", replicas=9))
+
+    asked = [node.beat(load=[]) for node in nodes]
+
+    assert sorted(i for wanted in asked for i in wanted["table"]) == sorted([*SHARDS] * 2)
+    assert [wanted["more"] for wanted in asked] == [SHARDS] * 3
+
+
+def test_a_dataset_that_is_created_before_any_node_joins_is_placed_when_one_does(
+    coordinator: Coordinator, source: Path
+) -> None:
+    info = coordinator.create(spec(source))
+    assert info.state == pb.DATASET_STATE_LOADING
+    assert homes(coordinator) == [[]] * FILES
+    node = FakeNode(coordinator, "one")
+
+    settle(node)
+
+    assert state(coordinator) == "ready"
+
+
+def test_a_shard_stays_on_its_old_node_until_its_new_home_serves_it(
+    coordinator: Coordinator, source: Path
+) -> None:
+    old = FakeNode(coordinator, "old")
+    old.beat()
+    coordinator.create(spec(source))
+    settle(old)
+    assert old.holds("table") == SHARDS
+    new = FakeNode(coordinator, "new")
+
+    moved = new.beat(load=[])["table"]
+    assert moved and moved < SHARDS
+    assert old.beat()["table"] == SHARDS  # nothing is there yet
+    new.beat()  # loads them
+    assert old.beat()["table"] == SHARDS  # there, but not reported
+    new.beat()  # reports them sealed, with their row ids: they were fixed before
+    assert old.beat()["table"] == SHARDS - moved
+    settle(old, new)
+
+    assert old.holds("table") == SHARDS - moved
+    assert new.holds("table") == moved
+    assert state(coordinator) == "ready"
+
+
+def test_a_node_that_is_silent_longer_than_the_timeout_is_lost_and_its_shards_move(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    kept = one.holds("table")
+
+    clock.now += TIMEOUT_S
+    assert one.beat()["table"] == kept  # not yet
+    clock.now += 0.001
+    assert {node.id: node.alive for node in coordinator.nodes()} == {"one": True, "two": False}
+    assert state(coordinator) == "loading"
+    assert one.beat()["table"] == SHARDS
+    settle(one)
+
+    assert state(coordinator) == "ready"
+    assert homes(coordinator) == [["one"]] * FILES
+
+
+def test_a_lost_node_that_comes_back_takes_its_shards_again(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    before = homes(coordinator)
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+    assert homes(coordinator) == [["one"]] * FILES
+
+    two = two.restart()
+    settle(two, one)
+
+    assert homes(coordinator) == before
+    assert two.loads == 0
+
+
+# -- row ids and readiness -------------------------------------------------------------------------
+
+
+def test_row_ids_are_fixed_only_when_every_shard_is_sealed(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source, filter="label > 2"))  # so that no footer tells the rows
+    node.rows_of = {index: index for index in SHARDS}  # 0, 1, 2, ... rows
+
+    for index in range(FILES - 1):
+        node.beat(load=[index])
+        answer = coordinator.heartbeat(node.report())
+        assert not answer.datasets[0].rows_fixed
+        assert coordinator.get("table").num_rows == 0
+    node.beat(load=[FILES - 1])
+    (desired,) = coordinator.heartbeat(node.report()).datasets
+
+    assert desired.rows_fixed
+    assert [shard.row_start for shard in desired.shards] == [0, 0, 1, 3, 6, 10, 15, 21]
+    assert desired.num_rows == 28
+
+
+def test_a_dataset_is_ready_only_when_live_nodes_report_every_shard_with_its_row_ids(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+
+    one.beat()
+    two.beat()  # both have loaded, neither has said so
+    assert state(coordinator) == "loading"
+    one.beat()
+    two.beat()  # both have said so: the ids are fixed, and told to the second
+    assert state(coordinator) == "loading"
+    two.beat()
+    assert state(coordinator) == "loading"
+    one.beat()
+    assert state(coordinator) == "loading"  # told, but does not serve them yet
+    one.beat()
+
+    assert state(coordinator) == "ready"
+    info = coordinator.get("table")
+    assert [(s.rows.start, s.rows.stop) for s in info.shards] == [
+        (5 * index, 5 * index + 5) for index in range(FILES)
+    ]
+
+
+def test_progress_says_how_far_a_load_is(coordinator: Coordinator, source: Path) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.beat(load=[0, 1])
+    request = node.report()
+    request.datasets[0].shards.add(index=2, rows_loaded=3)
+
+    coordinator.heartbeat(request)
+
+    info = coordinator.get("table")
+    assert info.progress == pb.LoadProgress(
+        shards_done=2, shards_total=8, rows_done=13, estimated_rows=40, bytes_done=200
+    )
+    with pytest.raises(NotReadyError, match=r"'table' is loading: 2 of 8 shards, 13 rows"):
+        require_ready(info)
+
+
+def test_a_source_without_a_row_group_is_ready_without_a_node(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    info = coordinator.create(spec(write_numbered(tmp_path / "empty", 0)))
+
+    assert info.state == pb.DATASET_STATE_READY
+    assert info.num_rows == 0
+
+
+def test_rows_that_do_not_add_up_to_what_the_footers_say_fail_the_dataset(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    node.rows_of = {3: 4}
+    coordinator.create(spec(source))
+
+    settle(node)
+
+    assert state(coordinator) == "failed"
+    assert "came out with 39 rows" in coordinator.get("table").error.message
+    assert "40" in coordinator.get("table").error.message
+
+
+def test_replicas_that_differ_in_rows_fail_the_dataset(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source, filter="label > 2", replicas=2))
+    two.rows_of = {3: 1}
+
+    settle(one, two)
+
+    assert state(coordinator) == "failed"
+    message = coordinator.get("table").error.message
+    assert "shard 3" in message and "1 rows on node two and 5 elsewhere" in message
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_a_shard_that_cannot_be_loaded_fails_its_dataset_and_no_other(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    coordinator.create(spec(source, name="other"))
+    one.failing = two.failing = {("table", 3): "part-003.parquet is corrupt"}
+
+    settle(one, two)
+
+    info = coordinator.get("table")
+    assert info.state == pb.DATASET_STATE_FAILED
+    assert str(from_proto(info.error)) == "dataset 'table': part-003.parquet is corrupt"
+    with pytest.raises(LoadError, match=r"part-003\.parquet is corrupt"):
+        require_ready(info)
+    assert one.holds("table") | two.holds("table") == set()
+    assert state(coordinator, "other") == "ready"
+
+
+def test_a_failed_dataset_is_asked_of_no_node_so_that_all_remove_it(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.failing = {("table", 3): "corrupt"}
+    node.beat()
+    assert node.holds("table") == SHARDS - {3}
+
+    assert node.beat() == {}
+    assert node.holds("table") == set()
+
+
+def test_asking_for_a_failed_dataset_again_is_another_attempt_that_ignores_late_reports(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.failing = {("table", 3): "corrupt"}
+    node.beat()
+    late = node.report()
+    node.beat()
+    assert state(coordinator) == "failed"
+
+    again = coordinator.create(spec(source))
+    coordinator.heartbeat(late)
+
+    assert again.state == pb.DATASET_STATE_LOADING
+    assert again.progress.shards_done == 0
+    assert state(coordinator) == "loading"
+    node.failing = {}
+    settle(node)
+    assert state(coordinator) == "ready"
+    assert node.loads == 2 * FILES - 1  # the seven of the first attempt, and all of the second
+
+
+def test_a_replica_that_cannot_be_rebuilt_does_not_take_the_others_down(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    nodes = [FakeNode(coordinator, name) for name in ("one", "two", "three")]
+    settle(*nodes)
+    coordinator.create(spec(source, replicas=2))
+    settle(*nodes)
+    *left, lost = nodes
+    for node in left:
+        node.failing = failing("the source is gone")
+
+    clock.now += TIMEOUT_S + 1
+    settle(*left)
+
+    assert any(node.failed for node in left)
+    assert state(coordinator) == "ready"
+    assert left[0].holds("table") | left[1].holds("table") == SHARDS
+    assert lost.id not in {node_id for home in homes(coordinator) for node_id in home}
+
+
+def test_a_lost_shard_that_cannot_be_rebuilt_is_a_failure_until_its_node_comes_back(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    kept = one.holds("table")
+    one.failing = failing("the source is gone")
+
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+    info = coordinator.get("table")
+    assert info.state == pb.DATASET_STATE_FAILED
+    assert info.error.message == "dataset 'table': the source is gone"
+    assert one.holds("table") == kept  # what is left is not thrown away
+
+    two = two.restart()
+    settle(two, one)
+    assert state(coordinator) == "ready"
+    assert two.loads == 0
+
+
+def test_asking_again_for_a_dataset_that_lost_a_shard_loads_it_anew(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    one.failing = failing("the share is not mounted")
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+    assert state(coordinator) == "failed"
+    one.failing = {}
+
+    coordinator.create(spec(source))
+    settle(one)
+
+    assert state(coordinator) == "ready"
+    assert homes(coordinator) == [["one"]] * FILES
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def test_a_new_version_is_loaded_beside_the_old_one_which_goes_when_the_new_is_ready(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    old = coordinator.create(spec(source))
+    settle(node)
+
+    new = coordinator.create(spec(source, columns=["row"]))
+    assert coordinator.get("table").fingerprint == new.fingerprint
+    assert coordinator.get("table", old.fingerprint).state == pb.DATASET_STATE_READY
+    node.beat(load=[])
+    assert len(node.sealed[VersionKey("table", old.fingerprint)]) == FILES
+    settle(node)
+
+    assert state(coordinator) == "ready"
+    with pytest.raises(StaleVersionError) as caught:
+        coordinator.get("table", old.fingerprint)
+    assert old.fingerprint in str(caught.value) and new.fingerprint in str(caught.value)
+    node.beat()
+    assert set(node.sealed) == {VersionKey("table", new.fingerprint)}
+
+
+def test_asking_for_the_old_version_again_gives_up_the_new_one(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    old = coordinator.create(spec(source))
+    settle(node)
+    coordinator.create(spec(source, columns=["row"]))
+
+    again = coordinator.create(spec(source))
+    settle(node)
+
+    assert again.state == pb.DATASET_STATE_READY
+    assert again.fingerprint == old.fingerprint
+    assert set(node.sealed) == {VersionKey("table", old.fingerprint)}
+    assert node.loads == FILES
+
+
+def test_a_deleted_dataset_is_asked_of_no_node(coordinator: Coordinator, source: Path) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    settle(node)
+
+    coordinator.delete("table")
+
+    assert node.beat() == {}
+    assert coordinator.datasets() == []
+    with pytest.raises(DatasetNotFoundError, match=r"no dataset 'table'; datasets: none"):
+        coordinator.delete("table")
+
+
+# -- restart ---------------------------------------------------------------------------------------
+
+
+def test_a_restarted_coordinator_presumes_its_nodes_alive_and_moves_nothing(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    share = {node.id: node.holds("table") for node in (one, two)}
+
+    again = make(tmp_path, clock)
+    one = one.restart(again)
+    assert one.beat()["table"] == share["one"]  # two has not reported, and is not lost
+    assert state(again) == "loading"
+    two = two.restart(again)
+    assert two.beat()["table"] == share["two"]
+    one.beat()
+    two.beat()
+
+    assert state(again) == "ready"
+    assert again.get("table").num_rows == FILES * ROWS_PER_FILE
+    assert one.loads == two.loads == 0
+
+
+def test_the_newest_version_is_the_one_asked_for_last_also_after_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    old = coordinator.create(spec(source))
+    new = coordinator.create(spec(source, columns=["row"]))
+    for _ in range(3):  # the old one is done first, and is written again when it is ready
+        node.report()
+        answer = coordinator.heartbeat(node.report())
+        for desired in answer.datasets:
+            if desired.plan.fingerprint == old.fingerprint:
+                key = VersionKey("table", old.fingerprint)
+                node.attempts[key] = 0
+                node.sealed[key] = {
+                    s.index: pb.SealedShard(num_rows=ROWS_PER_FILE, num_bytes=1, checksum="x")
+                    for s in desired.shards
+                }
+                node.starts[key] = (
+                    {s.index: s.row_start for s in desired.shards} if desired.rows_fixed else {}
+                )
+    assert coordinator.get("table", old.fingerprint).state == pb.DATASET_STATE_READY
+
+    again = make(tmp_path, clock)
+
+    assert again.get("table").fingerprint == new.fingerprint
+
+
+def test_a_restarted_coordinator_knows_the_row_ids_at_once(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source, filter="label > 2"))
+    settle(node)
+    before = coordinator.get("table")
+
+    again = make(tmp_path, clock)
+    (desired,) = again.heartbeat(node.restart(again).report()).datasets
+
+    assert desired.rows_fixed
+    assert [s.row_start for s in desired.shards] == [s.rows.start for s in before.shards]
+    assert again.get("table").fingerprint == before.fingerprint
+
+
+def test_nodes_that_do_not_report_after_a_restart_are_lost_after_the_timeout(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+
+    again = make(tmp_path, clock)
+    one = one.restart(again)
+    settle(one)
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+
+    assert state(again) == "ready"
+    assert homes(again) == [["one"]] * FILES
+
+
+def test_a_load_that_was_under_way_goes_on_after_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.beat(load=[0, 1, 2])
+    node.beat(load=[])
+
+    again = make(tmp_path, clock)
+    node = node.restart(again)
+    settle(node)
+
+    assert state(again) == "ready"
+    assert node.loads == FILES - 3
+
+
+def test_a_deleted_dataset_stays_deleted_after_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    settle(node)
+    coordinator.delete("table")
+
+    again = make(tmp_path, clock)
+
+    assert again.datasets() == []
+    assert node.restart(again).beat() == {}
+
+
+def test_a_rebuilt_replica_that_fails_does_not_fail_a_dataset_known_from_before_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source, replicas=2))
+    settle(one, two)
+
+    again = make(tmp_path, clock)
+    one, two = one.restart(again), two.restart(again)
+    two.sealed.clear()
+    two.failing = failing("the source is gone")
+    settle(one, two)
+
+    assert two.failed
+    assert state(again) == "ready"
+    assert homes(again) == [["one"]] * FILES
+
+
+# -- capacity --------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_cannot_fit_is_refused_before_the_load_with_the_numbers(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "small", limit_bytes=1000)
+    node.beat()
+
+    with pytest.raises(LoadError) as caught:
+        coordinator.create(spec(source))
+
+    for quote in ("'table'", "small", "limit of 1000", "replicas=1"):
+        assert quote in str(caught.value)
+    assert coordinator.datasets() == []
+    assert node.beat() == {}
+
+
+def test_what_a_filter_keeps_is_not_known_so_it_is_not_refused_beforehand(
+    coordinator: Coordinator, source: Path
+) -> None:
+    FakeNode(coordinator, "small", limit_bytes=1000).beat()
+
+    info = coordinator.create(spec(source, filter="row < 3"))
+
+    assert info.state == pb.DATASET_STATE_LOADING
+
+
+def test_a_dataset_that_fits_on_two_nodes_but_not_with_two_replicas_is_refused(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one_copy = sum(shard.estimated_bytes for shard in plan_version(spec(source)).shards)
+    for name in ("one", "two"):
+        FakeNode(coordinator, name, limit_bytes=one_copy * 3 // 4).beat()
+
+    coordinator.create(spec(source))
+    with pytest.raises(LoadError, match="replicas=2"):
+        coordinator.create(spec(source, name="twice", replicas=2))
+
+    assert [info.spec.name for info in coordinator.datasets()] == ["table"]
+
+
+def make_plan(source: Path):
+    from cache_server.versions import plan_version
+
+    return plan_version(spec(source))
+
+
+# -- watching --------------------------------------------------------------------------------------
+
+
+def test_watching_gives_the_present_state_at_once_and_ends_when_ready(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    info = coordinator.create(spec(source))
+    watch = coordinator.watch("table", info.fingerprint, lambda: True)
+
+    assert next(watch).state == pb.DATASET_STATE_LOADING
+    settle(node)
+    assert next(watch).state == pb.DATASET_STATE_READY
+    assert list(watch) == []
+
+
+def test_watching_ends_when_nobody_watches_any_more(coordinator: Coordinator, source: Path) -> None:
+    coordinator.create(spec(source))
+    watching = [True]
+    watch = coordinator.watch("table", "", lambda: watching[0])
+    next(watch)
+
+    watching[0] = False
+
+    assert list(watch) == []

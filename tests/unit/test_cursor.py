@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import copy
+
+from cache_client.cursor import Cursor
+
+
+def copy_in_worker(cursor: Cursor) -> Cursor:
+    """As a forked worker has it: another object over the same shared cells."""
+    return copy.copy(cursor)
+
+
+def test_an_offset_holds_for_one_pass_of_the_main_process() -> None:
+    cursor = Cursor()
+    cursor.set(2, 50)
+    assert cursor.next_offset == 50
+    assert cursor.begin(11, in_worker=False) == (2, 50)
+    assert cursor.next_offset == 0
+    assert cursor.begin(12, in_worker=False) == (2, 0)
+
+
+def test_all_workers_of_one_pass_use_the_offset_and_none_of_the_next() -> None:
+    cursor = Cursor()
+    cursor.set(1, 30)
+    assert [copy_in_worker(cursor).begin(7, in_worker=True) for _ in range(3)] == [(1, 30)] * 3
+    assert cursor.read_by_workers
+    assert [copy_in_worker(cursor).begin(8, in_worker=True) for _ in range(3)] == [(1, 0)] * 3
+
+
+def test_a_worker_that_lives_on_uses_the_offset_once_though_its_token_stays() -> None:
+    cursor = Cursor()
+    cursor.set(1, 30)
+    worker = copy_in_worker(cursor)
+    assert worker.begin(7, in_worker=True) == (1, 30)
+    assert worker.begin(7, in_worker=True) == (1, 0)
+
+
+def test_setting_reaches_the_copies() -> None:
+    cursor = Cursor()
+    worker = copy_in_worker(cursor)
+    cursor.set(5, 0)
+    assert worker.begin(7, in_worker=True) == (5, 0)
+    cursor.set(6, 9)
+    assert not cursor.read_by_workers
+    assert worker.begin(7, in_worker=True) == (6, 9)

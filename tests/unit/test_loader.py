@@ -1,0 +1,597 @@
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datafusion import SessionConfig, SessionContext
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_server.loader import CheckedQuery, check_query, infer_schema, query_text, read_split
+from cache_server.planning import SourceFile, Split
+from protos.errors import LoadError, RequestError
+
+SCHEMA = pa.schema(
+    [
+        ("a", pa.int64()),
+        ("b", pa.float32()),
+        ("Mixed", pa.int32()),
+        ("text", pa.string()),
+        ("tags", pa.list_(pa.int32())),
+    ]
+)
+
+
+def table_of(num_rows: int = 100) -> pa.Table:
+    row = np.arange(num_rows)
+    return pa.table(
+        {
+            "a": row,
+            "b": (row / 2).astype(np.float32),
+            "Mixed": (row * 10).astype(np.int32),
+            "text": [f"row {number}" for number in row],
+            "tags": pa.array([[int(n)] * (n % 3) for n in row], pa.list_(pa.int32())),
+        },
+        schema=SCHEMA,
+    )
+
+
+def whole(path: Path) -> Split:
+    stat = path.stat()
+    return Split(SourceFile(str(path), stat.st_size, stat.st_mtime_ns), 0, 1, None, 0)
+
+
+def write_parquet(path: Path, table: pa.Table | None = None) -> Split:
+    pq.write_table(table_of() if table is None else table, path)
+    return whole(path)
+
+
+def rows_of(split: Split, sql: str, schema: pa.Schema = SCHEMA) -> list[dict[str, Any]]:
+    batches = read_split(split, sql, "parquet", schema)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def refusal(sql: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        check_query(sql, SCHEMA)
+    assert repr(sql) in str(caught.value)
+    return str(caught.value)
+
+
+# -- queries that handle a row by itself -----------------------------------------------------------
+
+EVERY_ROW = {
+    "SELECT * FROM source": SCHEMA.names,
+    'SELECT "Mixed", a FROM source': ["Mixed", "a"],
+    "SELECT a AS x, b * 2 + 1 AS y FROM source": ["x", "y"],
+    "SELECT CAST(a AS REAL) AS x FROM source": ["x"],
+    "SELECT CASE WHEN a > 5 THEN 1 ELSE 0 END AS x FROM source": ["x"],
+    "SELECT COALESCE(a, 0) AS a FROM source": ["a"],
+    "SELECT tags[1] AS first, upper(text) AS text FROM source": ["first", "text"],
+    "SELECT 1 AS one FROM source": ["one"],
+    "SELECT * EXCLUDE (tags) FROM source": ["a", "b", "Mixed", "text"],
+    "SELECT x FROM (SELECT a AS x FROM source) q": ["x"],
+    "WITH q AS (SELECT a FROM source) SELECT a FROM q": ["a"],
+    "SELECT s.a FROM source AS s": ["a"],
+    "SELECT x FROM source AS s(x, b, c, d, e)": ["x"],
+    "select a from SOURCE": ["a"],
+}
+SOME_ROWS = {
+    "SELECT a FROM source WHERE b > 1.5 AND text LIKE 'row%'": ["a"],
+    "SELECT a FROM source WHERE a IN (1, 2, 3)": ["a"],
+    "SELECT a FROM source WHERE a BETWEEN 3 AND 5 OR a IS NULL": ["a"],
+    "SELECT a FROM (SELECT a FROM source WHERE b > 1) q": ["a"],
+    "SELECT a FROM source WHERE false": ["a"],
+    "SELECT a FROM source WHERE a > 5 AND a < 3": ["a"],
+    "SELECT a FROM source WHERE true": ["a"],
+}
+ANY_ROWS = {
+    "SELECT a, unnest(tags) AS tag FROM source": ["a", "tag"],
+    "SELECT unnest(tags) AS tag FROM source WHERE a > 1": ["tag"],
+    "SELECT tag + 1 AS tag FROM (SELECT unnest(tags) AS tag FROM source) q": ["tag"],
+}
+
+
+@pytest.mark.parametrize(("sql", "names"), EVERY_ROW.items())
+def test_a_query_without_a_filter_keeps_every_row(sql: str, names: list[str]) -> None:
+    query = check_query(sql, SCHEMA)
+
+    assert query.schema.names == names
+    assert (query.keeps_every_row, query.only_drops_rows) == (True, True)
+
+
+@pytest.mark.parametrize(("sql", "names"), SOME_ROWS.items())
+def test_a_query_with_a_filter_only_drops_rows(sql: str, names: list[str]) -> None:
+    query = check_query(sql, SCHEMA)
+
+    assert query.schema.names == names
+    assert (query.keeps_every_row, query.only_drops_rows) == (False, True)
+
+
+@pytest.mark.parametrize(("sql", "names"), ANY_ROWS.items())
+def test_an_unnest_may_make_any_number_of_rows(sql: str, names: list[str]) -> None:
+    query = check_query(sql, SCHEMA)
+
+    assert query.schema.names == names
+    assert (query.keeps_every_row, query.only_drops_rows) == (False, False)
+
+
+@pytest.mark.parametrize("sql", [*EVERY_ROW, *SOME_ROWS, *ANY_ROWS])
+def test_what_was_checked_is_what_a_split_gives(tmp_path: Path, sql: str) -> None:
+    table = table_of()
+    split = write_parquet(tmp_path / "a.parquet", table)
+    query = check_query(sql, SCHEMA)
+
+    rows = rows_of(split, query.sql)
+
+    assert all(list(row) == query.schema.names for row in rows)
+    assert rows == all_at_once(table, sql)
+    if query.keeps_every_row:
+        assert len(rows) == len(table)
+    if query.only_drops_rows:
+        assert len(rows) <= len(table)
+
+
+def all_at_once(table: pa.Table, sql: str) -> list[dict[str, Any]]:
+    context = SessionContext(SessionConfig().with_target_partitions(1))
+    context.register_record_batches("source", [table.to_batches()])
+    return [row for batch in context.sql(sql).collect() for row in batch.to_pylist()]
+
+
+def test_the_schema_is_that_of_the_result() -> None:
+    query = check_query(
+        "SELECT CAST(a AS SMALLINT) AS s, b / 2 AS half, a > 1 AS more, 'x' AS x FROM source",
+        SCHEMA,
+    )
+
+    assert [str(dtype) for dtype in query.schema.types][:3] == ["int16", "float", "bool"]
+    assert "string" in str(query.schema.field("x").type)
+
+
+# -- queries with one answer for the whole table ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sql", "name"),
+    [
+        ("SELECT sum(a) FROM source", "an aggregate"),
+        ("SELECT count(*) FROM source", "an aggregate"),
+        ("SELECT a FROM source GROUP BY a", "an aggregate"),
+        ("SELECT max(a) AS m FROM source HAVING max(a) > 1", "an aggregate"),
+        ("SELECT s FROM (SELECT sum(a) AS s FROM source) q", "an aggregate"),
+        ("SELECT a FROM source ORDER BY a", "ORDER BY"),
+        ("SELECT a FROM (SELECT a FROM source ORDER BY b) q", "ORDER BY"),
+        ("SELECT a FROM source LIMIT 3", "LIMIT"),
+        ("SELECT a FROM source LIMIT 3 OFFSET 2", "LIMIT"),
+        ("SELECT a FROM source OFFSET 2", "LIMIT"),
+        ("SELECT a FROM (SELECT a FROM source LIMIT 3) q", "LIMIT"),
+        ("SELECT DISTINCT a FROM source", "DISTINCT"),
+        ("SELECT DISTINCT ON (a) a, b FROM source", "DISTINCT"),
+        ("SELECT x.a FROM source x JOIN source y ON x.a = y.a", "a join"),
+        ("SELECT x.a FROM source x, source y", "a join"),
+        ("SELECT * FROM source CROSS JOIN unnest([1, 2])", "a join"),
+        ("SELECT row_number() OVER () FROM source", "a window function"),
+        ("SELECT sum(a) OVER (PARTITION BY b) FROM source", "a window function"),
+        ("SELECT a FROM source QUALIFY row_number() OVER () > 1", "a window function"),
+        ("SELECT a FROM source UNION ALL SELECT a FROM source", "UNION"),
+        ("SELECT a FROM source UNION SELECT a FROM source", "one answer"),
+        ("SELECT a FROM source INTERSECT SELECT a FROM source", "one answer"),
+        ("SELECT a FROM source EXCEPT SELECT a FROM source", "one answer"),
+        ("SELECT a FROM source WHERE a IN (SELECT a FROM source)", "a subquery"),
+        ("SELECT a FROM source WHERE a NOT IN (SELECT a FROM source)", "a subquery"),
+        ("SELECT a FROM source WHERE EXISTS (SELECT 1)", "a subquery"),
+        ("SELECT a FROM source WHERE EXISTS (SELECT 1 FROM source)", "a subquery"),
+        ("SELECT a FROM source WHERE a > (SELECT avg(a) FROM source)", "a subquery"),
+        ("SELECT (SELECT max(a) FROM source) AS m FROM source", "a subquery"),
+        ("SELECT (SELECT 1) AS one FROM source", "a subquery"),
+        (
+            "WITH RECURSIVE r AS (SELECT a FROM source UNION ALL SELECT a + 1 FROM r WHERE a < 9) "
+            "SELECT a FROM r",
+            "RecursiveQuery",
+        ),
+        ("EXPLAIN SELECT a FROM source", "Explain"),
+        ("DESCRIBE source", "DescribeTable"),
+        ("VALUES (1)", "Values"),
+        ("SELECT a FROM source TABLESAMPLE BERNOULLI (50)", "TABLESAMPLE is not supported"),
+        ("SELECT a FROM source tablesample (3 rows)", "tablesample is not supported"),
+        ("SELECT a FROM source PREWHERE a > 1", "PREWHERE is not supported"),
+        ("SELECT a FROM source CONNECT BY PRIOR a = b", "CONNECT BY is not supported"),
+    ],
+)
+def test_anything_else_is_refused_by_name(sql: str, name: str) -> None:
+    assert name in refusal(sql)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT a FROM source WHERE text = 'TABLESAMPLE'",
+        'SELECT a AS "tablesample" FROM source',
+        "SELECT a FROM source -- no TABLESAMPLE",
+        "SELECT a /* no\nTABLESAMPLE */ FROM source",
+        "SELECT a AS tablesamples FROM source",
+    ],
+)
+def test_a_forbidden_word_in_quotes_and_comments_is_harmless(sql: str) -> None:
+    assert len(check_query(sql, SCHEMA).schema) == 1
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "CREATE TABLE t AS SELECT * FROM source",
+        "CREATE VIEW v AS SELECT * FROM source",
+        "CREATE EXTERNAL TABLE t STORED AS CSV LOCATION '/etc/passwd'",
+        "DROP TABLE source",
+        "SELECT a INTO t FROM source",
+        "INSERT INTO source SELECT * FROM source",
+        "DELETE FROM source",
+        "UPDATE source SET a = 1",
+        "TRUNCATE source",
+        "SET datafusion.execution.batch_size = 1",
+        "PREPARE p AS SELECT * FROM source",
+        "BEGIN",
+    ],
+)
+def test_a_query_that_does_not_only_read_is_refused(sql: str) -> None:
+    assert "not supported" in refusal(sql) or "Unsupported" in refusal(sql)
+
+
+@pytest.mark.parametrize("query", ["source", "(SELECT a FROM source)"])
+def test_copy_is_refused_and_writes_nothing(tmp_path: Path, query: str) -> None:
+    target = tmp_path / "out.parquet"
+
+    assert "COPY" in refusal(f"COPY {query} TO '{target}'")
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("sql", "reason"),
+    [
+        ("SELEC a FROM source", "SELEC"),
+        ("SELECT a FROM source WHERE", "Expected"),
+        ("", "No SQL statements"),
+        ("SELECT a FROM source; SELECT a FROM source", "single SQL statement"),
+        ("SELECT nope FROM source", "nope"),
+        ("SELECT a FROM source WHERE nope > 1", "nope"),
+        ("SELECT mixed FROM source", 'source."Mixed"'),
+        ("SELECT a FROM nope", "nope"),
+        ("SELECT nope(a) FROM source", "nope"),
+        ("SELECT a FROM source WHERE a = $1", "$1"),
+        ("SELECT a FROM source WHERE a = $value", "$value"),
+        ("SELECT a FROM source WHERE text + 1 > tags", "sql"),
+        ("SELECT 1", "must read the table 'source' once, it reads []"),
+        ("SELECT a AS x, b AS x FROM source", "x"),
+    ],
+)
+def test_a_query_that_cannot_be_planned_is_refused_with_the_reason(sql: str, reason: str) -> None:
+    assert reason in refusal(sql)
+
+
+# -- nothing but the source ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "'{path}'",
+        '"{path}"',
+        "'file://{path}'",
+        "read_parquet('{path}')",
+        "parquet_metadata('{path}')",
+        "read_csv('/etc/passwd')",
+        "'/etc/passwd'",
+        "information_schema.tables",
+        "information_schema.df_settings",
+        "datafusion.public.other",
+        "generate_series(1, 3)",
+        "range(1, 3)",
+    ],
+)
+def test_no_other_table_or_file_can_be_read(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "secret.parquet"
+    write_parquet(path)
+
+    refusal(f"SELECT * FROM {table.format(path=path)}")
+
+
+def test_every_function_that_answers_differently_each_time_is_gone() -> None:
+    context = SessionContext(SessionConfig().with_information_schema(True))
+    routines = context.sql("SELECT * FROM information_schema.routines").to_pylist()
+    volatile = {
+        row["routine_name"]
+        for row in routines
+        if row["function_type"] == "SCALAR" and not row["is_deterministic"]
+    }
+    assert {"random", "now", "uuid", "current_date"} <= volatile
+
+    # These two are functions of the file: the same on every node and at every load.
+    for name in volatile - {"file_row_index", "input_file_name"}:
+        assert name in refusal(f"SELECT {name}() AS x FROM source")
+        assert name in refusal(f"SELECT a FROM source WHERE {name}() IS NOT NULL")
+
+
+@pytest.mark.parametrize("word", ["current_date", "current_timestamp", "current_time"])
+def test_the_clock_words_of_sql_are_gone_too(word: str) -> None:
+    assert word in refusal(f"SELECT {word} AS x FROM source")
+
+
+# -- the shortcuts ---------------------------------------------------------------------------------
+
+
+def shortcut(columns: Sequence[str] | None = None, filter: str | None = None) -> str:
+    return query_text("", tuple(columns) if columns else None, filter)
+
+
+def test_sql_is_taken_as_it_is() -> None:
+    assert query_text("SELECT a FROM source", None, None) == "SELECT a FROM source"
+
+
+def test_without_any_shortcut_everything_is_read() -> None:
+    assert check_query(shortcut(), SCHEMA).schema.names == SCHEMA.names
+
+
+def test_columns_are_kept_in_the_given_order() -> None:
+    query = check_query(shortcut(["text", "a"]), SCHEMA)
+
+    assert query.schema.names == ["text", "a"]
+    assert query.keeps_every_row
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Mixed", "UPPER", "sp ace", 'quo"te', "it's", "dot.ted", "select", "ünï", "1st", "a;b", "--"],
+)
+def test_columns_are_names_and_not_sql(tmp_path: Path, name: str) -> None:
+    table = pa.table({"a": [1, 2], name: [3, 4], name.lower() + "_": [5, 6]})
+    split = write_parquet(tmp_path / "a.parquet", table)
+
+    query = check_query(shortcut([name]), table.schema)
+
+    assert query.schema.names == [name]
+    assert rows_of(split, query.sql, table.schema) == [{name: 3}, {name: 4}]
+
+
+def test_names_that_differ_by_case_only_are_different_columns(tmp_path: Path) -> None:
+    table = pa.table({"a": [1], "A": [2]})
+    split = write_parquet(tmp_path / "a.parquet", table)
+
+    sql = check_query(shortcut(["A", "a"], 'a = 1 AND "A" = 2'), table.schema).sql
+
+    assert rows_of(split, sql, table.schema) == [{"A": 2, "a": 1}]
+
+
+@pytest.mark.parametrize("name", ["nope", "mixed", "A", 'a" FROM source --', "*", "a, b", "a AS x"])
+def test_an_unknown_column_is_refused(name: str) -> None:
+    assert "No field named" in refusal(shortcut([name]))
+
+
+def test_a_filter_keeps_the_rows_it_says(tmp_path: Path) -> None:
+    split = write_parquet(tmp_path / "a.parquet")
+
+    query = check_query(shortcut(["a"], "a < 3 OR \"Mixed\" = 990 OR text = 'row 7'"), SCHEMA)
+
+    assert [row["a"] for row in rows_of(split, query.sql)] == [0, 1, 2, 7, 99]
+    assert not query.keeps_every_row
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        "a > 1) ORDER BY (a",
+        "a > 1) LIMIT (1",
+        "a > 1) UNION SELECT * FROM source WHERE (a < 1",
+        "a > 1); DROP TABLE source; SELECT (1",
+        "a > 1; DELETE FROM source",
+        "a IN (SELECT a FROM source)",
+        "EXISTS (SELECT * FROM '/etc/passwd')",
+        "sum(a) > 1",
+        "row_number() OVER () > 1",
+        "random() < 0.5",
+        "a",
+        "a >",
+        "a > 1 --",
+        "nope = 1",
+    ],
+)
+def test_a_filter_that_is_more_than_a_condition_is_refused(filter: str) -> None:
+    refusal(shortcut(["a"], filter))
+
+
+def test_a_filter_cannot_reach_beyond_the_source(tmp_path: Path) -> None:
+    split = write_parquet(tmp_path / "a.parquet")
+
+    query = check_query(shortcut(["a"], "a < 3) OR (a = 5"), SCHEMA)
+
+    assert [row["a"] for row in rows_of(split, query.sql)] == [0, 1, 2, 5]
+    assert query.schema.names == ["a"]
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a b.parquet", "a#1.parquet", "a%20b.parquet", "ünï.parquet", "a?.parquet"),
+        *("a[1].parquet", "a*.parquet", "{a}.parquet", "_a.parquet", ".a.parquet"),
+        *("k=v.parquet", "a:b.parquet", "a+b&c.parquet", "a\\b.parquet", "table", "A.PARQUET"),
+    ],
+)
+def test_a_file_of_any_name_is_read_and_no_other(tmp_path: Path, name: str) -> None:
+    for other in ("a1.parquet", "ab.parquet", "a b c.parquet"):
+        write_parquet(tmp_path / other, table_of(1))
+    split = write_parquet(tmp_path / name, table_of(7))
+
+    assert [row["a"] for row in rows_of(split, "SELECT a FROM source")] == list(range(7))
+
+
+def test_a_file_in_a_hive_directory_has_its_own_columns_only(tmp_path: Path) -> None:
+    (tmp_path / "year=2024").mkdir()
+    split = write_parquet(tmp_path / "year=2024" / "a.parquet", table_of(1).select(["a"]))
+
+    assert rows_of(split, "SELECT * FROM source", pa.schema([SCHEMA.field("a")])) == [{"a": 0}]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    sql=st.sampled_from(
+        [
+            "SELECT a FROM source WHERE a % 7 <> 3",
+            "SELECT a, text FROM source WHERE b > 100 OR text LIKE '%9'",
+            "SELECT a, unnest(tags) AS tag FROM source",
+            "SELECT a FROM source WHERE a > 990",
+            "SELECT a FROM source WHERE a < 0",
+            "SELECT a FROM source WHERE 1 = 0",
+            "SELECT a FROM source WHERE NULL",
+            "SELECT unnest(tags) AS tag FROM source WHERE false",
+            "SELECT 'k' AS k FROM source WHERE text = 'row 500'",
+        ]
+    ),
+    parts=st.integers(1, 6),
+    group=st.sampled_from([1000, 130]),
+)
+def test_the_parts_of_a_file_give_the_answer_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, sql: str, parts: int, group: int
+) -> None:
+    table = table_of(1000)
+    path = tmp_path_factory.getbasetemp() / "parts.parquet"
+    pq.write_table(table, path, row_group_size=group)
+    file = whole(path).file
+
+    rows = [
+        row
+        for part in range(parts)
+        for row in rows_of(Split(file, part, parts, None, 0), check_query(sql, SCHEMA).sql)
+    ]
+
+    assert rows == all_at_once(table, sql)
+
+
+def test_the_rows_of_a_large_file_come_in_source_order(tmp_path: Path) -> None:
+    table = pa.table({"a": range(200_000)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20_000)
+    split = whole(tmp_path / "a.parquet")
+
+    batches = read_split(split, "SELECT a FROM source WHERE a % 3 = 0", "parquet", table.schema)
+    found = np.concatenate([batch.column(0).to_numpy() for batch in batches])
+
+    assert np.array_equal(found, np.arange(0, 200_000, 3))
+
+
+def test_damaged_pages_name_the_file_and_the_split(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, table_of(10_000))
+    damaged = bytearray(path.read_bytes())
+    damaged[100:2000] = bytes(1900)
+    path.write_bytes(damaged)
+
+    with pytest.raises(LoadError) as caught:
+        rows_of(Split(whole(path).file, 0, 2, None, 0), "SELECT * FROM source")
+    assert f"cannot load {path} (split 1 of 2): " in str(caught.value)
+
+
+def test_an_error_of_a_row_names_the_file(tmp_path: Path) -> None:
+    split = write_parquet(tmp_path / "a.parquet")
+
+    with pytest.raises(LoadError, match=r"a\.parquet: .*[Dd]ivide by zero"):
+        rows_of(split, "SELECT 1 / (a - 50) AS x FROM source")
+
+
+def test_a_file_that_is_not_cut_as_planned_is_an_error_and_no_wrong_rows(tmp_path: Path) -> None:
+    table = pa.table({"a": range(50_000)})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    split = Split(whole(tmp_path / "a.arrow").file, 0, 3, None, 0)
+
+    with pytest.raises(LoadError, match="cut the file into 1 parts instead of 3"):
+        list(read_split(split, "SELECT a FROM source WHERE a % 3 = 0", "arrow", table.schema))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("format", ["parquet", "arrow", "csv", "json"])
+def test_a_vanished_file_is_named(tmp_path: Path, format: str, parts: int) -> None:
+    split = Split(SourceFile(str(tmp_path / f"a.{format}"), 1000, 0), 0, parts, None, 0)
+
+    with pytest.raises(LoadError, match="the file is gone") as caught:
+        list(read_split(split, "SELECT a FROM source WHERE a > 1", format, SCHEMA))
+    assert str(tmp_path / f"a.{format}") in str(caught.value)
+
+
+# -- schemas of files without a footer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "schema"),
+    [
+        ("csv", "n,X,s\n1,0.5,a\n2,,b\n", [("n", "int64"), ("X", "double"), ("s", "string")]),
+        ("json", '{"n": 1, "s": "a"}\n{"s": "b"}\n', [("n", "int64"), ("s", "string")]),
+        ("json", '{"l": [1.5], "b": true}', [("l", "list<item: double>"), ("b", "bool")]),
+    ],
+)
+def test_the_schema_is_inferred(
+    tmp_path: Path, format: str, text: str, schema: list[tuple[str, str]]
+) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+
+    found = infer_schema(whole(path).file, format)
+
+    assert sorted((field.name, str(field.type)) for field in found) == sorted(schema)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("csv", "a,b\n1,2\n3\n"),
+        ("json", '{"a": 1}\n{"a":\n'),
+        ("json", '[{"a": 1}]'),
+        ("arrow", "not arrow at all"),
+        ("parquet", "not parquet at all"),
+    ],
+)
+def test_a_file_that_is_not_of_its_format_is_named(tmp_path: Path, format: str, text: str) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+
+    with pytest.raises(LoadError) as caught:
+        infer_schema(whole(path).file, format)
+    assert f"cannot read {path} as {format}: " in str(caught.value)
+    assert "bug in DataFusion" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [("csv", "a\n" + "1\n" * 1500 + "x\n"), ("json", '{"a": 1}\n' * 1500 + '{"a": "x"}\n')],
+)
+def test_a_value_that_the_sample_did_not_foresee_fails_the_split(
+    tmp_path: Path, format: str, text: str
+) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+    schema = infer_schema(whole(path).file, format)
+
+    with pytest.raises(LoadError, match=r"cannot load .*x") as caught:
+        list(read_split(whole(path), "SELECT * FROM source", format, schema))
+    assert str(path) in str(caught.value)
+
+
+def test_a_checked_query_is_a_value() -> None:
+    query = check_query("SELECT a FROM source", SCHEMA)
+
+    assert query == CheckedQuery(query.sql, query.schema, True, True)
+
+
+def test_dates_and_times_pass_through_a_query(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    table = pa.table({"day": [day], "at": pa.array([5], pa.timestamp("us", "UTC"))})
+    split = write_parquet(tmp_path / "a.parquet", table)
+
+    query = check_query("SELECT * FROM source WHERE day = DATE '2024-02-29'", table.schema)
+
+    assert query.schema.equals(table.schema)
+    assert rows_of(split, query.sql, table.schema) == table.to_pylist()

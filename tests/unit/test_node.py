@@ -1,0 +1,379 @@
+"""A node with a real store and a real coordinator in this process, and loads that wait for us."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_server import loader
+from cache_server.catalogue import Catalogue
+from cache_server.coordinator import Coordinator
+from cache_server.node import Node
+from cache_server.planning import Split
+from cache_server.store import Selection, ShardStore
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import (
+    DatasetNotFoundError,
+    NodeUnavailableError,
+    NotReadyError,
+    StaleVersionError,
+)
+from protos.spec import DatasetSpec
+from tests.conftest import numbered_table, write_numbered
+from tests.waiting import wait_until
+
+WAIT_S = 20.0
+FILES = 4  # each becomes a shard of 10 rows
+
+
+class Harness:
+    """One node, its store and its coordinator."""
+
+    def __init__(self, directory: Path, memory_limit_bytes: int | None = None) -> None:
+        self.coordinator = Coordinator(
+            Catalogue(directory / "catalogue"),
+            endpoints=pb.CoordinatorEndpoints(control_location="here:1"),
+            heartbeat_interval_s=0.05,
+            node_timeout_s=10.0,
+        )
+        self.store = ShardStore(directory / "cache", memory_limit_bytes)
+        self.reachable = True
+        self.ready: list[bool] = []
+        self.node = Node(
+            self.store,
+            self,
+            pb.Node(id=self.store.node_id, flight_location="grpc://here:2"),
+            load_threads=2,
+            on_ready=self.ready.append,
+        )
+
+    # The link of the node: its coordinator, when it can be reached.
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        if not self.reachable:
+            raise NodeUnavailableError("the coordinator does not answer")
+        return self.coordinator.heartbeat(request)
+
+    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+        return self.coordinator.get(name, fingerprint)
+
+    def datasets(self) -> list[pb.DatasetInfo]:
+        return self.coordinator.datasets()
+
+    def wait(self, state: pb.DatasetState.ValueType, name: str = "table") -> pb.DatasetInfo:
+        wait_until(
+            lambda: self.coordinator.get(name).state == state,
+            WAIT_S,
+            f"{name} is {pb.DatasetState.Name(state)}",
+        )
+        return self.coordinator.get(name)
+
+    def files(self) -> list[str]:
+        """What lies in the cache directory beside the node's own name and lock."""
+        found = (path for path in self.store.cache_dir.rglob("*") if path.is_file())
+        return sorted(path.name for path in found if path.name not in (".lock", ".node-id"))
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = Harness(tmp_path)
+    with made.store, made.node:
+        yield made
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "source", 10 * FILES, files=FILES)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """Loads stop after their first batch until the gate opens."""
+    made = Gate()
+    monkeypatch.setattr(loader, "read_split", made.read_split)
+    yield made
+    made.open.set()
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.read = loader.read_split
+        self.arrived = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def read_split(
+        self, split: Split, sql: str, format: str, schema: pa.Schema
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in self.read(split, sql, format, schema):
+            yield batch
+            self.arrived.release()
+            assert self.open.wait(WAIT_S)
+
+    def wait_for(self, loads: int) -> None:
+        for _ in range(loads):
+            assert self.arrived.acquire(timeout=WAIT_S), "no load has begun"
+
+
+def spec(source: Path, name: str = "table", **changes: object) -> DatasetSpec:
+    return DatasetSpec(name, source, target_shard_bytes=1, **changes)  # type: ignore[arg-type]
+
+
+def row_ids(node: Node, info: pb.DatasetInfo) -> list[int]:
+    rows = node.rows(info.spec.name, info.fingerprint)
+    ids = np.arange(info.num_rows, dtype=np.int64)
+    selection = Selection(rows.layout, ["row"])
+    stored = rows.gather(ids, selection)
+    return list(selection.layout.unpack(stored).column("row").to_pylist())
+
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_has_not_reached_its_coordinator_asks_its_callers_to_wait(
+    harness: Harness, source: Path
+) -> None:
+    harness.reachable = False
+    info = harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    with pytest.raises(NotReadyError, match="has not reached its coordinator"):
+        harness.node.rows("table", info.fingerprint)
+    assert not harness.node.is_ready()
+
+    harness.reachable = True
+    info = harness.wait(pb.DATASET_STATE_READY)
+    assert row_ids(harness.node, info) == [*range(10 * FILES)]
+
+
+def test_a_node_whose_coordinator_is_lost_serves_on(harness: Harness, source: Path) -> None:
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    info = harness.wait(pb.DATASET_STATE_READY)
+
+    harness.reachable = False
+
+    assert row_ids(harness.node, info) == [*range(10 * FILES)]
+    assert harness.node.is_ready()
+
+
+def test_a_node_is_ready_when_it_serves_everything_asked_and_not_while_it_loads(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    harness.node.start()
+    wait_until(harness.node.is_ready, WAIT_S, "ready without a dataset")
+
+    harness.coordinator.create(spec(source))
+    gate.wait_for(2)
+    assert not harness.node.is_ready()
+    gate.open.set()
+    harness.wait(pb.DATASET_STATE_READY)
+    wait_until(harness.node.is_ready, WAIT_S, "ready")
+
+    assert harness.ready == [True, False, True]
+
+
+def test_while_a_dataset_loads_its_rows_are_not_ready_and_progress_is_reported(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    info = harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(2)
+
+    with pytest.raises(NotReadyError, match="'table' is loading"):
+        harness.node.rows("table", info.fingerprint)
+    wait_until(
+        lambda: harness.coordinator.get("table").progress.rows_done == 20,
+        WAIT_S,
+        "20 rows reported",
+    )
+    assert harness.coordinator.get("table").progress.shards_done == 0
+
+
+def test_unknown_datasets_and_other_versions_are_told_apart(harness: Harness, source: Path) -> None:
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    info = harness.wait(pb.DATASET_STATE_READY)
+
+    with pytest.raises(DatasetNotFoundError, match=r"'nope' on this node; datasets: table"):
+        harness.node.rows("nope", info.fingerprint)
+    with pytest.raises(StaleVersionError, match=f"fingerprint {info.fingerprint}, not f00d"):
+        harness.node.rows("table", "f00d")
+
+
+# -- loads that fail -------------------------------------------------------------------------------
+
+
+def test_a_source_that_changed_since_it_was_planned_fails_the_load_with_both_sizes(
+    harness: Harness, source: Path
+) -> None:
+    harness.coordinator.create(spec(source))
+    changed = source / "part-002.parquet"
+    before = changed.stat().st_size
+    pq.write_table(numbered_table(11, 20), changed)
+    after = changed.stat().st_size
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    message = info.error.message
+    assert f"{changed} changed since the dataset was planned: it had {before} bytes" in message
+    assert f"now {after} bytes" in message
+    wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
+
+
+def test_a_source_that_changes_while_it_is_read_fails_the_load(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(2)
+
+    for path in source.iterdir():
+        os.utime(path, ns=(1, 1))
+    gate.open.set()
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    assert "changed since the dataset was planned" in info.error.message
+    assert (
+        "now" in info.error.message and "mtime" in info.error.message
+    ) or "ns" in info.error.message
+    wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
+
+
+def test_a_source_that_vanished_fails_the_load_with_its_path(
+    harness: Harness, source: Path
+) -> None:
+    harness.coordinator.create(spec(source))
+    (source / "part-003.parquet").unlink()
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    assert str(source / "part-003.parquet") in info.error.message
+    assert "No such file" in info.error.message
+    wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
+
+
+def test_a_defect_in_a_load_is_a_failure_that_names_the_split(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> Iterator[pa.RecordBatch]:
+        raise ZeroDivisionError("by a defect")
+
+    monkeypatch.setattr(loader, "read_split", broken)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    assert "part-00" in info.error.message
+    assert "ZeroDivisionError('by a defect')" in info.error.message
+
+
+def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_written(
+    tmp_path: Path, source: Path
+) -> None:
+    # With a filter nobody can know beforehand.
+    limit = 2500
+    harness = Harness(tmp_path, memory_limit_bytes=limit)
+    with harness.store, harness.node:
+        harness.node.start()
+        harness.coordinator.create(spec(source, filter="row >= 0"))
+
+        info = harness.wait(pb.DATASET_STATE_FAILED)
+
+        assert f"memory limit of {limit} bytes" in info.error.message
+        wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
+        assert harness.store.stored_bytes == 0
+
+
+# -- loads that are not wanted any more ------------------------------------------------------------
+
+
+def test_a_dataset_that_is_dropped_while_it_loads_leaves_nothing_behind(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    info = harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(2)
+
+    harness.coordinator.delete("table")
+    gate.open.set()
+
+    def forgotten() -> bool:
+        try:
+            harness.node.rows("table", info.fingerprint)
+        except DatasetNotFoundError:
+            return True
+        except NotReadyError:
+            return False
+        raise AssertionError("it is served")
+
+    wait_until(forgotten, WAIT_S, "the dataset is forgotten")
+    assert harness.files() == []
+    wait_until(harness.node.is_ready, WAIT_S, "ready")
+
+
+def test_a_failed_dataset_that_is_asked_for_while_its_loads_still_run_is_loaded_anew(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(2)
+    created = harness.coordinator.get("table")
+    beat = pb.HeartbeatRequest(node=pb.Node(id=harness.store.node_id))
+    actual = beat.datasets.add(dataset="table", fingerprint=created.fingerprint)
+    actual.shards.add(index=3, failure="corrupt")
+    harness.coordinator.heartbeat(beat)
+    assert harness.coordinator.get("table").state == pb.DATASET_STATE_FAILED
+
+    harness.coordinator.create(spec(source))
+    gate.open.set()
+
+    info = harness.wait(pb.DATASET_STATE_READY)
+    assert row_ids(harness.node, info) == [*range(10 * FILES)]
+
+
+def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(
+    tmp_path: Path, source: Path, gate: Gate
+) -> None:
+    harness = Harness(tmp_path)
+    with harness.store, harness.node:
+        harness.coordinator.create(spec(source))
+        harness.node.start()
+        gate.wait_for(2)
+        closing = threading.Thread(target=harness.node.close)
+        closing.start()
+        wait_until(lambda: harness.node._stop.is_set(), WAIT_S, "closing has begun")
+        gate.open.set()
+        closing.join(WAIT_S)
+        assert not closing.is_alive()
+
+    assert not [name for name in harness.files() if name.endswith(".tmp")]
+
+
+def test_a_restarted_node_adopts_its_shards_and_reads_no_source(
+    tmp_path: Path, source: Path
+) -> None:
+    first = Harness(tmp_path)
+    with first.store, first.node:
+        first.coordinator.create(spec(source))
+        first.node.start()
+        before = first.wait(pb.DATASET_STATE_READY)
+    for path in source.iterdir():
+        path.unlink()
+
+    again = Harness(tmp_path)
+    with again.store, again.node:
+        again.node.start()
+        info = again.wait(pb.DATASET_STATE_READY)
+
+        assert info.fingerprint == before.fingerprint
+        assert row_ids(again.node, info) == [*range(10 * FILES)]

@@ -1,0 +1,412 @@
+"""Keeps the rooms apart: who may import what, and who may read the environment.
+
+Reads the source, so that an import inside a function, under ``TYPE_CHECKING`` or behind an alias
+counts like any other: a type that a module names is a thing that it knows.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("cache_server", "cache_client", "protos")
+GENERATED = ("_pb2.py", "_pb2_grpc.py")
+
+# Numbers in, numbers out.
+PURE_MODULES = (
+    "cache_client/order.py",
+    "cache_client/permutation.py",
+    "cache_client/routing.py",
+    "cache_server/planning.py",
+    "protos/layout.py",
+)
+PURE_IMPORTS = (
+    *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "decimal", "enum"),
+    *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
+    *("re", "statistics", "string", "struct", "textwrap", "types", "typing"),
+    *("base64", "json", "numpy", "pyarrow", "protos.errors", "protos.layout"),
+    "cache_client.permutation",
+)
+# Inside an allowed package, what reads or writes all the same.
+IMPURE = (
+    *("numpy.fromfile", "numpy.genfromtxt", "numpy.load", "numpy.loadtxt", "numpy.memmap"),
+    *("numpy.save", "numpy.savetxt", "numpy.savez", "numpy.savez_compressed"),
+    *("pyarrow.OSFile", "pyarrow.csv", "pyarrow.dataset", "pyarrow.feather", "pyarrow.flight"),
+    *("pyarrow.fs", "pyarrow.memory_map", "pyarrow.parquet", "pyarrow.json"),
+    *("numpy.lib.format", "numpy.lib.npyio", "numpy.random", "hashlib.file_digest"),
+)
+IMPURE_BUILTINS = ("breakpoint", "compile", "eval", "exec", "input", "open", "print")
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Within ``room``, only the files of ``allowed`` may import ``module``."""
+
+    room: str
+    module: str
+    allowed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module} in {self.room}"
+
+
+BARRIERS = (
+    Barrier("cache_server", "cache_client"),
+    Barrier("cache_client", "cache_server"),
+    Barrier("protos", "cache_client"),
+    Barrier("protos", "cache_server"),
+    Barrier("cache_server", "datafusion", ("cache_server/loader.py",)),
+    Barrier("cache_client", "datafusion"),
+    Barrier("protos", "datafusion"),
+    Barrier("cache_server", "pyarrow.flight", ("cache_server/flight_service.py",)),
+    Barrier("cache_client", "pyarrow.flight", ("cache_client/connections.py",)),
+    Barrier("protos", "pyarrow.flight"),
+    Barrier(
+        "cache_server", "grpc", ("cache_server/control_service.py", "cache_server/control_link.py")
+    ),
+    Barrier("cache_client", "grpc", ("cache_client/client.py",)),
+    Barrier("cache_server", "torch"),
+    Barrier("protos", "torch"),
+)
+
+ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+ENVIRONMENT_READERS = (
+    "cache_server/__main__.py",
+    "cache_client/__main__.py",
+    "cache_client/ranks.py",
+)
+ENVIRONMENT_FUNCTION = "from_env"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A dotted name that a file imports or reaches through an import."""
+
+    name: str
+    line: int
+    functions: tuple[str, ...]
+    is_import: bool
+
+    def within(self, module: str) -> bool:
+        return self.name == module or self.name.startswith(module + ".")
+
+
+class _Reader(ast.NodeVisitor):
+    """Collects the uses of one file, in source order.
+
+    ``import a.b``, ``from a import b`` and ``import_module("a.b")`` use ``a.b``, and so does
+    ``x.b`` after ``import a as x``. Names are not followed through assignments.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.uses: list[Use] = []
+        self._package = package
+        self._functions: list[str] = []
+        self._bound: dict[str, str] = {}
+
+    def read(self, tree: ast.Module) -> list[Use]:
+        # Imports first: a function may use a name that is imported further down.
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    name = alias.name if alias.asname else alias.name.partition(".")[0]
+                    self._bound[alias.asname or name] = name
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    name = f"{self._module(node)}.{alias.name}"
+                    self._bound[alias.asname or alias.name] = name
+        self.visit(tree)
+        return self.uses
+
+    def _use(self, name: str, node: ast.stmt | ast.expr, *, is_import: bool) -> None:
+        self.uses.append(Use(name, node.lineno, tuple(self._functions), is_import))
+
+    def _module(self, node: ast.ImportFrom) -> str:
+        if node.level == 0:
+            return node.module or ""
+        parents = self._package.split(".")
+        parents = parents[: len(parents) - node.level + 1]
+        return ".".join([*parents, *([node.module] if node.module else [])])
+
+    def _resolve(self, node: ast.expr) -> str | None:
+        if isinstance(node, ast.Name):
+            return self._bound.get(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self._resolve(node.value)
+            return f"{owner}.{node.attr}" if owner else None
+        return None
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        # Decorators, defaults and annotations belong to the scope around it.
+        for part in (*node.decorator_list, node.args, *([node.returns] if node.returns else [])):
+            self.visit(part)
+        self._functions.append(node.name)
+        for statement in node.body:
+            self.visit(statement)
+        self._functions.pop()
+
+    visit_FunctionDef = _function
+    visit_AsyncFunctionDef = _function
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._use(alias.name, node, is_import=True)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            module = self._module(node)
+            self._use(
+                module if alias.name == "*" else f"{module}.{alias.name}", node, is_import=True
+            )
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = self._resolve(node.func) or (
+            node.func.id if isinstance(node.func, ast.Name) else None
+        )
+        if called in ("importlib.import_module", "__import__") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                self._use(name.value, node, is_import=True)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self._resolve(node)
+        if name is None:
+            self.generic_visit(node)
+        else:
+            self._use(name, node, is_import=False)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        name = self._bound.get(node.id)
+        if name is not None:
+            self._use(name, node, is_import=False)
+        elif node.id in IMPURE_BUILTINS and isinstance(node.ctx, ast.Load):
+            self._use(f"builtins.{node.id}", node, is_import=False)
+
+
+def uses_in(source: str, package: str = "") -> list[Use]:
+    return _Reader(package).read(ast.parse(source))
+
+
+def python_files(room: str) -> Iterator[str]:
+    """The hand-written modules of a room, relative to the repository root."""
+    for path in sorted((ROOT / room).rglob("*.py")):
+        if not path.name.endswith(GENERATED):
+            yield path.relative_to(ROOT).as_posix()
+
+
+def uses_of(file: str) -> list[Use]:
+    path = Path(file)
+    return uses_in((ROOT / path).read_text(encoding="utf-8"), ".".join(path.parent.parts))
+
+
+def trespasses(barrier: Barrier, file: str, uses: list[Use]) -> list[str]:
+    if file in barrier.allowed:
+        return []
+    allowed = f"only {' and '.join(barrier.allowed)} may" if barrier.allowed else "nothing may"
+    return [
+        f"{file}:{use.line} {'imports' if use.is_import else 'uses'} {use.name}: "
+        f"in {barrier.room} {allowed} import {barrier.module}"
+        for use in uses
+        if use.within(barrier.module)
+    ]
+
+
+def impurities(file: str, uses: list[Use]) -> list[str]:
+    found = []
+    for use in uses:
+        allowed = use.name.startswith("builtins.") or any(use.within(name) for name in PURE_IMPORTS)
+        if use.is_import and not allowed:
+            found.append(f"{file}:{use.line} imports {use.name}, which is not on the pure list")
+        elif use.name.startswith("builtins.") or any(use.within(name) for name in IMPURE):
+            found.append(f"{file}:{use.line} uses {use.name}: a pure module does no I/O")
+    return found
+
+
+def environment_reads(file: str, uses: list[Use]) -> list[str]:
+    if file in ENVIRONMENT_READERS:
+        return []
+    return [
+        f"{file}:{use.line} uses {use.name}: only {', '.join(ENVIRONMENT_READERS)} and functions "
+        f"named {ENVIRONMENT_FUNCTION} read the environment"
+        for use in uses
+        if any(use.within(name) for name in ENVIRONMENT)
+        and ENVIRONMENT_FUNCTION not in use.functions
+    ]
+
+
+def report(problems: list[str]) -> str:
+    return "\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("barrier", BARRIERS, ids=str)
+def test_only_the_named_files_import(barrier: Barrier) -> None:
+    problems = [
+        problem
+        for file in python_files(barrier.room)
+        for problem in trespasses(barrier, file, uses_of(file))
+    ]
+    assert not problems, report(problems)
+
+
+@pytest.mark.parametrize("file", PURE_MODULES)
+def test_pure_modules_do_no_io(file: str) -> None:
+    if not (ROOT / file).exists():
+        pytest.skip(f"{file} does not exist")
+    problems = impurities(file, uses_of(file))
+    assert not problems, report(problems)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_environment_is_read_where_it_is_announced(room: str) -> None:
+    problems = [
+        problem for file in python_files(room) for problem in environment_reads(file, uses_of(file))
+    ]
+    assert not problems, report(problems)
+
+
+def run_python(source: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"\n{source}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("module", ["cache_server", "cache_server.node", "cache_server.__main__"])
+def test_the_server_starts_without_torch(module: str) -> None:
+    path = ROOT / module.replace(".", "/")
+    if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
+        pytest.skip(f"{module} does not exist")
+    run_python(f"import sys; sys.modules['torch'] = None; import {module}")
+
+
+def test_the_client_starts_without_the_server() -> None:
+    if not (ROOT / "cache_client/__init__.py").exists():
+        pytest.skip("cache_client does not exist")
+    run_python(
+        "import sys, cache_client\n"
+        "found = {'datafusion', 'cache_server'} & sys.modules.keys()\n"
+        "assert not found, f'import cache_client imports {found}'"
+    )
+    run_python("import sys; sys.modules['datafusion'] = None; import cache_client")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pyarrow.flight",
+        "import pyarrow.flight as flight",
+        "from pyarrow import flight",
+        "from pyarrow import ipc, flight as fl",
+        "from pyarrow.flight import FlightClient",
+        "from pyarrow.flight import *",
+        "def f():\n    def g():\n        from pyarrow import flight",
+        "class A:\n    async def f(self):\n        import pyarrow.flight",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pyarrow.flight",
+        "try:\n    import pyarrow.flight\nexcept ImportError:\n    pass",
+        "import pyarrow as pa\nclient = pa.flight.connect('x')",
+        "import importlib\nflight = importlib.import_module('pyarrow.flight')",
+        "from importlib import import_module\nflight = import_module('pyarrow.flight')",
+        "flight = __import__('pyarrow.flight')",
+    ],
+)
+def test_every_form_of_import_is_seen(source: str) -> None:
+    barrier = Barrier("cache_server", "pyarrow.flight", ("cache_server/flight_service.py",))
+    problems = trespasses(barrier, "cache_server/node.py", uses_in(source))
+    assert problems, source
+    assert "cache_server/node.py:" in problems[0]
+    assert "pyarrow.flight" in problems[0]
+    assert not trespasses(barrier, "cache_server/flight_service.py", uses_in(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pyarrow", "import pyarrow.flights", "from pyarrow import ipc", "import flight"],
+)
+def test_other_imports_are_let_through(source: str) -> None:
+    barrier = Barrier("cache_server", "pyarrow.flight")
+    assert not trespasses(barrier, "cache_server/node.py", uses_in(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "package", "name"),
+    [
+        ("from . import store", "cache_server", "cache_server.store"),
+        ("from .store import Shard", "cache_server", "cache_server.store.Shard"),
+        ("from ..errors import CacheError", "protos.cache", "protos.errors.CacheError"),
+    ],
+)
+def test_relative_imports_are_resolved(source: str, package: str, name: str) -> None:
+    assert [use.name for use in uses_in(source, package)] == [name]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os",
+        "from pathlib import Path",
+        "import pyarrow.parquet as pq",
+        "from cache_client import reader",
+        "from protos import spec",
+        "import protos.cache.v1.cache_pb2",
+        "open('x')",
+        "import numpy as np\nnp.load('x')",
+        "from numpy import memmap",
+        "from numpy.random import default_rng",
+    ],
+)
+def test_impurity_is_seen(source: str) -> None:
+    assert impurities("cache_client/order.py", uses_in(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from __future__ import annotations",
+        "import numpy as np\nnp.arange(3)",
+        "from numpy.typing import NDArray",
+        "from collections.abc import Iterator",
+        "from protos.errors import ConfigError",
+        "from protos import errors",
+    ],
+)
+def test_pure_imports_are_let_through(source: str) -> None:
+    assert not impurities("cache_client/order.py", uses_in(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['A']",
+        "import os as system\nsystem.environ.get('A')",
+        "import os\ndef f():\n    return os.getenv('A')",
+        "from os import environ\nenviron['A']",
+        "from os import getenv as read\nread('A')",
+        "import os\ndef from_env(environ=os.environ): ...",
+    ],
+)
+def test_environment_reads_are_seen(source: str) -> None:
+    assert environment_reads("cache_server/config.py", uses_in(source))
+    assert not environment_reads("cache_server/__main__.py", uses_in(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\ndef from_env(environ=None):\n    return environ or os.environ",
+        "import os\nos.path.join('environ')",
+        "def f(environ):\n    return environ['A']",
+    ],
+)
+def test_announced_environment_reads_are_let_through(source: str) -> None:
+    assert not environment_reads("cache_server/config.py", uses_in(source))

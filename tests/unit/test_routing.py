@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_client.routing import NodeRef, Router, ShardMap
+
+SHARD_ROWS = 10
+
+
+def shard_map(replicas: list[tuple[int, ...]], nodes: int) -> ShardMap:
+    return ShardMap(
+        "table", "f", pa.schema([("row", pa.int64())]), SHARD_ROWS * len(replicas),
+        np.arange(len(replicas), dtype=np.int64) * SHARD_ROWS,
+        tuple(NodeRef(f"node-{i}", f"grpc://{i}") for i in range(nodes)), tuple(replicas),
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_the_parts_bring_every_row_to_its_place_from_a_node_that_holds_it(
+    data: st.DataObject,
+) -> None:
+    nodes = data.draw(st.integers(1, 4))
+    homes = st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True).map(tuple)
+    shards = shard_map(data.draw(st.lists(homes, min_size=1, max_size=12)), nodes)
+    avoid = data.draw(st.sets(st.integers(0, nodes - 1)))
+    router = Router(shards, data.draw(st.integers(0, 3)), avoid)
+    ids = data.draw(st.lists(st.integers(0, shards.num_rows - 1), max_size=60))
+    row_ids = np.array(ids, np.int64)
+
+    window = np.full(len(ids), -1, np.int64)
+    for part in router.route(row_ids):
+        window[slice(None) if part.positions is None else part.positions] = part.row_ids
+        index = shards.nodes.index(part.node)
+        for shard in set((part.row_ids // SHARD_ROWS).tolist()):
+            assert index in shards.replicas[shard]
+            if index in avoid:
+                assert set(shards.replicas[shard]) <= avoid
+    assert window.tolist() == ids
+
+
+def test_a_window_of_one_node_is_one_part_and_of_one_shard_keeps_its_order() -> None:
+    router = Router(shard_map([(0,), (0,), (1,)], 2))
+    (part,) = router.route(np.array([3, 1, 2]))
+    assert part.positions is None and part.row_ids.tolist() == [3, 1, 2]
+    (part,) = router.route(np.array([13, 1, 12]))
+    assert part.row_ids.tolist() == [1, 13, 12]
+    assert len(router.route(np.array([1, 25, 2]))) == 2
+
+
+def test_ranks_that_differ_prefer_different_replicas() -> None:
+    shards = shard_map([(0, 1)], 2)
+    row = np.array([0])
+    assert Router(shards, 0).route(row)[0].node != Router(shards, 1).route(row)[0].node

@@ -1,0 +1,308 @@
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import ConfigError
+from protos.spec import DEFAULT_TARGET_SHARD_BYTES, FORMATS, DatasetSpec, parse_bytes
+
+
+def problem_of(**fields: Any) -> str:
+    fields = {"name": "t", "source": "/data", **fields}
+    with pytest.raises(ConfigError) as caught:
+        DatasetSpec(fields.pop("name"), fields.pop("source"), **fields)
+    return str(caught.value)
+
+
+def yaml_problem(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        DatasetSpec.from_yaml(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+# -- fields ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "quoted"),
+    [
+        ("name", "", "''"),
+        ("name", "-x", "'-x'"),
+        ("name", ".hidden", "'.hidden'"),
+        ("name", "a/b", "'a/b'"),
+        ("name", "a\n", r"'a\n'"),
+        ("name", "x" * 129, "x" * 129),
+        ("name", 7, "7"),
+        ("source", "", "''"),
+        ("source", [], "empty list"),
+        ("source", ["/a", ""], "''"),
+        ("source", [None], "None"),
+        ("source", 7, "7"),
+        ("source", b"/data", "b'/data'"),
+        ("source", {"/a": 1}, "{'/a': 1}"),
+        ("source", {"/a"}, "{'/a'}"),
+        ("format", "orc", "'orc'"),
+        ("format", "Parquet", "'Parquet'"),
+        ("sql", "", "''"),
+        ("sql", " \n", r"' \n'"),
+        ("sql", 3, "3"),
+        ("filter", " ", "' '"),
+        ("filter", 1, "1"),
+        ("columns", "a", "'a'"),
+        ("columns", [], "[]"),
+        ("columns", ["a", ""], "['a', '']"),
+        ("columns", ["a", 1], "['a', 1]"),
+        ("columns", ["a", "a"], "['a', 'a']"),
+        ("columns", {"a"}, "{'a'}"),
+        ("replicas", 0, "0"),
+        ("replicas", -1, "-1"),
+        ("replicas", 1.5, "1.5"),
+        ("replicas", True, "True"),
+        ("replicas", "2", "'2'"),
+        ("replicas", 2**32, "4294967296"),
+        ("target_shard_bytes", 0, "0"),
+        ("target_shard_bytes", -1, "-1"),
+        ("target_shard_bytes", 1.5, "1.5"),
+        ("target_shard_bytes", True, "True"),
+        ("target_shard_bytes", "lots", "'lots'"),
+        ("target_shard_bytes", 2**64, "18446744073709551616"),
+    ],
+)
+def test_a_bad_field_is_named_and_quoted(field: str, bad: object, quoted: str) -> None:
+    problem = problem_of(**{field: bad})
+
+    assert field in problem
+    assert quoted in problem
+
+
+def test_every_bad_field_is_quoted_at_once() -> None:
+    problem = problem_of(
+        name="a b",
+        source="",
+        format="orc",
+        sql=" ",
+        columns="x",
+        filter="",
+        replicas=0,
+        target_shard_bytes="much",
+    )
+
+    fields = ("name", "source", "format", "sql", "columns", "filter", "replicas", "target_shard")
+    for field, value in zip(
+        fields, ("'a b'", "''", "'orc'", "' '", "'x'", "''", "0", "'much'"), strict=True
+    ):
+        assert field in problem
+        assert f"got {value}" in problem
+
+
+@pytest.mark.parametrize("shortcut", [{"columns": ["a"]}, {"filter": "a > 1"}])
+def test_sql_and_its_shortcuts_exclude_each_other(shortcut: dict[str, Any]) -> None:
+    assert "cannot be combined" in problem_of(sql="SELECT a FROM source", **shortcut)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "A-b_c.d", "x" * 128])
+def test_a_good_name_is_kept(name: str) -> None:
+    assert DatasetSpec(name, "/data").name == name
+
+
+def test_relative_paths_become_absolute_where_the_spec_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    spec = DatasetSpec("t", ["data/a.parquet", Path("b") / "*.parquet", "../c", "/d//e"])
+
+    assert spec.source == (
+        f"{tmp_path}/data/a.parquet",
+        f"{tmp_path}/b/*.parquet",
+        f"{tmp_path.parent}/c",
+        "/d/e",
+    )
+
+
+@pytest.mark.parametrize("uri", ["file:///a/b%20c.parquet", "s3://bucket/key", "hf+x://a//b/.."])
+def test_a_uri_is_kept_as_it_is(uri: str) -> None:
+    assert DatasetSpec("t", uri).source == (uri,)
+
+
+def test_one_source_and_a_list_of_one_are_the_same_spec() -> None:
+    assert DatasetSpec("t", "/data") == DatasetSpec("t", ["/data"])
+    assert DatasetSpec("t", Path("/data")) == DatasetSpec("t", iter(["/data"]))
+
+
+def test_sources_and_columns_keep_the_given_order() -> None:
+    spec = DatasetSpec("t", ["/b", "/a", "/b"], columns=["z", "a"])
+
+    assert spec.source == ("/b", "/a", "/b")
+    assert spec.columns == ("z", "a")
+
+
+def test_a_spec_is_frozen_hashable_and_pickles() -> None:
+    spec = DatasetSpec("t", "/data", columns=["a"], filter="a > 1", replicas=2)
+
+    with pytest.raises(AttributeError):
+        spec.name = "other"  # type: ignore[misc]
+    assert len({spec, pickle.loads(pickle.dumps(spec))}) == 1
+
+
+# -- sizes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (1, 1),
+        (123, 123),
+        ("123", 123),
+        ("1KiB", 1024),
+        ("64MiB", 64 * 1024**2),
+        ("8 GiB", 8 * 1024**3),
+        ("512 MB", 512_000_000),
+        ("1.5KiB", 1536),
+    ],
+)
+def test_a_size_is_a_number_or_a_text_with_a_unit(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+    assert DatasetSpec("t", "/data", target_shard_bytes=text).target_shard_bytes == size
+
+
+@pytest.mark.parametrize("bad", [None, True, 1.5, float("inf"), "", "-3", "8 gigs", b"3", [1]])
+def test_what_is_no_size_is_quoted(bad: object) -> None:
+    with pytest.raises(ValueError, match="size in bytes") as caught:
+        parse_bytes(bad)
+    assert repr(bad) in str(caught.value)
+
+
+# -- YAML and mappings -------------------------------------------------------------------------
+
+
+def test_a_yaml_file_gives_the_same_spec_as_the_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "name: taxi\n"
+        "source: [/data/a.parquet, file:///data/b.parquet]\n"
+        "format: parquet\n"
+        "columns: [fare, tip]\n"
+        "filter: fare > 0\n"
+        "replicas: 2\n"
+        "target_shard_bytes: 64MiB\n"
+    )
+
+    assert DatasetSpec.from_yaml(path) == DatasetSpec(
+        "taxi",
+        ["/data/a.parquet", "file:///data/b.parquet"],
+        format="parquet",
+        columns=["fare", "tip"],
+        filter="fare > 0",
+        replicas=2,
+        target_shard_bytes=64 * 1024**2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("name: [", "not YAML"),
+        ("name: 2024-99-99\nsource: /data", "not YAML"),
+        ("", "must be a mapping, got None"),
+        ("- name", "must be a mapping, got ['name']"),
+        ("name: t", "lacks source"),
+        ("{}", "lacks name, source"),
+        ("name: t\nsource: /data\nreplica: 2", "unknown key 'replica'"),
+        ("name: t\nsource: /data\nx: 1\n3: y", "unknown key 'x', 3"),
+        ("name: 12\nsource: /data", "got 12"),
+        ("name: t\nsource: {path: /data}", "got {'path': '/data'}"),
+        ("name: t\nsource: /data\ntarget_shard_bytes: .inf", "got inf"),
+    ],
+)
+def test_a_bad_yaml_file_is_named_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
+    assert reason in yaml_problem(tmp_path, text)
+
+
+def test_unknown_keys_come_with_the_known_ones(tmp_path: Path) -> None:
+    problem = yaml_problem(tmp_path, "name: t\nsource: /data\ncolumn: [a]")
+
+    assert "name, source, format, sql, columns, filter, replicas, target_shard_bytes" in problem
+
+
+def test_a_yaml_file_of_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_bytes("name: ü".encode("utf-16"))
+
+    with pytest.raises(ConfigError, match="is not YAML") as caught:
+        DatasetSpec.from_yaml(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["nowhere.yaml", "."])
+def test_an_unreadable_yaml_file_is_named(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the dataset spec") as caught:
+        DatasetSpec.from_yaml(tmp_path / missing)
+    assert str(tmp_path) in str(caught.value)
+
+
+# -- the wire ----------------------------------------------------------------------------------
+
+texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=20)
+queries = st.one_of(
+    st.fixed_dictionaries({}),
+    st.fixed_dictionaries({"sql": texts.filter(str.strip)}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "columns": st.lists(texts, min_size=1, max_size=4, unique=True),
+            "filter": texts.filter(str.strip),
+        },
+    ),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
+    source=st.lists(texts.map(lambda text: f"/data/{text}"), min_size=1, max_size=3),
+    format=st.sampled_from([None, *FORMATS]),
+    query=queries,
+    replicas=st.integers(1, 65_535),
+    shard_bytes=st.integers(1, 1024**5),
+)
+def test_the_wire_form_gives_the_same_spec_back(
+    name: str,
+    source: list[str],
+    format: str | None,
+    query: dict[str, Any],
+    replicas: int,
+    shard_bytes: int,
+) -> None:
+    spec = DatasetSpec(
+        name,
+        source,
+        format=format,
+        replicas=replicas,
+        target_shard_bytes=shard_bytes,
+        **query,
+    )
+
+    message = pb.DatasetSpec.FromString(spec.to_proto().SerializeToString())
+
+    assert DatasetSpec.from_proto(message) == spec
+
+
+def test_a_message_with_only_name_and_source_has_the_defaults() -> None:
+    spec = DatasetSpec.from_proto(pb.DatasetSpec(name="t", source=["/data"]))
+
+    assert spec == DatasetSpec("t", "/data")
+    assert (spec.replicas, spec.target_shard_bytes) == (1, DEFAULT_TARGET_SHARD_BYTES)
+
+
+def test_a_bad_message_is_refused_like_a_bad_argument() -> None:
+    with pytest.raises(ConfigError, match=r"got '\.\./x'"):
+        DatasetSpec.from_proto(pb.DatasetSpec(name="../x", source=[os.sep]))

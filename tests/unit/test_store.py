@@ -1,0 +1,692 @@
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_server.packing import ShardBuilder, storage_schema
+from cache_server.planning import VersionKey, row_starts
+from cache_server.store import (
+    MappedShard,
+    ResidentRows,
+    SealedShard,
+    Selection,
+    ShardStore,
+    empty_batch,
+    file_checksum,
+    shard_file_name,
+)
+from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
+
+KEY = VersionKey("table", "f1")
+OTHER = VersionKey("table", "f2")
+COLUMNS = ["a", "row", "text", "b", "image", "tags", "wide"]
+
+
+def rows_of(ids: Sequence[int]) -> pa.RecordBatch:
+    """The logical rows with these ids."""
+    row = np.array(ids, np.int64)
+    image = (row[:, None] * 3 + np.arange(3)) % 251
+    return pa.RecordBatch.from_pydict(
+        {
+            "a": (row * 0.5).astype(np.float32),
+            "row": row,
+            "text": pa.array([None if n % 5 == 0 else f"row {n}" for n in ids], pa.string()),
+            "b": (row * 2.0).astype(np.float32),
+            "image": pa.FixedSizeListArray.from_arrays(pa.array(image.astype(np.uint8).ravel()), 3),
+            "tags": pa.array([[n] * (n % 3) for n in ids], pa.list_(pa.int64())),
+            "wide": -row,
+        }
+    )
+
+
+LOGICAL = storage_schema(rows_of([0]).schema)
+LAYOUT = ShardBuilder(LOGICAL).layout
+
+
+def stored(ids: Sequence[int]) -> pa.RecordBatch:
+    """The stored batch of these rows."""
+    builder = ShardBuilder(LOGICAL)
+    builder.append(rows_of(ids))
+    return builder.finish()
+
+
+def logical(batch: pa.RecordBatch, selection: Selection) -> list[dict[str, Any]]:
+    batch.validate(full=True)
+    rows: list[dict[str, Any]] = selection.layout.unpack(batch).to_pylist()
+    return rows
+
+
+def expected(ids: Sequence[int], columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = rows_of(ids).select(list(columns)).to_pylist()
+    return rows
+
+
+def mapped(directory: Path, index: int, ids: Sequence[int]) -> MappedShard:
+    """A shard without a store around it."""
+    path = directory / f"{index}.arrow"
+    batch = stored(ids)
+    with pa.ipc.new_file(str(path), batch.schema) as writer:
+        writer.write_batch(batch)
+    return MappedShard(SealedShard(index, len(ids), path.stat().st_size, ""), path)
+
+
+def resident(directory: Path, sizes: Sequence[int], without: Sequence[int] = ()) -> ResidentRows:
+    """Shards of these sizes, ids from 0 on; the indices of ``without`` are on another node."""
+    directory.mkdir(parents=True, exist_ok=True)
+    starts = row_starts(sizes)
+    shards = {
+        start: mapped(directory, index, range(start, start + size))
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        if index not in without
+    }
+    return ResidentRows(KEY, LAYOUT, starts[-1], shards)
+
+
+def gather(rows: ResidentRows, ids: Sequence[int], columns: Sequence[str] = ()) -> list[Any]:
+    selection = Selection(LAYOUT, columns)
+    return logical(rows.gather(np.array(ids, np.int64), selection), selection)
+
+
+def files_of(store: ShardStore) -> list[str]:
+    paths = (path for path in store.cache_dir.rglob("*") if not path.name.startswith("."))
+    return sorted(str(path.relative_to(store.cache_dir)) for path in paths)
+
+
+def indices(store: ShardStore, key: VersionKey = KEY) -> list[int]:
+    return sorted(store.versions().get(key, {}))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(cache_dir: Path) -> Iterator[ShardStore]:
+    with ShardStore(cache_dir) as opened:
+        yield opened
+
+
+@pytest.fixture
+def three_shards(cache_dir: Path) -> Path:
+    """A closed store with the shards 0, 1 and 2 of 10 rows each."""
+    with ShardStore(cache_dir) as opened:
+        for index in range(3):
+            opened.seal(KEY, index, stored(range(10 * index, 10 * index + 10)))
+    return cache_dir
+
+
+def shard_path(cache_dir: Path, index: int, key: VersionKey = KEY) -> Path:
+    return cache_dir / key.dataset / key.fingerprint / shard_file_name(index)
+
+
+# -- seal ------------------------------------------------------------------------------------------
+
+
+def test_a_sealed_shard_is_a_mapped_file_that_says_what_it_is(store: ShardStore) -> None:
+    batch = stored(range(10))
+
+    shard = store.seal(KEY, 7, batch)
+
+    assert shard.path == store.cache_dir / "table" / "f1" / "shard-00007.arrow"
+    assert shard.sealed == SealedShard(7, 10, shard.path.stat().st_size, file_checksum(shard.path))
+    assert shard.batch.equals(batch)
+    assert shard.layout.logical.equals(LOGICAL, check_metadata=True)
+    assert store.versions() == {KEY: {7: shard}}
+    assert store.stored_bytes == shard.sealed.num_bytes
+    assert files_of(store) == [
+        *("table", "table/f1", "table/f1/manifest.jsonl", "table/f1/shard-00007.arrow")
+    ]
+
+
+def test_a_shard_is_one_arrow_file_of_one_batch(store: ShardStore) -> None:
+    shard = store.seal(KEY, 0, stored(range(10)))
+
+    reader = pa.ipc.open_file(str(shard.path))
+    assert reader.num_record_batches == 1
+    assert reader.get_batch(0).equals(stored(range(10)))
+
+
+def test_replicas_of_a_shard_have_the_same_checksum(tmp_path: Path) -> None:
+    with ShardStore(tmp_path / "a") as first, ShardStore(tmp_path / "b") as second:
+        one = first.seal(KEY, 0, stored(range(50))).sealed
+        two = second.seal(KEY, 0, stored(range(50))).sealed
+        other = second.seal(KEY, 1, stored(range(1, 51))).sealed
+
+    assert one == two
+    assert other.checksum != one.checksum
+
+
+def test_a_shard_without_rows_is_a_shard(cache_dir: Path) -> None:
+    with ShardStore(cache_dir) as store:
+        assert store.seal(KEY, 0, stored([])).sealed.num_rows == 0
+    with ShardStore(cache_dir) as store:
+        assert indices(store) == [0]
+
+
+def test_sealing_again_replaces_the_shard(cache_dir: Path) -> None:
+    with ShardStore(cache_dir) as store:
+        before = store.seal(KEY, 0, stored(range(10)))
+        after = store.seal(KEY, 0, stored(range(20)))
+
+        assert before.batch.equals(stored(range(10)))
+        assert store.stored_bytes == after.sealed.num_bytes
+    with ShardStore(cache_dir) as store:
+        assert store.versions()[KEY][0].sealed == after.sealed
+
+
+# -- adopt -----------------------------------------------------------------------------------------
+
+
+def test_a_restarted_store_adopts_what_was_sealed(cache_dir: Path) -> None:
+    with ShardStore(cache_dir) as store:
+        for key, index, size in ((KEY, 0, 10), (KEY, 2, 0), (OTHER, 0, 5)):
+            store.seal(key, index, stored(range(size)))
+        before = store.versions()
+        size = store.stored_bytes
+
+    with ShardStore(cache_dir) as store:
+        after = store.versions()
+
+        assert store.stored_bytes == size
+        assert {key: sorted(shards) for key, shards in after.items()} == {KEY: [0, 2], OTHER: [0]}
+        for key, shards in after.items():
+            for index, shard in shards.items():
+                assert shard.sealed == before[key][index].sealed
+                assert shard.batch.equals(before[key][index].batch)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def swap(path: Path) -> None:
+    """Another sound shard of the same size."""
+    path.write_bytes(path.with_name(shard_file_name(2)).read_bytes())
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, empty, swap, Path.unlink])
+def test_a_damaged_shard_is_not_adopted_but_removed(
+    three_shards: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(shard_path(three_shards, 1))
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 2]
+        assert not shard_path(three_shards, 1).exists()
+        store.seal(KEY, 1, stored(range(10, 20)))
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+
+
+def test_a_torn_manifest_line_costs_its_own_shard_only(three_shards: Path) -> None:
+    manifest = three_shards / "table" / "f1" / "manifest.jsonl"
+    manifest.write_text(manifest.read_text()[:-20])
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1]
+        store.seal(KEY, 3, stored(range(30, 40)))
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe\n", b"\n", b"7\n", b"null\n", b'{"index": 9}\n', b"{}\n", b"{"]
+)
+def test_a_manifest_line_that_makes_no_sense_is_passed_over(
+    three_shards: Path, line: bytes
+) -> None:
+    manifest = three_shards / "table" / "f1" / "manifest.jsonl"
+    manifest.write_bytes(line + b"\n" + manifest.read_bytes() + line)
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+
+
+def test_a_file_that_the_manifest_does_not_name_never_counts(three_shards: Path) -> None:
+    unnamed = shard_path(three_shards, 9)
+    unnamed.write_bytes(shard_path(three_shards, 0).read_bytes())
+    orphan = shard_path(three_shards, 0, VersionKey("orphan", "f"))
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(unnamed.read_bytes())
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+        assert list(store.versions()) == [KEY]
+        assert not unnamed.exists()
+        assert not (three_shards / "orphan").exists()
+
+
+def test_temporary_files_of_a_crash_are_removed(three_shards: Path) -> None:
+    beside = three_shards / "table" / "f1" / ".shard-00004.arrow.abc.tmp"
+    alone = three_shards / "new" / "f" / ".shard-00000.arrow.abc.tmp"
+    alone.parent.mkdir(parents=True)
+    for path in (beside, alone):
+        path.write_bytes(b"half")
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+        assert not beside.exists()
+        assert not (three_shards / "new").exists()
+
+
+def test_a_version_of_which_nothing_is_left_leaves_no_directory(three_shards: Path) -> None:
+    for index in range(3):
+        flip(shard_path(three_shards, index))
+
+    with ShardStore(three_shards) as store:
+        assert store.versions() == {}
+        assert files_of(store) == []
+
+
+def test_files_of_others_are_left_alone(three_shards: Path) -> None:
+    notes = [three_shards / "table" / "f1" / "notes.txt", three_shards / "x" / "y" / "data.arrow"]
+    for path in notes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+
+    with ShardStore(three_shards) as store:
+        assert list(store.versions()) == [KEY]
+        assert [path.read_text() for path in notes] == ["mine", "mine"]
+
+
+def test_a_file_of_another_layout_is_not_adopted(three_shards: Path) -> None:
+    path = shard_path(three_shards, 1)
+    foreign = pa.RecordBatch.from_pydict({"a": [1]})
+    with pa.ipc.new_file(str(path), foreign.schema) as writer:
+        writer.write_batch(foreign)
+    line = f'{{"index": 1, "num_rows": 1, "num_bytes": {path.stat().st_size}, '
+    line += f'"checksum": "{file_checksum(path)}"}}\n'
+    with (path.parent / "manifest.jsonl").open("a") as manifest:
+        manifest.write(line)
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 2]
+
+
+# -- limits and failures ---------------------------------------------------------------------------
+
+
+def test_a_shard_beyond_the_memory_limit_is_refused_and_leaves_nothing(cache_dir: Path) -> None:
+    big = stored(range(10_000))
+    with ShardStore(cache_dir, memory_limit_bytes=big.nbytes - 1) as store:
+        with pytest.raises(LoadError, match=f"{big.nbytes} bytes does not fit") as caught:
+            store.seal(KEY, 0, big)
+
+        assert f"memory limit of {big.nbytes - 1} bytes" in str(caught.value)
+        assert files_of(store) == []
+        assert store.versions() == {}
+        assert store.seal(KEY, 0, stored(range(10))).sealed.num_rows == 10
+
+
+def test_what_is_stored_counts_towards_the_limit_until_it_is_dropped(cache_dir: Path) -> None:
+    batch = stored(range(10_000))
+    with ShardStore(cache_dir, memory_limit_bytes=int(1.5 * batch.nbytes)) as store:
+        store.seal(KEY, 0, batch)
+        with pytest.raises(LoadError, match="does not fit"):
+            store.seal(KEY, 1, batch)
+
+        store.drop(KEY, 0)
+
+        store.seal(KEY, 1, batch)
+        assert indices(store) == [1]
+
+
+def test_adopted_shards_count_towards_the_limit(cache_dir: Path) -> None:
+    batch = stored(range(10_000))
+    with ShardStore(cache_dir) as store:
+        store.seal(KEY, 0, batch)
+
+    limited = ShardStore(cache_dir, memory_limit_bytes=int(1.5 * batch.nbytes))
+    with limited as store, pytest.raises(LoadError, match="does not fit"):
+        store.seal(KEY, 1, batch)
+
+
+def test_shards_that_are_sealed_at_once_share_the_limit(cache_dir: Path) -> None:
+    batch = stored(range(20_000))
+    barrier = threading.Barrier(5)
+    refused: list[int] = []
+
+    def seal(index: int) -> None:
+        barrier.wait(20)
+        try:
+            store.seal(KEY, index, batch)
+        except LoadError:
+            refused.append(index)
+
+    with ShardStore(cache_dir, memory_limit_bytes=int(2.5 * batch.nbytes)) as store:
+        threads = [threading.Thread(target=seal, args=(index,)) for index in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+
+        assert len(refused) == 3
+        assert sorted([*indices(store), *refused]) == [0, 1, 2, 3, 4]
+
+
+def test_a_shard_that_cannot_be_written_is_a_named_load_error(store: ShardStore) -> None:
+    (store.cache_dir / "table").write_text("in the way")
+
+    with pytest.raises(LoadError, match="cannot write shard 3 of 'table'") as caught:
+        store.seal(KEY, 3, stored(range(10)))
+
+    assert str(store.cache_dir / "table" / "f1") in str(caught.value)
+    assert "None" not in str(caught.value)
+    assert files_of(store) == ["table"]
+    assert store.versions() == {}
+
+
+def test_a_shard_that_the_manifest_cannot_name_leaves_no_file(store: ShardStore) -> None:
+    (store.cache_dir / "table" / "f1" / "manifest.jsonl").mkdir(parents=True)
+
+    with pytest.raises(LoadError, match="Is a directory"):
+        store.seal(KEY, 0, stored(range(10)))
+
+    assert files_of(store) == ["table", "table/f1", "table/f1/manifest.jsonl"]
+    assert store.stored_bytes == 0
+
+
+def test_a_failed_seal_gives_its_room_back(cache_dir: Path) -> None:
+    batch = stored(range(10_000))
+    with ShardStore(cache_dir, memory_limit_bytes=int(1.5 * batch.nbytes)) as store:
+        blocker = cache_dir / "table"
+        blocker.write_text("in the way")
+        with pytest.raises(LoadError):
+            store.seal(KEY, 0, batch)
+        blocker.unlink()
+
+        assert store.seal(KEY, 0, batch).sealed.num_rows == 10_000
+
+
+# -- one process, one lasting name -----------------------------------------------------------------
+
+
+def test_a_directory_has_one_store_at_a_time(store: ShardStore) -> None:
+    with pytest.raises(ConfigError, match="used by another cache node") as caught:
+        ShardStore(store.cache_dir)
+    assert str(store.cache_dir) in str(caught.value)
+
+    store.close()
+    ShardStore(store.cache_dir).close()
+
+
+@pytest.mark.parametrize("below", ["", "sub"])
+def test_a_cache_dir_that_cannot_be_is_named(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / below
+
+    with pytest.raises(ConfigError, match="cannot use cache_dir") as caught:
+        ShardStore(path)
+    assert str(path) in str(caught.value)
+
+
+def test_the_node_id_lasts_and_is_its_own(tmp_path: Path) -> None:
+    with ShardStore(tmp_path / "a") as first, ShardStore(tmp_path / "b") as second:
+        assert first.node_id
+        assert first.node_id != second.node_id
+        kept = first.node_id
+
+    with ShardStore(tmp_path / "a") as again:
+        assert again.node_id == kept
+
+
+def test_a_node_id_that_was_never_written_out_is_made_anew(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    (cache_dir / ".node-id").touch()
+
+    with ShardStore(cache_dir) as store:
+        assert len(store.node_id) == 12
+
+
+# -- drop ------------------------------------------------------------------------------------------
+
+
+def test_a_dropped_shard_is_gone_for_good(three_shards: Path) -> None:
+    with ShardStore(three_shards) as store:
+        before = store.stored_bytes
+        dropped = store.versions()[KEY][1].sealed
+
+        store.drop(KEY, 1)
+        store.drop(KEY, 1)
+        store.drop(OTHER, 0)
+
+        assert indices(store) == [0, 2]
+        assert store.stored_bytes == before - dropped.num_bytes
+        assert not shard_path(three_shards, 1).exists()
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 2]
+
+
+def test_a_dropped_version_leaves_no_directory_behind(three_shards: Path) -> None:
+    with ShardStore(three_shards) as store:
+        store.seal(OTHER, 0, stored(range(10)))
+
+        store.drop_version(KEY)
+        assert files_of(store) == [
+            *("table", "table/f2", "table/f2/manifest.jsonl", "table/f2/shard-00000.arrow")
+        ]
+
+        store.drop_version(OTHER)
+        store.drop_version(OTHER)
+        assert files_of(store) == []
+        assert store.stored_bytes == 0
+
+
+def test_dropping_shard_by_shard_leaves_nothing_to_adopt(three_shards: Path) -> None:
+    with ShardStore(three_shards) as store:
+        for index in range(3):
+            store.drop(KEY, index)
+        assert store.versions() == {}
+    with ShardStore(three_shards) as store:
+        assert store.versions() == {}
+        assert files_of(store) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda store: store.drop(KEY, 0),
+        lambda store: store.drop_version(KEY),
+        lambda store: store.seal(KEY, 0, stored(range(100, 110))),
+        lambda store: store.close(),
+    ],
+    ids=["drop", "drop_version", "replace", "close"],
+)
+def test_readers_keep_the_rows_they_have(
+    store: ShardStore, end: Callable[[ShardStore], None]
+) -> None:
+    shard = store.seal(KEY, 0, stored(range(10)))
+    rows = ResidentRows(KEY, shard.layout, 10, {0: shard})
+    view = rows.gather(np.arange(10), Selection(LAYOUT, []))
+
+    end(store)
+
+    assert gather(rows, [9, 0, 9]) == expected([9, 0, 9])
+    assert view.equals(stored(range(10)))
+
+
+# -- gather ----------------------------------------------------------------------------------------
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
+COLUMN_LISTS = st.one_of(
+    st.just([]), st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=7, unique=True)
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Sizes of shards, and ids in any order with repeats: single ones, runs, or both."""
+    sizes = draw(SIZES)
+    last = sum(sizes) - 1
+    ids: list[int] = []
+    for _ in range(draw(st.integers(0, 25))):
+        start = draw(st.integers(0, last))
+        length = draw(st.sampled_from([1, 1, 1, 3, 30]))
+        ids += range(start, min(start + length, last + 1))
+    return sizes, ids
+
+
+@settings(deadline=None, max_examples=80)
+@given(requests(), COLUMN_LISTS)
+def test_gathered_rows_are_those_of_the_ids_in_their_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    request: tuple[list[int], list[int]],
+    columns: list[str],
+) -> None:
+    sizes, ids = request
+    rows = resident(tmp_path_factory.mktemp("gather"), sizes)
+
+    assert gather(rows, ids, columns) == expected(ids, columns or COLUMNS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(SIZES, st.data())
+def test_slices_are_the_rows_of_the_range_in_pieces(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
+) -> None:
+    rows = resident(tmp_path_factory.mktemp("slices"), sizes)
+    start = data.draw(st.integers(0, sum(sizes)))
+    stop = data.draw(st.integers(start, sum(sizes)))
+    max_rows = data.draw(st.integers(1, 20))
+    columns = data.draw(COLUMN_LISTS)
+    selection = Selection(LAYOUT, columns)
+
+    rows.check_range(start, stop)
+    pieces = [logical(piece, selection) for piece in rows.slices(start, stop, max_rows, selection)]
+
+    assert [row for piece in pieces for row in piece] == expected(
+        range(start, stop), columns or COLUMNS
+    )
+    assert all(1 <= len(piece) <= max_rows for piece in pieces)
+
+
+def test_many_short_runs_over_many_shards_come_in_order(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [50, 0, 70, 1, 60])
+    ids = np.random.default_rng(0).integers(0, 181, 2000).tolist()
+
+    assert gather(rows, ids) == expected(ids)
+    assert gather(rows, ids, ["wide", "b"]) == expected(ids, ["wide", "b"])
+
+
+def test_more_than_256_shards_are_told_apart(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [1, 2] * 150)
+    ids = np.random.default_rng(0).permutation(450).tolist() * 4
+
+    assert [row["row"] for row in gather(rows, ids, ["row"])] == ids
+
+
+def test_no_ids_are_no_rows_of_the_selection(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [5])
+    selection = Selection(LAYOUT, ["text", "row"])
+
+    batch = rows.gather(np.array([], np.int64), selection)
+
+    assert batch.num_rows == 0
+    assert batch.schema.equals(selection.layout.schema)
+    assert empty_batch(LAYOUT).schema.equals(LAYOUT.schema)
+
+
+def memory_of(batch: pa.RecordBatch) -> set[int]:
+    """Where the buffers of the columns begin."""
+    return {buffer.address for array in batch.columns for buffer in array.buffers() if buffer}
+
+
+@pytest.mark.parametrize("columns", [[], ["row", "wide", "text"], ["image"]])
+def test_consecutive_ids_of_a_shard_are_a_view_of_the_file(
+    tmp_path: Path, columns: list[str]
+) -> None:
+    shard = mapped(tmp_path, 0, range(1000))
+    rows = ResidentRows(KEY, LAYOUT, 1000, {0: shard})
+    selection = Selection(LAYOUT, columns)
+
+    batch = rows.gather(np.arange(100, 900), selection)
+    (piece,) = rows.slices(100, 900, 1000, selection)
+
+    assert memory_of(batch) == memory_of(piece) <= memory_of(shard.batch)
+    assert logical(batch, selection) == expected(range(100, 900), columns or COLUMNS)
+    assert piece.equals(batch)
+
+
+def test_ids_with_a_gap_are_not_taken_for_consecutive(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [10])
+
+    for ids in ([0, 2, 1, 3], [3, 3, 5, 6], [2, 1], [0, 1, 1, 3]):
+        assert gather(rows, ids) == expected(ids)
+
+
+@pytest.mark.parametrize("bad", [-1, 20, 2**62, -(2**62)])
+def test_an_id_outside_of_the_dataset_is_quoted(tmp_path: Path, bad: int) -> None:
+    rows = resident(tmp_path, [10, 10])
+
+    with pytest.raises(InvalidRowsError, match=rf"row id {bad} .*'table'.*\[0, 20\)"):
+        gather(rows, [3, bad, 15])
+
+
+def test_no_id_is_in_a_dataset_without_rows(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [0, 0])
+
+    assert gather(rows, []) == []
+    with pytest.raises(InvalidRowsError, match=r"row id 0 .*\[0, 0\)"):
+        gather(rows, [0])
+
+
+@pytest.mark.parametrize(
+    ("without", "ids", "missing"),
+    [
+        ([0], [5], 5),
+        ([0], [25, 5, 26], 5),
+        ([1], [5, 15], 15),
+        ([1], [29, 10, 0], 10),
+        ([2], [0, 29], 29),
+        ([0, 2], [15, 3], 3),
+        ([0, 1, 2], [4], 4),
+    ],
+)
+def test_a_row_that_is_not_on_this_node_is_named(
+    tmp_path: Path, without: list[int], ids: list[int], missing: int
+) -> None:
+    rows = resident(tmp_path, [10, 10, 10], without)
+
+    with pytest.raises(NotReadyError, match=f"row {missing} of 'table' is not on this node"):
+        gather(rows, ids)
+
+
+def test_rows_that_are_on_this_node_are_served_without_the_others(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [10, 10, 10], without=[1])
+    ids = [29, 0, 9, 20, 5, 5]
+
+    assert gather(rows, ids) == expected(ids)
+    rows.check_range(0, 10)
+    rows.check_range(20, 30)
+    with pytest.raises(NotReadyError, match="row 10 of 'table'"):
+        rows.check_range(5, 25)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 21), (7, 3), (21, 21)])
+def test_a_range_outside_of_the_dataset_is_quoted(tmp_path: Path, start: int, stop: int) -> None:
+    rows = resident(tmp_path, [10, 10])
+
+    with pytest.raises(InvalidRowsError, match=rf"\[{start}, {stop}\) are outside"):
+        rows.check_range(start, stop)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 20), (0, 0), (20, 20), (9, 11)])
+def test_a_range_inside_of_the_dataset_passes(tmp_path: Path, start: int, stop: int) -> None:
+    resident(tmp_path, [10, 0, 10]).check_range(start, stop)

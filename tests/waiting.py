@@ -1,0 +1,25 @@
+"""Waiting on state with a deadline, which is the only way a test may wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_POLL_S = 0.01
+_T = TypeVar("_T")
+
+
+def wait_until(predicate: Callable[[], _T], timeout_s: float, what: str) -> _T:
+    """The first true value of ``predicate``; an AssertionError naming ``what`` after the deadline.
+
+    Args:
+        what: the state that is waited for, for the message.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not (value := predicate()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        pause.wait(_POLL_S)
+    return value
