@@ -1,0 +1,1 @@
+"""Programs that measure, one file a question; results go to ``benchmarks/results``."""

@@ -1,0 +1,194 @@
+"""How fast is a cached table read and loaded, beside what pyarrow and DataFusion do alone?
+
+    python -m benchmarks.throughput [--rows N]
+
+Reading: one rank, batches of 1024 rows as one ``[1024, 32]`` float32 tensor and one int64 label,
+through `CacheIterableDataset` from one node in another process over loopback, against
+`pyarrow.dataset` decoding the same Parquet files and stacking the same tensors. Loading: Parquet
+to sealed, mapped, ready shards, against DataFusion streaming the same query to nowhere on all
+cores. Every path is the default one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import torch
+from datafusion import RecordBatchStream, SessionContext
+
+from benchmarks.common import (
+    DATA,
+    Timing,
+    measure_in_turn,
+    memory_directory,
+    print_table,
+    write_result,
+)
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_server import LocalCluster
+
+FEATURES = [f"f{i}" for i in range(32)]
+ROW_BYTES = 32 * 4 + 8
+BATCH_SIZE = 1024
+FILES = 8
+TARGETS = {
+    "sequential read over pyarrow.dataset": 2.0,
+    "load over DataFusion alone": 0.6,
+}
+
+
+def main() -> None:
+    """Measures, prints and writes the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=8_000_000, help="8 million are 1.1 GB")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: int = arguments.rows
+    table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
+    with memory_directory("cache-bench-") as directory:
+        loading = measure_load(table, directory, rows, arguments.repeats)
+        reading = measure_reads(table, directory, rows, arguments.repeats)
+    print(f"\n{rows:,} rows of {ROW_BYTES} bytes\n")
+    print_table({**reading, **loading})
+    ratios = {
+        "sequential read over pyarrow.dataset": ratio(reading, "cache, sequential", "pyarrow"),
+        "shuffled read over pyarrow.dataset": ratio(reading, "cache, shuffled", "pyarrow"),
+        "shuffled read over sequential read": ratio(
+            reading, "cache, shuffled", "cache, sequential"
+        ),
+        "load over DataFusion alone": ratio(loading, "cache, load", "DataFusion"),
+    }
+    print()
+    for name, value in ratios.items():
+        target = f"  (to reach: {TARGETS[name]:g})" if name in TARGETS else ""
+        print(f"{name:48} {value:6.2f}{target}")
+    path = write_result(
+        "throughput",
+        {
+            "rows": rows,
+            "row_bytes": ROW_BYTES,
+            "batch_size": BATCH_SIZE,
+            "timings": [t.summary() for t in (*reading.values(), *loading.values())],
+            "ratios": ratios,
+            "targets": TARGETS,
+        },
+    )
+    print(f"\nwritten to {path}")
+
+
+def ratio(timings: dict[str, Timing], ours: str, theirs: str) -> float:
+    """Rows per second of the contender that begins with ``ours`` over that of ``theirs``."""
+    by_prefix = {
+        prefix: next(t for name, t in timings.items() if name.startswith(prefix))
+        for prefix in (ours, theirs)
+    }
+    return by_prefix[ours].rows_per_s / by_prefix[theirs].rows_per_s
+
+
+def write_table(directory: Path, num_rows: int) -> Path:
+    """Parquet files of random float32 columns and a label, by pyarrow's defaults; written once."""
+    if directory.exists():
+        return directory
+    partial = directory.with_name(f".{directory.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for index in range(FILES):
+        count = num_rows * (index + 1) // FILES - num_rows * index // FILES
+        features = {name: rng.standard_normal(count, dtype=np.float32) for name in FEATURES}
+        columns = {**features, "label": rng.integers(0, 10, count)}
+        pq.write_table(pa.table(columns), partial / f"part-{index:03d}.parquet")
+    partial.rename(directory)
+    return directory
+
+
+def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> dict[str, Timing]:
+    """One pass over the table by each reader, in turn."""
+    with LocalCluster(1, directory / "read") as cluster:
+        CacheClient(cluster.endpoint).load(DatasetSpec("table", table))
+
+        def cached(shuffle: bool) -> int:
+            dataset = CacheIterableDataset(
+                "table",
+                endpoint=cluster.endpoint,
+                batch_size=BATCH_SIZE,
+                stack={"features": FEATURES},
+                shuffle=shuffle,
+            )
+            return sum(len(batch["features"]) for batch in dataset)
+
+        return measure_in_turn(
+            {
+                "pyarrow.dataset -> stacked tensors": lambda: read_with_pyarrow(table),
+                "cache, sequential, 1 node over loopback": lambda: cached(shuffle=False),
+                "cache, shuffled, 1 node over loopback": lambda: cached(shuffle=True),
+            },
+            num_rows=num_rows,
+            num_bytes=num_rows * ROW_BYTES,
+            repeats=repeats,
+        )
+
+
+def read_with_pyarrow(table: Path) -> int:
+    """What a user writes by hand: decode on all cores, stack the columns of each batch."""
+    rows = 0
+    for batch in pyarrow.dataset.dataset(table).to_batches(batch_size=BATCH_SIZE):
+        columns = [batch.column(name).to_numpy() for name in FEATURES]
+        features = torch.from_numpy(np.stack(columns, axis=1))
+        label = torch.from_numpy(batch.column("label").to_numpy().copy())
+        assert len(label) == len(features)
+        rows += len(features)
+    return rows
+
+
+def measure_load(table: Path, directory: Path, num_rows: int, repeats: int) -> dict[str, Timing]:
+    """Parquet to ready by the cache, and the same query streamed to nowhere by DataFusion."""
+    with LocalCluster(1, directory / "load") as cluster:
+        client = CacheClient(cluster.endpoint)
+
+        def load() -> int:
+            return client.load(DatasetSpec("table", table)).num_rows
+
+        def drop() -> None:
+            for info in client.datasets():
+                client.drop(info.name)
+            while any(node.stored_bytes for node in client.nodes()):
+                time.sleep(0.05)
+
+        timings = measure_in_turn(
+            {
+                "DataFusion alone, streamed to nowhere": lambda: stream_to_nowhere(table),
+                "cache, load, 1 node": load,
+            },
+            num_rows=num_rows,
+            num_bytes=num_rows * ROW_BYTES,
+            repeats=repeats,
+            settle=drop,
+        )
+        assert all(math.isfinite(t.median_s) for t in timings.values())
+        return timings
+
+
+def stream_to_nowhere(table: Path) -> int:
+    """The rows that DataFusion decodes, on as many cores as it wants."""
+    context = SessionContext()
+    context.register_parquet("source", str(table))
+    streams = context.sql("SELECT * FROM source").execute_stream_partitioned()
+
+    def drain(stream: RecordBatchStream) -> int:
+        return sum(batch.to_pyarrow().num_rows for batch in stream)
+
+    with ThreadPoolExecutor(len(streams)) as pool:
+        return sum(pool.map(drain, streams))
+
+
+if __name__ == "__main__":
+    main()
