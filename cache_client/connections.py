@@ -21,12 +21,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from cache_client.routing import Ids, NodeRef, ShardMap
+from cache_client.routing import Ids, NodeRef, ShardFile, ShardMap
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
 
@@ -272,14 +273,23 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
     refs: list[NodeRef] = []
     starts: list[int] = []
     replicas: list[tuple[int, ...]] = []
+    files: list[tuple[ShardFile, ...]] = []
     for endpoint in info.endpoints:
         placement = pb.ShardPlacement.FromString(bytes(endpoint.app_metadata))
-        for node_id, location in zip(placement.node_ids, endpoint.locations, strict=True):
+        uris = [location.uri.decode() for location in endpoint.locations]
+        held = len(placement.node_ids)
+        for node_id, uri in zip(placement.node_ids, uris[:held], strict=True):
             if node_id not in nodes:
                 nodes[node_id] = len(refs)
-                refs.append(NodeRef(node_id, location.uri.decode()))
+                refs.append(NodeRef(node_id, uri))
         starts.append(placement.rows.start)
         replicas.append(tuple(nodes[node_id] for node_id in placement.node_ids))
+        files.append(
+            tuple(
+                ShardFile(node_id, _path(uri), placement.num_bytes, placement.checksum)
+                for node_id, uri in zip(placement.node_ids, uris[held:], strict=False)
+            )
+        )
     return ShardMap(
         plan.dataset,
         plan.fingerprint,
@@ -288,7 +298,13 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
         np.array(starts, np.int64),
         tuple(refs),
         tuple(replicas),
+        tuple(files),
     )
+
+
+def _path(uri: str) -> str:
+    """The path of a ``file://`` location."""
+    return unquote(urlsplit(uri).path)
 
 
 # -- fork ----------------------------------------------------------------------------------------

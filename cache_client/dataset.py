@@ -79,6 +79,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         transform: applied to every batch, in the process that yields it.
         prefetch_batches: fetched ahead in the background, about; bounds the memory.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
+        local: read shards of nodes on this machine from their files, without the node.
 
     Raises:
         ConfigError: quoting every bad argument.
@@ -106,6 +107,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         prefetch_batches: int = 32,
         deadline_s: float = 60.0,
+        local: bool = True,
     ) -> None:
         super().__init__()
         problems: list[str] = []
@@ -138,6 +140,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._transform = transform
         self._prefetch_batches = prefetch_batches
         self._deadline_s = deadline_s
+        self._local = local
         self._shards = _wait_for_plan(where, dataset, self._columns, deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
@@ -267,6 +270,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             columns=self._columns,
             turn=self.rank,
             deadline_s=self._deadline_s,
+            local=self._local,
         ) as reader:
             done = 0
             results = fetch_ahead(

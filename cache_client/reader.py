@@ -29,6 +29,7 @@ from tenacity import (
 )
 
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
+from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.routing import Ids, NodeRef, Part, Router, ShardMap
 from protos.errors import CacheError, NodeUnavailableError, NotReadyError, StaleVersionError
 from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
@@ -125,6 +126,7 @@ class Reader:
         turn: which replica to prefer; see `Router`.
         deadline_s: how long a window may wait for nodes that do not answer.
         request_timeout_s: after one to two of these a node that hangs counts as failed.
+        local: read shards whose files are on this machine without their node.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Reader:
         turn: int = 0,
         deadline_s: float = 60.0,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
+        local: bool = True,
     ) -> None:
         self._endpoint = endpoint
         self._columns = columns
@@ -144,7 +147,8 @@ class Reader:
         self._request_timeout_s = min(request_timeout_s, deadline_s)
         self._lock = threading.Lock()
         self._layout = shards.layout
-        self._router = Router(shards, turn)
+        self._local = LocalShards(shards, columns) if local else None
+        self._router = self._without(shards, set())
         self._failures = _Failures()
         self._connections: dict[str, Connection] = {}
         self._idle: dict[str, list[GatherStream]] = {}
@@ -204,7 +208,7 @@ class Reader:
                     if missing:
                         raise _IncompleteError
         except _IncompleteError:
-            nodes = sorted({str(part.node) for part in missing})
+            nodes = sorted({str(part.node) for part in missing if part.node is not None})
             raise NodeUnavailableError(
                 f"node {', '.join(nodes)} did not bring its rows of dataset "
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {trouble}"
@@ -222,28 +226,41 @@ class Reader:
         answers: list[tuple[Part, pa.RecordBatch]] = []
         failed: list[Part] = []
         trouble = ""
-        sent: list[tuple[Part, GatherStream]] = []
+        sent: list[tuple[Part, NodeRef, GatherStream]] = []
         for part in parts:
+            if part.node is None:
+                continue
             try:
-                sent.append((part, self._send(part)))
+                sent.append((part, part.node, self._send(part.node, part.row_ids)))
             except _WORTH_RETRYING as error:
                 trouble = self._note_failure(part.node, error) or trouble
                 failed.append(part)
-        for part, stream in sent:
+        for part in parts:  # while the nodes work
+            if part.node is None:
+                try:
+                    answers.append((part, self._gather_here(part)))
+                except ShardFileLostError as error:
+                    trouble = str(error)
+                    failed.append(part)
+        for part, node, stream in sent:
             try:
                 answers.append((part, stream.receive()))
             except _WORTH_RETRYING as error:
                 self._discard(stream)
-                trouble = self._note_failure(part.node, error) or trouble
+                trouble = self._note_failure(node, error) or trouble
                 failed.append(part)
             else:
-                self._give_back(part.node, stream)
+                self._give_back(node, stream)
         return answers, failed, trouble
 
-    def _send(self, part: Part) -> GatherStream:
-        stream = self._take_stream(part.node)
+    def _gather_here(self, part: Part) -> pa.RecordBatch:
+        assert self._local is not None
+        return self._local.gather(part.row_ids, part.shards)
+
+    def _send(self, node: NodeRef, row_ids: Ids) -> GatherStream:
+        stream = self._take_stream(node)
         try:
-            stream.send(part.row_ids)
+            stream.send(row_ids)
         except CacheError:
             self._discard(stream)
             raise
@@ -255,7 +272,8 @@ class Reader:
             avoid = self._failures.avoided()
             router = self._router = self._without(self._router.shards, avoid)
         missing = np.concatenate([part.row_ids for part in parts])
-        if any(part.node.location in avoid for part in router.route(missing)):
+        parts_now = router.route(missing)
+        if any(part.node is not None and part.node.location in avoid for part in parts_now):
             fresh = self._fresh_map(deadline)
             with self._lock:
                 router = self._router = self._without(fresh or self._router.shards, avoid)
@@ -270,7 +288,8 @@ class Reader:
 
     def _without(self, shards: ShardMap, avoid: set[str]) -> Router:
         indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
-        return Router(shards, self._turn, indices)
+        local = self._local.shards if self._local is not None else ()
+        return Router(shards, self._turn, indices, local)
 
     def _fresh_map(self, deadline: float) -> ShardMap | None:
         """The shard map as it is now; None when it is not to be had, so the old one is as good."""

@@ -15,6 +15,8 @@ from protos.layout import Layout
 Ids = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
+_MOST_BUCKETS_PER_SHARD = 64
+
 
 @dataclass(frozen=True)
 class NodeRef:
@@ -28,6 +30,22 @@ class NodeRef:
 
 
 @dataclass(frozen=True)
+class ShardFile:
+    """The sealed file of a shard in the cache directory of one of its nodes.
+
+    Attributes:
+        node_id: whose cache directory it is.
+        path: on that node's machine.
+        num_bytes, checksum: of the file, as it was sealed.
+    """
+
+    node_id: str
+    path: str
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
 class ShardMap:
     """Where the rows of one version are.
 
@@ -38,6 +56,7 @@ class ShardMap:
         starts: first row id of each shard that has rows, ascending; int64.
         nodes: every node that holds a shard.
         replicas: for each shard indices into ``nodes``, in order of preference.
+        files: for each shard its files, for whoever runs on the machine of a node.
     """
 
     dataset: str
@@ -47,6 +66,7 @@ class ShardMap:
     starts: Ids
     nodes: tuple[NodeRef, ...]
     replicas: tuple[tuple[int, ...], ...]
+    files: tuple[tuple[ShardFile, ...], ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -56,17 +76,52 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class Part:
-    """One request to one node.
+    """One request to one node, or to the files of this machine.
 
     Attributes:
-        node: that holds the rows.
+        node: that holds the rows; None for files of this machine.
         positions: where the rows belong in the window; None when they are all of it, in order.
         row_ids: grouped by shard, so that the node need not sort them.
+        shards: the shard of each row.
     """
 
-    node: NodeRef
+    node: NodeRef | None
     positions: Indices | None
     row_ids: Ids
+    shards: Indices
+
+
+class _Buckets:
+    """Row id -> shard by a table lookup, several times as fast as a binary search.
+
+    Rows are cut into buckets of a power of two, so small that no bucket holds the first rows of
+    two shards. The shard of a row is then that of its bucket's first row, or the next one.
+    """
+
+    def __init__(self, starts: Ids, num_rows: int, shift: int) -> None:
+        self._shift = shift
+        count = ((num_rows - 1) >> shift) + 1
+        first_rows = np.arange(count, dtype=np.int64) << shift
+        self._shard_of_bucket = np.searchsorted(starts, first_rows, side="right") - 1
+        self._next_start = np.append(starts[1:], num_rows)
+
+    @classmethod
+    def build(cls, starts: Ids, num_rows: int) -> _Buckets | None:
+        """None where shards differ so much in size that the table would be large."""
+        if not len(starts):
+            return None
+        for shift in range((num_rows // len(starts)).bit_length(), -1, -1):
+            if num_rows >> shift > _MOST_BUCKETS_PER_SHARD * len(starts):
+                return None
+            if (np.diff(starts >> shift) > 0).all():
+                return cls(starts, num_rows, shift)
+        return None
+
+    def find(self, row_ids: Ids) -> Indices:
+        """The shard of each row, all of them inside the dataset."""
+        shard_of: Indices = self._shard_of_bucket[row_ids >> self._shift]
+        shard_of += row_ids >= self._next_start[shard_of]
+        return shard_of
 
 
 @dataclass
@@ -77,17 +132,24 @@ class Router:
         shards: the map.
         turn: which replica to prefer where there are several; ranks that differ spread the load.
         avoid: indices of nodes that did not answer lately, used only where no other replica is.
+        local: shards to read from files of this machine instead.
     """
 
     shards: ShardMap
     turn: int = 0
     avoid: Collection[int] = ()
+    local: Collection[int] = ()
     _node_of: npt.NDArray[np.int32] = field(init=False)
     _sort_key: npt.NDArray[np.unsignedinteger] = field(init=False)
+    _nodes: tuple[NodeRef | None, ...] = field(init=False)
+    _buckets: _Buckets | None = field(init=False)
 
     def __post_init__(self) -> None:
         chosen = [self._choose(index, r) for index, r in enumerate(self.shards.replicas)]
         self._node_of = np.array(chosen, np.int32)
+        self._node_of[list(self.local)] = len(self.shards.nodes)
+        self._nodes = (*self.shards.nodes, None)
+        self._buckets = _Buckets.build(self.shards.starts, self.shards.num_rows)
         # Sorting a window by this key groups it by node, and by shard inside a node.
         order = np.argsort(self._node_of, kind="stable")
         ranks = np.empty(len(order), np.int64)
@@ -105,29 +167,29 @@ class Router:
             return []
         first, last = self._shard_of(np.array([row_ids.min(), row_ids.max()]))
         if first == last:  # as all windows of a table in source order but a few
-            return [Part(self.shards.nodes[self._node_of[first]], positions, row_ids)]
+            shard_of = np.broadcast_to(first, row_ids.shape)
+            return [Part(self._nodes[self._node_of[first]], positions, row_ids, shard_of)]
         shard_of = self._shard_of(row_ids)
         keys = self._sort_key[shard_of]
-        if bool((keys[1:] >= keys[:-1]).all()):
-            order = None
-            nodes = self._node_of[shard_of]
-        else:
+        if not bool((keys[1:] >= keys[:-1]).all()):
             order = np.argsort(keys, kind="stable")
-            nodes = self._node_of[shard_of[order]]
-            row_ids = row_ids[order]
+            row_ids, shard_of = row_ids[order], shard_of[order]
             positions = order if positions is None else positions[order]
+        nodes = self._node_of[shard_of]
         if nodes[0] == nodes[-1]:  # grouped, so all in between are the same
-            return [Part(self.shards.nodes[nodes[0]], positions, row_ids)]
+            return [Part(self._nodes[nodes[0]], positions, row_ids, shard_of)]
         if positions is None:
             positions = np.arange(len(row_ids))
         bounds = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(nodes)]
         return [
-            Part(self.shards.nodes[nodes[a]], positions[a:b], row_ids[a:b])
+            Part(self._nodes[nodes[a]], positions[a:b], row_ids[a:b], shard_of[a:b])
             for a, b in itertools.pairwise(bounds)
         ]
 
     def _shard_of(self, row_ids: Ids) -> Indices:
-        return np.searchsorted(self.shards.starts, row_ids, side="right") - 1
+        if self._buckets is None:
+            return np.searchsorted(self.shards.starts, row_ids, side="right") - 1
+        return self._buckets.find(row_ids)
 
     def _choose(self, shard: int, replicas: Sequence[int]) -> int:
         reachable = [node for node in replicas if node not in self.avoid] or replicas

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +20,6 @@ from google.protobuf.message import DecodeError, Message
 
 from cache_server.coordinator import require_ready
 from cache_server.node import Node
-from cache_server.store import Selection
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
@@ -31,6 +31,7 @@ from protos.errors import (
     to_proto,
 )
 from protos.layout import Layout, schema_from_bytes
+from protos.shards import Selection, shard_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,8 @@ def _flight_info(
     if part is not None:
         index, total = part
         start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
-    locations = {node.id: node.flight_location for node in info.nodes}
+    nodes = {node.id: node for node in info.nodes}
+    directory = Path(info.spec.name, info.fingerprint)
     endpoints = []
     for shard in info.shards:
         first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
@@ -284,6 +286,10 @@ def _flight_info(
         )
         # Who asks for a part reads every location of every endpoint, as the ancestor's clients do.
         node_ids = shard.node_ids if part is None else shard.node_ids[:1]
+        locations = [nodes[node_id].flight_location for node_id in node_ids]
+        if part is None:
+            file = directory / shard_file_name(shard.index)
+            locations += [Path(nodes[node_id].cache_dir, file).as_uri() for node_id in node_ids]
         placement = pb.ShardPlacement(
             index=shard.index,
             rows=rows,
@@ -294,7 +300,7 @@ def _flight_info(
         endpoints.append(
             flight.FlightEndpoint(
                 ticket.SerializeToString(),
-                [locations[node_id] for node_id in node_ids],
+                locations,
                 None,
                 placement.SerializeToString(),
             )

@@ -22,7 +22,7 @@ from cache_server import loader, sources
 from cache_server.buffers import BufferPool
 from cache_server.packing import ShardBuilder
 from cache_server.planning import Split, VersionKey, max_rows
-from cache_server.store import MappedShard, ResidentRows, ShardStore
+from cache_server.store import ResidentRows, ShardStore
 from cache_server.versions import split_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
@@ -33,6 +33,7 @@ from protos.errors import (
     StaleVersionError,
 )
 from protos.layout import Layout, schema_from_bytes
+from protos.shards import MappedShard
 
 logger = logging.getLogger(__name__)
 

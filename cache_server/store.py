@@ -14,14 +14,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
-import json
 import logging
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -32,59 +30,27 @@ import xxhash
 
 from cache_server.planning import VersionKey
 from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
-from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+from protos.layout import Layout, from_matrix
+from protos.shards import (
+    MANIFEST,
+    NODE_ID_FILE,
+    Ids,
+    MappedShard,
+    Run,
+    SealedShard,
+    Selection,
+    empty_batch,
+    gather,
+    manifest_line,
+    read_manifest,
+    shard_file_name,
+)
 
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_CHUNK_BYTES = 16 * 1024 * 1024
-_MANIFEST = "manifest.jsonl"
 # More runs than this many times the shards: sort the request by shard first.
 _MAX_RUNS_PER_SHARD = 4
-
-Ids = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SealedShard:
-    """A line of the manifest. ``num_bytes`` is the size of the file."""
-
-    index: int
-    num_rows: int
-    num_bytes: int
-    checksum: str
-
-
-class MappedShard:
-    """A sealed shard, mapped: its columns without a copy. Immutable, any thread."""
-
-    def __init__(self, sealed: SealedShard, path: Path) -> None:
-        self.sealed = sealed
-        self.path = path
-        self.batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        self.layout = Layout.of_stored(self.batch.schema)
-        self.matrices: dict[int, Matrix] = {
-            index: as_matrix(self.batch.column(index))
-            for index, column in enumerate(self.layout.columns)
-            if column.kind != "plain"
-        }
-
-
-class Selection:
-    """Which stored columns, and which positions in them, give the wanted logical columns."""
-
-    def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
-        self.layout = stored.select(columns)
-        self.picks: list[tuple[int, list[int] | None]] = []
-        for column in self.layout.columns:
-            index = stored.place(column.names[0])[0]
-            positions = [stored.place(name)[1] for name in column.names]
-            whole = positions == list(range(len(stored.columns[index].names)))
-            self.picks.append((index, None if whole else positions))
-
-    def narrow(self, pick: int, matrix: Matrix) -> Matrix:
-        """The wanted columns of rows of stored column ``pick``; contiguous."""
-        positions = self.picks[pick][1]
-        return matrix if positions is None else np.ascontiguousarray(matrix[:, positions])
 
 
 class ResidentRows:
@@ -129,13 +95,13 @@ class ResidentRows:
         local = row_ids - self._starts[shard_of]
         breaks = np.flatnonzero(np.diff(shard_of)) + 1
         if len(breaks) <= _MAX_RUNS_PER_SHARD * len(self._shards):
-            return self._gather_runs(shard_of, local, breaks, None, selection)
+            return gather(self._runs(shard_of, breaks), local, selection)
         order = np.argsort(_narrowest(shard_of, len(self._shards)), kind="stable")
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         shard_of, local = shard_of[order], local[order]
         breaks = np.flatnonzero(np.diff(shard_of)) + 1
-        return self._gather_runs(shard_of, local, breaks, inverse, selection)
+        return gather(self._runs(shard_of, breaks), local, selection, inverse)
 
     def check_range(self, start: int, stop: int) -> None:
         """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""
@@ -190,46 +156,11 @@ class ResidentRows:
         mapped, rows = self._shards[shard], len(local)
         if int(local[-1]) - int(local[0]) == rows - 1 and bool((np.diff(local) == 1).all()):
             return self._slice(mapped, int(local[0]), rows, selection)
-        arrays: list[pa.Array] = []
-        for pick, (index, _) in enumerate(selection.picks):
-            column = selection.layout.columns[pick]
-            if column.kind == "plain":
-                arrays.append(mapped.batch.column(index).take(pa.array(local)))
-                continue
-            source = mapped.matrices[index]
-            out = pool_matrix(rows, source.shape[1], source.dtype)
-            np.take(source, local, axis=0, out=out, mode="clip")
-            arrays.append(from_matrix(selection.narrow(pick, out), column.field))
-        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+        return gather([Run(mapped, 0, rows)], local, selection)
 
-    def _gather_runs(
-        self,
-        shard_of: npt.NDArray[np.intp],
-        local: Ids,
-        breaks: npt.NDArray[np.intp],
-        inverse: npt.NDArray[np.intp] | None,
-        selection: Selection,
-    ) -> pa.RecordBatch:
-        bounds = [0, *breaks.tolist(), len(local)]
-        runs = [(self._shards[int(shard_of[a])], a, b) for a, b in itertools.pairwise(bounds)]
-        arrays: list[pa.Array] = []
-        for pick, (index, _) in enumerate(selection.picks):
-            column = selection.layout.columns[pick]
-            if column.kind == "plain":
-                parts = [s.batch.column(index).take(pa.array(local[a:b])) for s, a, b in runs]
-                joined = pa.concat_arrays(parts)
-                arrays.append(joined if inverse is None else joined.take(pa.array(inverse)))
-                continue
-            first = runs[0][0].matrices[index]
-            out = pool_matrix(len(local), first.shape[1], first.dtype)
-            for mapped, a, b in runs:
-                np.take(mapped.matrices[index], local[a:b], axis=0, out=out[a:b], mode="clip")
-            if inverse is not None:
-                ordered = pool_matrix(len(local), out.shape[1], out.dtype)
-                np.take(out, inverse, axis=0, out=ordered, mode="clip")
-                out = ordered
-            arrays.append(from_matrix(selection.narrow(pick, out), column.field))
-        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+    def _runs(self, shard_of: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp]) -> list[Run]:
+        bounds = [0, *breaks.tolist(), len(shard_of)]
+        return [Run(self._shards[int(shard_of[a])], a, b) for a, b in itertools.pairwise(bounds)]
 
     def _slice(
         self, shard: MappedShard, offset: int, rows: int, selection: Selection
@@ -326,8 +257,8 @@ class ShardStore:
             _fsync(temporary)
             os.replace(temporary, final)
             _fsync(directory)
-            with (directory / _MANIFEST).open("a", encoding="utf-8") as manifest:
-                manifest.write(_manifest_line(sealed))
+            with (directory / MANIFEST).open("a", encoding="utf-8") as manifest:
+                manifest.write(manifest_line(sealed))
                 manifest.flush()
                 os.fsync(manifest.fileno())
             shard = MappedShard(sealed, final)
@@ -402,21 +333,21 @@ class ShardStore:
             self._reserved_bytes += size
 
     def _load_node_id(self) -> str:
-        path = self.cache_dir / ".node-id"
+        path = self.cache_dir / NODE_ID_FILE
         if not path.exists() or not path.read_text(encoding="utf-8"):
             path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         return path.read_text(encoding="utf-8").strip()
 
     def _adopt_all(self) -> None:
         for directory in sorted(self.cache_dir.glob("*/*/")):
-            adopted = self._adopt(directory, _read_manifest(directory / _MANIFEST))
+            adopted = self._adopt(directory, read_manifest(directory / MANIFEST))
             sound = {shard.path for shard in adopted}
             for path in (*directory.glob("shard-*.arrow"), *directory.glob(".*.tmp")):
                 if path not in sound:
                     logger.warning("file removed path=%s reason=damaged or never sealed", path)
                     _remove_file(path)
             # Without torn lines, which would spoil the next one to be added.
-            _write_manifest(directory / _MANIFEST, [shard.sealed for shard in adopted])
+            _write_manifest(directory / MANIFEST, [shard.sealed for shard in adopted])
             self._remove_empty(directory)
 
     def _adopt(self, directory: Path, listed: Iterable[SealedShard]) -> list[MappedShard]:
@@ -434,18 +365,6 @@ class ShardStore:
             adopted.append(shard)
             logger.info("shard adopted dataset=%s shard=%d", key.dataset, sealed.index)
         return adopted
-
-
-def shard_file_name(index: int) -> str:
-    """The file name of shard ``index`` in its version's directory."""
-    return f"shard-{index:05d}.arrow"
-
-
-def empty_batch(layout: Layout) -> pa.RecordBatch:
-    """No rows of a layout."""
-    return pa.RecordBatch.from_arrays(
-        [pa.array([], field.type) for field in layout.schema], schema=layout.schema
-    )
 
 
 def file_checksum(path: Path) -> str:
@@ -472,24 +391,9 @@ def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
     return MappedShard(sealed, path)
 
 
-def _read_manifest(path: Path) -> list[SealedShard]:
-    """The last line of each shard; a torn line is a shard that was never sealed."""
-    found: dict[int, SealedShard] = {}
-    if not path.exists():
-        return []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            sealed = SealedShard(**json.loads(line))
-        except (ValueError, TypeError):
-            logger.warning("manifest line ignored path=%s line=%r", path, line)
-            continue
-        found[sealed.index] = sealed
-    return list(found.values())
-
-
 def _write_manifest(path: Path, shards: Iterable[SealedShard]) -> None:
     """Replaces a manifest; removes it when there is no shard."""
-    text = "".join(map(_manifest_line, shards))
+    text = "".join(map(manifest_line, shards))
     if not text:
         _remove_file(path)
     elif path.read_text(encoding="utf-8", errors="replace") != text:
@@ -497,10 +401,6 @@ def _write_manifest(path: Path, shards: Iterable[SealedShard]) -> None:
         temporary.write_text(text, encoding="utf-8")
         _fsync(temporary)
         os.replace(temporary, path)
-
-
-def _manifest_line(sealed: SealedShard) -> str:
-    return json.dumps(asdict(sealed)) + "\n"
 
 
 def _remove_file(path: Path) -> None:

@@ -31,6 +31,7 @@ from protos.errors import (
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 
+REPLICAS = 2  # of every shard
 NUM_ROWS, FILES = 1000, 4  # a file becomes a shard, and 250 rows are none of its row groups
 TIMEOUT = flight.FlightCallOptions(timeout=20)
 ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
@@ -162,10 +163,29 @@ def test_replicas_are_locations_of_one_endpoint_that_hold_the_same_rows(served: 
 
     known = {node.node_id: node.endpoint for node in served.cluster.nodes}
     for endpoint in info.endpoints:
-        locations = [location.uri.decode() for location in endpoint.locations]
+        locations = [location.uri.decode() for location in endpoint.locations][:REPLICAS]
         assert locations == [known[node_id] for node_id in placement(endpoint).node_ids]
         assert sorted(locations) == sorted(known.values())
     assert read_all(info, 0).equals(read_all(info, 1))
+
+
+def test_after_the_nodes_come_the_files_of_the_shard_in_the_same_order(served: Served) -> None:
+    info = served.describe(flight.FlightDescriptor.for_command(served.command()))
+
+    directories = {node.node_id: node.cache_dir for node in served.cluster.nodes}
+    for endpoint in info.endpoints:
+        about = placement(endpoint)
+        files = [location.uri.decode() for location in endpoint.locations][REPLICAS:]
+        version = f"{served.info.name}/{served.info.fingerprint}"
+        assert files == [
+            f"file://{directories[node_id]}/{version}/shard-{about.index:05d}.arrow"
+            for node_id in about.node_ids
+        ]
+        for file in files:
+            with pa.memory_map(file.removeprefix("file://")) as mapped:
+                assert mapped.size() == about.num_bytes
+                rows = pa.ipc.open_file(mapped).get_batch(0).num_rows
+            assert rows == about.rows.stop - about.rows.start
 
 
 def test_a_command_for_columns_describes_and_reads_only_those_in_that_order(

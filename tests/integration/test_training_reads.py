@@ -82,7 +82,7 @@ def test_rows_over_step_and_rank_do_not_depend_on_ranks_workers_nodes_or_replica
     for rank in range(ranks):
         dataset = CacheIterableDataset(
             "table", endpoint=endpoint, batch_size=31, columns=["row"], shuffle=shuffle, seed=5,
-            rank=rank, world_size=ranks,
+            rank=rank, world_size=ranks, local=(rank + workers) % 2 == 1,
         )  # fmt: skip
         dataset.set_epoch(2)
         batches.append(rows_of(dataset, workers))
@@ -102,7 +102,7 @@ def test_sixty_thousand_images_over_six_ranks_are_ten_thousand_each(tmp_path: Pa
         for rank in range(6):
             dataset = CacheIterableDataset(
                 "images", endpoint=cluster.endpoint, batch_size=1000, shuffle=True,
-                rank=rank, world_size=6,
+                rank=rank, world_size=6, local=rank % 2 == 0,
             )  # fmt: skip
             mine = [batch["image"] for batch in dataset]
             assert {(tuple(batch.shape), batch.dtype) for batch in mine} == {
@@ -142,7 +142,7 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
         for rank in range(2):
             dataset = CacheIterableDataset(
                 "table", endpoint=cluster.endpoint, batch_size=50, columns=["row"],
-                shuffle=True, seed=9, rank=rank, world_size=2,
+                shuffle=True, seed=9, rank=rank, world_size=2, local=rank == 0,
             )  # fmt: skip
             dataset.set_epoch(4)
             loader = DataLoader(dataset, batch_size=None, num_workers=workers_before)
@@ -215,7 +215,7 @@ def test_a_killed_node_with_another_replica_costs_no_row(source: Path) -> None:
         load_everywhere(cluster, spec)
         dataset = CacheIterableDataset(
             "table", endpoint=cluster.endpoint, batch_size=10, columns=["row"], shuffle=True,
-            prefetch_batches=1,
+            prefetch_batches=1, local=False,
         )  # fmt: skip
         rows: list[int] = []
         for step, batch in enumerate(dataset):
@@ -239,8 +239,9 @@ def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
         spec = DatasetSpec("wide", wide_source, target_shard_bytes="2MB")
         CacheClient(cluster.endpoint).load(spec)
         dataset = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1
-        )
+            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
+            local=False,
+        )  # fmt: skip
         rows: list[int] = []
         for step, batch in enumerate(dataset):
             rows += batch["row"].tolist()
@@ -257,7 +258,7 @@ def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Pat
         lost = cluster.nodes[1].node_id
         dataset = CacheIterableDataset(
             "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
-            deadline_s=2.0,
+            deadline_s=2.0, local=False,
         )  # fmt: skip
         with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{lost}.*'wide'"):
             for step, _ in enumerate(dataset):

@@ -17,7 +17,7 @@ from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.node import Node
 from cache_server.planning import Split
-from cache_server.store import Selection, ShardStore
+from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     DatasetNotFoundError,
@@ -25,6 +25,7 @@ from protos.errors import (
     NotReadyError,
     StaleVersionError,
 )
+from protos.shards import Selection
 from protos.spec import DatasetSpec
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until

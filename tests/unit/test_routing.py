@@ -27,15 +27,21 @@ def test_the_parts_bring_every_row_to_its_place_from_a_node_that_holds_it(
     homes = st.lists(st.integers(0, nodes - 1), min_size=1, max_size=nodes, unique=True).map(tuple)
     shards = shard_map(data.draw(st.lists(homes, min_size=1, max_size=12)), nodes)
     avoid = data.draw(st.sets(st.integers(0, nodes - 1)))
-    router = Router(shards, data.draw(st.integers(0, 3)), avoid)
+    local = data.draw(st.sets(st.integers(0, len(shards.replicas) - 1)))
+    router = Router(shards, data.draw(st.integers(0, 3)), avoid, local)
     ids = data.draw(st.lists(st.integers(0, shards.num_rows - 1), max_size=60))
     row_ids = np.array(ids, np.int64)
 
     window = np.full(len(ids), -1, np.int64)
     for part in router.route(row_ids):
         window[slice(None) if part.positions is None else part.positions] = part.row_ids
+        assert part.shards.tolist() == (part.row_ids // SHARD_ROWS).tolist()
+        if part.node is None:
+            assert {*part.shards.tolist()} <= local
+            continue
+        assert not {*part.shards.tolist()} & local
         index = shards.nodes.index(part.node)
-        for shard in set((part.row_ids // SHARD_ROWS).tolist()):
+        for shard in {*part.shards.tolist()}:
             assert index in shards.replicas[shard]
             if index in avoid:
                 assert set(shards.replicas[shard]) <= avoid
@@ -55,3 +61,27 @@ def test_ranks_that_differ_prefer_different_replicas() -> None:
     shards = shard_map([(0, 1)], 2)
     row = np.array([0])
     assert Router(shards, 0).route(row)[0].node != Router(shards, 1).route(row)[0].node
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)),
+        min_size=1,
+        max_size=40,
+    ),
+    data=st.data(),
+)
+def test_the_shard_of_a_row_is_found_whatever_the_sizes_of_shards(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    starts = np.cumsum([0, *sizes[:-1]])
+    shards = ShardMap(
+        "table", "f", pa.schema([("row", pa.int64())]), sum(sizes), starts,
+        (NodeRef("node-0", "grpc://0"),), ((0,),) * len(sizes),
+    )  # fmt: skip
+    edges = np.concatenate([starts, starts[1:] - 1, [sum(sizes) - 1]])
+    drawn = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=20))
+    (part,) = Router(shards).route(np.append(edges, np.array(drawn, np.int64)))
+    assert (starts[part.shards] <= part.row_ids).all()
+    assert (part.row_ids < starts[part.shards] + np.array(sizes)[part.shards]).all()

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 from cache_server.packing import ShardBuilder, storage_schema
 from cache_server.planning import VersionKey, row_starts
-from cache_server.store import (
-    MappedShard,
-    ResidentRows,
-    SealedShard,
-    Selection,
-    ShardStore,
-    empty_batch,
-    file_checksum,
-    shard_file_name,
-)
+from cache_server.store import ResidentRows, ShardStore, file_checksum
 from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
+from protos.shards import MappedShard, SealedShard, Selection, empty_batch, shard_file_name
 
 KEY = VersionKey("table", "f1")
 OTHER = VersionKey("table", "f2")

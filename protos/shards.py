@@ -1,0 +1,154 @@
+"""Sealed shard files, as a node and a client on the same machine read them.
+
+    <cache_dir>/.node-id                                      the lasting name of the node
+    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
+    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
+
+A file counts only as the manifest names it. Rows are gathered from mapped files by numpy and Arrow
+kernels, which release the GIL: one short run of bytes a row for packed columns. Nothing is written
+here; `cache_server.store` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.jsonl"
+NODE_ID_FILE = ".node-id"
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SealedShard:
+    """A line of the manifest. ``num_bytes`` is the size of the file."""
+
+    index: int
+    num_rows: int
+    num_bytes: int
+    checksum: str
+
+
+class MappedShard:
+    """A sealed shard, mapped: its columns without a copy. Immutable, any thread."""
+
+    def __init__(self, sealed: SealedShard, path: Path) -> None:
+        self.sealed = sealed
+        self.path = path
+        with pa.memory_map(str(path)) as file:  # the pages stay mapped without a file descriptor
+            self.file_bytes: int = file.size()
+            self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
+        self.layout = Layout.of_stored(self.batch.schema)
+        self.matrices: dict[int, Matrix] = {
+            index: as_matrix(self.batch.column(index))
+            for index, column in enumerate(self.layout.columns)
+            if column.kind != "plain"
+        }
+
+
+class Selection:
+    """Which stored columns, and which positions in them, give the wanted logical columns."""
+
+    def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
+        self.layout = stored.select(columns)
+        self.picks: list[tuple[int, list[int] | None]] = []
+        for column in self.layout.columns:
+            index = stored.place(column.names[0])[0]
+            positions = [stored.place(name)[1] for name in column.names]
+            whole = positions == list(range(len(stored.columns[index].names)))
+            self.picks.append((index, None if whole else positions))
+
+    def narrow(self, pick: int, matrix: Matrix) -> Matrix:
+        """The wanted columns of rows of stored column ``pick``; contiguous."""
+        positions = self.picks[pick][1]
+        return matrix if positions is None else np.ascontiguousarray(matrix[:, positions])
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows ``[start, stop)`` of a request, which are all of one shard."""
+
+    shard: MappedShard
+    start: int
+    stop: int
+
+
+def gather(
+    runs: Sequence[Run],
+    local: Ids,
+    selection: Selection,
+    inverse: npt.NDArray[np.intp] | None = None,
+) -> pa.RecordBatch:
+    """Rows of one or more shards as one stored batch, in memory of its own but for plain columns.
+
+    Args:
+        runs: at least one, in order, without a gap.
+        local: the position inside its shard of each row; checked by the caller.
+        inverse: the order that the rows are wanted in; None: as they come.
+    """
+    arrays: list[pa.Array] = []
+    for pick, (index, _) in enumerate(selection.picks):
+        column = selection.layout.columns[pick]
+        if column.kind == "plain":
+            parts = [
+                r.shard.batch.column(index).take(pa.array(local[r.start : r.stop])) for r in runs
+            ]
+            joined = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+            arrays.append(joined if inverse is None else joined.take(pa.array(inverse)))
+            continue
+        first = runs[0].shard.matrices[index]
+        out = pool_matrix(len(local), first.shape[1], first.dtype)
+        for run in runs:
+            # mode="clip" spares a hidden copy.
+            rows, target = local[run.start : run.stop], out[run.start : run.stop]
+            np.take(run.shard.matrices[index], rows, axis=0, out=target, mode="clip")
+        if inverse is not None:
+            ordered = pool_matrix(len(local), out.shape[1], out.dtype)
+            np.take(out, inverse, axis=0, out=ordered, mode="clip")
+            out = ordered
+        arrays.append(from_matrix(selection.narrow(pick, out), column.field))
+    return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+
+def shard_file_name(index: int) -> str:
+    """The file name of shard ``index`` in its version's directory."""
+    return f"shard-{index:05d}.arrow"
+
+
+def empty_batch(layout: Layout) -> pa.RecordBatch:
+    """No rows of a layout."""
+    return pa.RecordBatch.from_arrays(
+        [pa.array([], field.type) for field in layout.schema], schema=layout.schema
+    )
+
+
+def read_manifest(path: Path) -> list[SealedShard]:
+    """The last line of each shard; a torn line is a shard that was never sealed."""
+    found: dict[int, SealedShard] = {}
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            sealed = SealedShard(**json.loads(line))
+        except (ValueError, TypeError):
+            logger.warning("manifest line ignored path=%s line=%r", path, line)
+            continue
+        found[sealed.index] = sealed
+    return list(found.values())
+
+
+def manifest_line(sealed: SealedShard) -> str:
+    """The line of a manifest that names a shard."""
+    return json.dumps(asdict(sealed)) + "\n"

@@ -1,0 +1,189 @@
+"""Rows of nodes on the same machine, read from their files: which files, and which never."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.connections import Connection
+from cache_client.local_shards import LocalShards
+from cache_client.order import EpochOrder
+from cache_client.routing import ShardMap
+from cache_server import LocalCluster
+from protos.shards import MANIFEST, NODE_ID_FILE
+from tests.conftest import numbered_table, write_numbered
+
+ROWS, FILES = 2_000, 8  # each file becomes a shard
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "source", ROWS, files=FILES)
+
+
+@pytest.fixture
+def nodes(source: Path, tmp_path: Path) -> Iterator[LocalCluster]:
+    """Two nodes with four shards each, which a test may break."""
+    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as running:
+        CacheClient(running.endpoint).load(DatasetSpec("table", source, target_shard_bytes=1))
+        yield running
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The location of each gather stream that is opened."""
+    opened: list[str] = []
+    open_gather = Connection.open_gather
+
+    def spy(self: Connection, *arguments: object) -> object:
+        opened.append(self.location)
+        return open_gather(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Connection, "open_gather", spy)
+    return opened
+
+
+def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
+    defaults = {"batch_size": 64, "shuffle": True, "seed": 3, "deadline_s": 5.0}
+    return CacheIterableDataset("table", endpoint=nodes.endpoint, **{**defaults, **arguments})  # type: ignore[arg-type]
+
+
+def order(shuffle: bool = True) -> list[int]:
+    ids = EpochOrder(ROWS, shuffle=shuffle, seed=3).row_ids(np.arange(ROWS))
+    return [int(row) for row in ids]
+
+
+def rows_of(batches: CacheIterableDataset) -> list[int]:
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+def shard_files(nodes: LocalCluster, node: int) -> list[Path]:
+    return sorted(nodes.nodes[node].cache_dir.glob("table/*/shard-*.arrow"))
+
+
+def plan(nodes: LocalCluster) -> ShardMap:
+    with Connection(nodes.endpoint) as connection:
+        return connection.read_plan("table", "", (), 10.0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_column_is_read_without_a_server(
+    nodes: LocalCluster, streams: list[str], shuffle: bool
+) -> None:
+    batches = dataset(nodes, shuffle=shuffle, batch_format="arrow")
+    for node in nodes.nodes:
+        node.kill()
+
+    rows = [row for batch in batches for row in batch.to_pylist()]
+
+    table = numbered_table(ROWS).to_pylist()
+    assert rows == [table[row] for row in order(shuffle)]
+    assert streams == []
+
+
+def test_it_can_be_turned_off(nodes: LocalCluster, streams: list[str]) -> None:
+    assert rows_of(dataset(nodes, local=False)) == order()
+    assert {*streams} == {node.endpoint for node in nodes.nodes}
+
+
+def test_columns_are_selected_as_over_flight(nodes: LocalCluster, streams: list[str]) -> None:
+    columns = ["text", "b", "row"]
+    here, there = (
+        [*dataset(nodes, columns=columns, batch_format="arrow", local=local)]
+        for local in (True, False)
+    )
+    assert here == there
+    assert here[0].schema.names == columns
+
+
+def test_a_window_may_mix_files_of_this_machine_with_a_node_of_another(
+    nodes: LocalCluster, streams: list[str]
+) -> None:
+    # A node whose directory is not to be seen here, as that of another machine.
+    other = nodes.nodes[1]
+    (other.cache_dir / NODE_ID_FILE).rename(other.cache_dir / "elsewhere")
+
+    assert rows_of(dataset(nodes)) == order()
+    assert {*streams} == {other.endpoint}
+
+
+def test_a_file_that_goes_away_is_replaced_by_its_node(
+    nodes: LocalCluster, streams: list[str]
+) -> None:
+    batches = dataset(nodes)
+    gone = shard_files(nodes, 0)[1]
+    gone.unlink()
+
+    assert rows_of(batches) == order()
+    assert {*streams} == {nodes.nodes[0].endpoint}
+
+
+def test_files_that_go_away_in_the_middle_of_a_pass_cost_no_row(nodes: LocalCluster) -> None:
+    rows: list[int] = []
+    for step, batch in enumerate(dataset(nodes, prefetch_batches=1)):
+        rows += batch["row"].tolist()
+        if step == 2:
+            for node in (0, 1):
+                shutil.rmtree(shard_files(nodes, node)[0].parent)
+    assert rows == order()
+
+
+def test_batches_may_be_changed_in_place_and_the_cache_does_not_see_it(
+    nodes: LocalCluster,
+) -> None:
+    batches = dataset(nodes, shuffle=False)
+    for batch in batches:
+        for column in ("row", "a", "label"):
+            batch[column].zero_()
+    assert rows_of(batches) == order(shuffle=False)
+
+
+# -- files that are not what they seem -------------------------------------------------------------
+
+
+def test_a_directory_of_another_node_is_not_read(nodes: LocalCluster) -> None:
+    before = LocalShards(plan(nodes)).shards
+    (nodes.nodes[0].cache_dir / NODE_ID_FILE).write_text("somebody-else")
+
+    left = LocalShards(plan(nodes)).shards
+
+    assert len(before) == FILES
+    assert len(left) == FILES - len(shard_files(nodes, 0))
+
+
+@pytest.mark.parametrize("change", [{"checksum": "0" * 32}, {"num_bytes": 1}, {"num_rows": 1}])
+def test_a_file_that_its_manifest_knows_otherwise_is_not_read(
+    nodes: LocalCluster, change: dict[str, object]
+) -> None:
+    manifest = shard_files(nodes, 0)[0].parent / MANIFEST
+    lines = [json.loads(line) for line in manifest.read_text().splitlines()]
+    manifest.write_text("".join(json.dumps({**line, **change}) + "\n" for line in lines))
+
+    assert len(LocalShards(plan(nodes)).shards) == FILES - len(lines)
+
+
+def test_a_file_that_its_manifest_does_not_name_is_not_read(nodes: LocalCluster) -> None:
+    file = shard_files(nodes, 0)[0]
+    (file.parent / MANIFEST).unlink()
+    assert len(LocalShards(plan(nodes)).shards) == FILES - len(shard_files(nodes, 0))
+
+
+@pytest.mark.parametrize("content", [b"", b"not Arrow at all", None])
+def test_a_file_that_was_replaced_by_something_else_is_left_to_its_node(
+    nodes: LocalCluster, streams: list[str], content: bytes | None
+) -> None:
+    batches = dataset(nodes)
+    file, another = shard_files(nodes, 0)[:2]
+    # Not written over: the node has the old file mapped.
+    copy = file.with_name("copy")
+    copy.write_bytes(another.read_bytes()[:-8] + b"padding." if content is None else content)
+    copy.replace(file)
+
+    assert rows_of(batches) == order()
+    assert {*streams} == {nodes.nodes[0].endpoint}
