@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -19,7 +20,6 @@ from typing import Protocol
 import pyarrow as pa
 
 from cache_server import loader, sources
-from cache_server.buffers import BufferPool
 from cache_server.packing import ShardBuilder
 from cache_server.planning import Split, VersionKey, max_rows
 from cache_server.store import ResidentRows, ShardStore
@@ -103,7 +103,6 @@ class Node:
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._serving: dict[VersionKey, _Serving] = {}
-        self._buffers = BufferPool()
         self._joined = threading.Event()
         self._ready = False
         self._wake = threading.Event()
@@ -265,8 +264,6 @@ class Node:
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
                 news |= self._publish(key, serving, self._store.versions().get(key, {}))
-            if not any(serving.loads for serving in self._serving.values()):
-                self._buffers.clear()
             self._joined.set()
             ready = all(self._complete(serving) for serving in self._serving.values())
             changed, self._ready = ready != self._ready, ready
@@ -347,10 +344,18 @@ class Node:
         splits = [split_from_proto(split) for split in shard.splits]
         try:
             logical = schema_from_bytes(plan.logical_schema)
-            with ShardBuilder(logical, max_rows(splits), self._buffers) as builder:
+            expected = max_rows(splits)
+            with ExitStack() as stack:
+                draft, matrices = None, None
+                if plan.keeps_every_row and expected:
+                    draft = stack.enter_context(
+                        self._store.draft(key, shard.index, Layout(logical), expected)
+                    )
+                    matrices = draft.matrices
+                builder = ShardBuilder(logical, expected, matrices)
                 batch = fill(builder, plan, splits, cancelled, rows)
                 if not cancelled.is_set():
-                    self._store.seal(key, shard.index, batch)
+                    self._store.seal(key, shard.index, batch, draft)
         except _LoadCancelledError:
             return
         except LoadError as error:

@@ -26,13 +26,12 @@ nor DataFusion.
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_server.buffers import BufferPool
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
@@ -184,43 +183,25 @@ class ShardBuilder:
         logical: from `storage_schema`.
         expected_rows: an upper bound of the rows to come, where it is known; memory is taken for
             so many at once (untouched pages cost nothing). Without it the room doubles as needed.
-        buffers: where the memory comes from. As a context manager the builder gives it back at
-            the end, and the batch of `finish` must not be used any more.
+        matrices: stored column -> ``[expected_rows, width]`` array, filled instead of memory of the
+            builder's own while there is room.
     """
 
     def __init__(
         self,
         logical: pa.Schema,
         expected_rows: int | None = None,
-        buffers: BufferPool | None = None,
+        matrices: Mapping[int, Matrix] | None = None,
     ) -> None:
-        self._buffers = buffers or BufferPool()
         self.layout = Layout(logical)
         self.num_rows = 0
         self._capacity = expected_rows if expected_rows is not None else _INITIAL_ROWS
-        self._matrices = {
-            index: self._buffers.take(self._capacity, column.width, column.dtype)
-            for index, column in enumerate(self.layout.columns)
-            if column.dtype is not None
-        }
+        self._matrices = dict(matrices) if matrices is not None else self._room()
         self._chunks: dict[int, list[pa.Array]] = {
             index: [] for index, c in enumerate(self.layout.columns) if c.kind == "plain"
         }
         self._plain_bytes = 0
         self._nulls: dict[str, int] = {}
-
-    def __enter__(self) -> ShardBuilder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for matrix in self._matrices.values():
-            self._buffers.give_back(matrix)
-        self._matrices.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -264,13 +245,18 @@ class ShardBuilder:
                 arrays.append(from_matrix(matrix, column.field))
         return pa.RecordBatch.from_arrays(arrays, schema=self.layout.schema)
 
+    def _room(self) -> dict[int, Matrix]:
+        return {
+            index: np.empty((self._capacity, column.width), column.dtype)
+            for index, column in enumerate(self.layout.columns)
+            if column.dtype is not None
+        }
+
     def _grow(self, rows: int) -> None:
         self._capacity = max(rows, 2 * self._capacity)
-        for index, matrix in self._matrices.items():
-            grown = self._buffers.take(self._capacity, matrix.shape[1], matrix.dtype)
-            grown[: self.num_rows] = matrix[: self.num_rows]
-            self._matrices[index] = grown
-            self._buffers.give_back(matrix)
+        filled, self._matrices = self._matrices, self._room()
+        for index, matrix in filled.items():
+            self._matrices[index][: self.num_rows] = matrix[: self.num_rows]
 
     def _fill(self, target: Matrix, column: StoredColumn, batch: pa.RecordBatch) -> None:
         if column.kind == "matrix":

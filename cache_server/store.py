@@ -28,6 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
+from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
 from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
 from protos.layout import Layout, from_matrix
@@ -192,7 +193,7 @@ class ShardStore:
         self.memory_limit_bytes = memory_limit_bytes
         self._lock = threading.Lock()
         self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
-        self._reserved_bytes = 0
+        self._reserved: dict[Path, int] = {}  # of files being written
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             self._lock_file = (cache_dir / ".lock").open("a+")
@@ -234,23 +235,58 @@ class ShardStore:
         with self._lock:
             return {key: dict(shards) for key, shards in self._shards.items()}
 
-    def seal(self, key: VersionKey, index: int, batch: pa.RecordBatch) -> MappedShard:
+    @contextlib.contextmanager
+    def draft(
+        self, key: VersionKey, index: int, layout: Layout, num_rows: int
+    ) -> Iterator[ShardDraft]:
+        """A file to fill and then to `seal` as shard ``index``; removed if it is not.
+
+        Args:
+            num_rows: at least 1; the rows of the shard, exactly.
+
+        Raises:
+            LoadError: when it does not fit in the memory limit or on the file system.
+        """
+        directory = self._directory(key)
+        path = directory / _temporary_name(index)
+        size = num_rows * layout.fixed_row_bytes
+        self._reserve(path, size)
+        try:
+            try:
+                self._create(path)
+                draft = ShardDraft(path, layout, num_rows)
+            except OSError as error:
+                raise _cannot_write(key, index, size, directory, error) from None
+            with draft:
+                yield draft
+        finally:
+            _remove_file(path)
+            self._release(path)
+            self._remove_empty(directory)
+
+    def seal(
+        self, key: VersionKey, index: int, batch: pa.RecordBatch, draft: ShardDraft | None = None
+    ) -> MappedShard:
         """Writes ``batch`` as shard ``index`` and maps it.
+
+        Args:
+            draft: from `draft`, whose columns those of ``batch`` are.
 
         Raises:
             LoadError: when it does not fit in the memory limit or on the file system; nothing is
                 left behind.
         """
         size = batch.nbytes
-        self._reserve(size)
         directory = self._directory(key)
         final = directory / shard_file_name(index)
-        temporary = directory / f".{final.name}.{uuid.uuid4().hex}.tmp"
+        temporary = directory / _temporary_name(index) if draft is None else draft.path
+        self._reserve(temporary, size)
         try:
-            with self._lock:
-                directory.mkdir(parents=True, exist_ok=True)
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as w:
-                w.write_batch(batch)
+            if draft is not None:
+                draft.complete(batch)
+            else:
+                self._create(temporary)
+                write_shard_file(temporary, batch)
             sealed = SealedShard(
                 index, batch.num_rows, temporary.stat().st_size, file_checksum(temporary)
             )
@@ -266,14 +302,10 @@ class ShardStore:
             _remove_file(temporary)
             _remove_file(final)
             self._remove_empty(directory)
-            raise LoadError(
-                f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
-                f"{error.strerror}"
-            ) from None
+            raise _cannot_write(key, index, size, directory, error) from None
         finally:
             _remove_file(temporary)
-            with self._lock:
-                self._reserved_bytes -= size
+            self._release(temporary)
         with self._lock:
             self._shards.setdefault(key, {})[index] = shard
         logger.info(
@@ -306,6 +338,12 @@ class ShardStore:
     def _directory(self, key: VersionKey) -> Path:
         return self.cache_dir / key.dataset / key.fingerprint
 
+    def _create(self, path: Path) -> None:
+        """Makes an empty file and the directories it needs, which `_remove_empty` leaves then."""
+        with self._lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
     def _remove_empty(self, directory: Path) -> None:
         """Removes the directories of a version and of its dataset where nothing is left in them."""
         with self._lock:
@@ -316,9 +354,11 @@ class ShardStore:
     def _stored_bytes(self) -> int:
         return sum(s.sealed.num_bytes for v in self._shards.values() for s in v.values())
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, path: Path, size: int) -> None:
+        """Makes sure that there is room for a file, which may have some reserved already."""
         with self._lock:
-            held = self._stored_bytes() + self._reserved_bytes
+            before = self._reserved.get(path, 0)
+            held = self._stored_bytes() + sum(self._reserved.values()) - before
             limit = self.memory_limit_bytes
             if limit is not None and held + size > limit:
                 raise LoadError(
@@ -326,11 +366,15 @@ class ShardStore:
                     f"{limit} bytes are used"
                 )
             free = shutil.disk_usage(self.cache_dir).free
-            if size > free:
+            if size - before > free:
                 raise LoadError(
                     f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
                 )
-            self._reserved_bytes += size
+            self._reserved[path] = size
+
+    def _release(self, path: Path) -> None:
+        with self._lock:
+            self._reserved.pop(path, None)
 
     def _load_node_id(self) -> str:
         path = self.cache_dir / NODE_ID_FILE
@@ -367,6 +411,12 @@ class ShardStore:
         return adopted
 
 
+def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
+    """Writes a stored batch as one Arrow IPC file."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
 def file_checksum(path: Path) -> str:
     """XXH3-128 of a file, as hexadecimal digits."""
     digest = xxhash.xxh3_128()
@@ -401,6 +451,19 @@ def _write_manifest(path: Path, shards: Iterable[SealedShard]) -> None:
         temporary.write_text(text, encoding="utf-8")
         _fsync(temporary)
         os.replace(temporary, path)
+
+
+def _temporary_name(index: int) -> str:
+    return f".{shard_file_name(index)}.{uuid.uuid4().hex}.tmp"
+
+
+def _cannot_write(
+    key: VersionKey, index: int, size: int, directory: Path, error: OSError
+) -> LoadError:
+    return LoadError(
+        f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
+        f"{error.strerror}"
+    )
 
 
 def _remove_file(path: Path) -> None:

@@ -21,7 +21,7 @@ from protos.errors import LoadError
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
-_STORAGE_FORMAT = 1  # part of every fingerprint: a change of the stored bytes is another version
+_STORAGE_FORMAT = 2  # part of every fingerprint: a change of the stored bytes is another version
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class VersionPlan:
             source_schema=self.source_schema.serialize().to_pybytes(),
             logical_schema=self.logical.serialize().to_pybytes(),
             attempt=attempt,
+            keeps_every_row=self.keeps_every_row,
         )
 
     @classmethod

@@ -2,7 +2,7 @@
 
 Scalar columns of one dtype are *packed* row-major into one fixed-size list column, so that a row
 is one short run of bytes and gathering random rows costs one copy a row instead of one cache miss
-a column. Fixed-size lists are a *matrix* column of their own; everything else is *plain*.
+a column. Fixed-size lists are a *matrix* column of their own; everything else is *plain*, and last.
 
     logical   a: float32   b: int64   c: float32   img: uint8[784]   s: string
     stored    [a c]: float32[2]   [b]: int64[1]   img: uint8[784]   s: string
@@ -205,10 +205,12 @@ def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
             groups.setdefault(field.type, []).append(field.name)
         else:
             order.append(field)
-    return tuple(
+    columns = [
         _packed(item, groups[item]) if isinstance(item, pa.DataType) else _single(item)
         for item in order
-    )
+    ]
+    # Plain columns last: where the others begin in a file then does not depend on their sizes.
+    return tuple(sorted(columns, key=lambda column: column.kind == "plain"))
 
 
 def _packed(value_type: pa.DataType, names: Iterable[str]) -> StoredColumn:

@@ -100,9 +100,9 @@ def test_scalars_of_one_type_share_a_column_whatever_their_names() -> None:
 
     assert columns_of(layout) == [
         ("packed", ("a", "packed_int64", "c")),
-        ("plain", ("packed_float",)),
         ("packed", ("b",)),
         ("matrix", ("image",)),
+        ("plain", ("packed_float",)),
         ("plain", ("tags",)),
     ]
     assert layout.fixed_row_bytes == 3 * 4 + 8 + 4

@@ -1,3 +1,5 @@
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -171,6 +173,92 @@ def test_sealing_again_replaces_the_shard(cache_dir: Path) -> None:
         assert store.stored_bytes == after.sealed.num_bytes
     with ShardStore(cache_dir) as store:
         assert store.versions()[KEY][0].sealed == after.sealed
+
+
+# -- drafts ----------------------------------------------------------------------------------------
+
+
+def fill_and_seal(store: ShardStore, index: int, ids: Sequence[int]) -> MappedShard:
+    with store.draft(KEY, index, LAYOUT, len(ids)) as draft:
+        builder = ShardBuilder(LOGICAL, len(ids), draft.matrices)
+        for half in (ids[: len(ids) // 2], ids[len(ids) // 2 :]):
+            builder.append(rows_of(half))
+        return store.seal(KEY, index, builder.finish(), draft)
+
+
+@pytest.mark.parametrize("size", [1, 2, 1000])
+def test_a_shard_that_was_filled_in_place_is_the_same_file_to_the_byte(
+    store: ShardStore, size: int
+) -> None:
+    written = store.seal(KEY, 0, stored(range(size)))
+
+    filled = fill_and_seal(store, 1, range(size))
+
+    assert filled.path.read_bytes() == written.path.read_bytes()
+    assert filled.sealed.checksum == written.sealed.checksum
+    assert len(files_of(store)) == 5  # two directories, the manifest, two shards
+
+
+def test_the_columns_of_a_draft_are_not_written_a_second_time(
+    store: ShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    pwrite = os.pwrite
+
+    def spy(handle: int, data: bytes, at: int) -> int:
+        written.append(memoryview(data).nbytes)
+        return pwrite(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", spy)
+    shard = fill_and_seal(store, 0, range(10_000))
+
+    plain = sum(shard.batch.column(name).nbytes for name in ("text", "tags"))
+    assert sum(written) < plain + 20_000 < shard.sealed.num_bytes
+
+
+def test_a_batch_that_does_not_lie_in_its_draft_is_copied(store: ShardStore) -> None:
+    with store.draft(KEY, 0, LAYOUT, 10) as draft:
+        shard = store.seal(KEY, 0, stored(range(10)), draft)
+    assert shard.batch.equals(stored(range(10)))
+
+
+def test_a_draft_that_is_not_sealed_leaves_nothing(store: ShardStore) -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        store.draft(KEY, 0, LAYOUT, 10) as draft,
+    ):
+        assert draft.path.exists()
+        raise ZeroDivisionError
+    assert files_of(store) == []
+
+
+def test_drafts_count_towards_the_limit_until_they_end(cache_dir: Path) -> None:
+    size = 100 * LAYOUT.fixed_row_bytes
+    with ShardStore(cache_dir, memory_limit_bytes=2 * size - 1) as store:
+        with (
+            store.draft(KEY, 0, LAYOUT, 100),
+            pytest.raises(LoadError, match=f"{size} of the memory limit of {2 * size - 1} bytes"),
+            store.draft(KEY, 1, LAYOUT, 100),
+        ):
+            pass
+        with store.draft(KEY, 1, LAYOUT, 100):
+            pass
+        assert files_of(store) == []
+
+
+def test_a_draft_for_which_there_is_no_room_is_a_named_load_error(
+    store: ShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with (
+        pytest.raises(LoadError, match=r"cannot write shard 3 of 'table' .*No space left"),
+        store.draft(KEY, 3, LAYOUT, 10),
+    ):
+        pass
+    assert files_of(store) == []
 
 
 # -- adopt -----------------------------------------------------------------------------------------

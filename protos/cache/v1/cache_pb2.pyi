@@ -429,7 +429,9 @@ class ShardPlacement(_message.Message):
     def rows(self) -> Global___RowRange: ...
     @_builtins.property
     def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """one for each grpc:// location, in the same order"""
+        """One for each grpc:// location, in the same order. The file:// locations after them, if any, are
+        the shard files of the same nodes, for whoever runs on one of their machines.
+        """
 
     def __init__(
         self,
@@ -850,6 +852,7 @@ class LoadPlan(_message.Message):
     SOURCE_SCHEMA_FIELD_NUMBER: _builtins.int
     LOGICAL_SCHEMA_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    KEEPS_EVERY_ROW_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
     format: _builtins.str
@@ -860,6 +863,8 @@ class LoadPlan(_message.Message):
     """Arrow IPC schema message of the stored columns"""
     attempt: _builtins.int
     """counts the loads of a version that failed and was asked for again"""
+    keeps_every_row: _builtins.bool
+    """the splits know how many rows will come of them"""
     def __init__(
         self,
         *,
@@ -870,10 +875,11 @@ class LoadPlan(_message.Message):
         source_schema: _builtins.bytes = ...,
         logical_schema: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
+        keeps_every_row: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "dataset", b"dataset", "fingerprint", b"fingerprint", "format", b"format", "logical_schema", b"logical_schema", "source_schema", b"source_schema", "sql", b"sql"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "dataset", b"dataset", "fingerprint", b"fingerprint", "format", b"format", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "source_schema", b"source_schema", "sql", b"sql"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

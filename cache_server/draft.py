@@ -1,0 +1,153 @@
+"""A shard file that is filled where its rows will lie: packed columns are written once.
+
+The place of each packed or matrix column in an Arrow IPC file follows from the schema and the
+number of rows, so the file is made first, its columns are mapped, and a `ShardBuilder` fills them.
+Arrow then writes the rest of the file around them: the messages and the plain columns, which the
+layout puts last. Knows neither the manifest nor what becomes of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from protos.layout import Layout, Matrix, from_matrix
+
+
+class ShardDraft:
+    """One file. One thread at a time; a context manager, which closes but keeps it.
+
+    Args:
+        path: of an empty file.
+        layout: of the batch to come.
+        num_rows: of the batch to come, exactly; at least 1.
+
+    Attributes:
+        path: of the file.
+        matrices: stored column -> ``[num_rows, width]`` array to fill; not for plain columns.
+
+    Raises:
+        OSError: the file cannot be opened, or there is no room for it.
+    """
+
+    def __init__(self, path: Path, layout: Layout, num_rows: int) -> None:
+        self.path = path
+        self._file = path.open("r+b")
+        try:
+            offsets, end = _places(layout, num_rows)
+            # Room is taken now: a page that cannot be had later would kill the process.
+            os.posix_fallocate(self._file.fileno(), 0, end)
+            self._map = mmap.mmap(self._file.fileno(), end)
+        except BaseException:
+            self._file.close()
+            raise
+        self.matrices: dict[int, Matrix] = {}
+        for index, offset in offsets.items():
+            column = layout.columns[index]
+            assert column.dtype is not None
+            values = np.frombuffer(self._map, column.dtype, num_rows * column.width, offset)
+            self.matrices[index] = values.reshape(num_rows, column.width)
+
+    def __enter__(self) -> ShardDraft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.matrices.clear()
+        self._file.close()
+
+    def complete(self, batch: pa.RecordBatch) -> None:
+        """Writes all of ``batch`` that does not lie in its place in the file already.
+
+        Args:
+            batch: of the draft's layout. Columns that are not the draft's are copied.
+        """
+        sink = _Sink(self._file.fileno(), np.frombuffer(self._map, np.uint8).ctypes.data)
+        _write(sink, batch)
+        os.ftruncate(self._file.fileno(), sink.position)
+
+
+def _places(layout: Layout, num_rows: int) -> tuple[dict[int, int], int]:
+    """Where each packed or matrix column begins in the file, and where the last one ends."""
+    columns = [
+        from_matrix(_untouched(num_rows, column.width, column.dtype), column.field)
+        if column.dtype is not None
+        else pa.nulls(num_rows, column.field.type)
+        for column in layout.columns
+    ]
+    sink = _Sink(None, 0)
+    _write(sink, pa.RecordBatch.from_arrays(columns, schema=layout.schema))
+    places = {}
+    end = 0
+    for index, column in enumerate(layout.columns):
+        if column.dtype is not None:
+            values = columns[index].flatten().buffers()[1]
+            places[index] = sink.places[values.address]
+            end = places[index] + num_rows * column.width * column.dtype.itemsize
+    return places, end
+
+
+def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+    """An array to look at from outside only: its pages are never touched and cost nothing."""
+    return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
+
+
+def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
+    with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+class _Sink:
+    """What Arrow writes a file to: leaves out the buffers that lie in their place already.
+
+    Args:
+        handle: of the file; None to write nothing and see where each buffer would go.
+        start: address at which the file is mapped.
+
+    Attributes:
+        position: in the file.
+        places: address of each buffer -> its position.
+    """
+
+    closed = False
+
+    def __init__(self, handle: int | None, start: int) -> None:
+        self._handle = handle
+        self._start = start
+        self.position = 0
+        self.places: dict[int, int] = {}
+
+    def write(self, data: pa.Buffer | bytes) -> int:
+        if isinstance(data, pa.Buffer):
+            self.places[data.address] = self.position
+        if self._handle is not None and not self._lies_here(data):
+            view, at = memoryview(data), self.position
+            while view.nbytes:
+                written = os.pwrite(self._handle, view, at)
+                view, at = view[written:], at + written
+        self.position += len(data)
+        return len(data)
+
+    def _lies_here(self, data: pa.Buffer | bytes) -> bool:
+        return isinstance(data, pa.Buffer) and data.address == self._start + self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def close(self) -> None:
+        """The file is not ours to close."""
+
+    def readable(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
