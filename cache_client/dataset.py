@@ -7,31 +7,25 @@ tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cache_client.connections import Connection
 from cache_client.convert import BatchFormat, Converter
 from cache_client.cursor import Cursor
+from cache_client.device import find_device, on_device
 from cache_client.order import EpochOrder, OrderState, StepPlan, next_cursor, worker_steps
+from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint, find_rank
-from cache_client.reader import REQUEST_TIMEOUT_S, Reader, Rows, fetch_ahead
-from cache_client.routing import ShardMap
-from protos.errors import (
-    ConfigError,
-    NodeUnavailableError,
-    NotReadyError,
-    StaleVersionError,
-)
-from protos.layout import Layout
+from cache_client.reader import Reader, Rows, fetch_ahead
+from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
 WINDOW_BYTES = 2 * 1024 * 1024  # of one message: the best size of Flight over loopback
-_PLAIN_COLUMN_BYTES = 32  # guessed for a string or list when sizing a window
 _FETCH_THREADS = 2  # more cost processor time and bring no rows
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
@@ -76,7 +70,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         seed: of the order; all ranks must use the same.
         drop_last: leave out a short last step.
         rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1.
-        transform: applied to every batch, in the process that yields it.
+        transform: applied to every batch, in the process that yields it; with ``device``, in a
+            background thread and before the copy.
+        device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
+            of use, see `cache_client.device`. Not in DataLoader workers.
         prefetch_batches: fetched ahead in the background, about; bounds the memory.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
@@ -105,6 +102,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | None = None,
         prefetch_batches: int = 32,
         deadline_s: float = 60.0,
         local: bool = True,
@@ -117,6 +115,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             problems.append(f"prefetch_batches must be at least 1, got {prefetch_batches}")
         if not deadline_s > 0:
             problems.append(f"deadline_s must be more than 0, got {deadline_s}")
+        target = _collect(problems, lambda: find_device(device))
+        if device is not None and batch_format != "torch":
+            problems.append(f"device needs batch_format='torch', got {batch_format!r}")
         who = _collect(problems, lambda: find_rank(rank, world_size))
         where = _collect(problems, lambda: find_endpoint(endpoint))
         _collect(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last))
@@ -138,10 +139,11 @@ class CacheIterableDataset(IterableDataset[Any]):
         self.drop_last = drop_last
         self._columns = tuple(columns or ())
         self._transform = transform
+        self._device = target
         self._prefetch_batches = prefetch_batches
         self._deadline_s = deadline_s
         self._local = local
-        self._shards = _wait_for_plan(where, dataset, self._columns, deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
         self._cursor = Cursor()
@@ -258,11 +260,6 @@ class CacheIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank; in a DataLoader worker, every n-th of them."""
         this = self._begin_pass()
-        convert = Converter(self._shards.layout, *self._converter_arguments)
-        steps = this.steps
-        per_window = self._steps_per_window()
-        windows = [steps[i : i + per_window] for i in range(0, len(steps), per_window)]
-        depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
         self._position = self._position_after(this, 0)
         with Reader(
             self.endpoint,
@@ -272,26 +269,43 @@ class CacheIterableDataset(IterableDataset[Any]):
             deadline_s=self._deadline_s,
             local=self._local,
         ) as reader:
-            done = 0
-            results = fetch_ahead(
-                lambda window: _fetch_window(reader, this, self.rank, window),
-                windows,
-                depth=depth,
-                threads=_FETCH_THREADS,
-            )
-            for window, rows in zip(windows, _naming_steps(results, windows), strict=True):
-                at = 0
-                for step in window:
-                    stop = at + len(this.plan.positions(step, self.rank))
-                    batch = convert(rows.slice(at, stop))
-                    at, done = stop, done + 1
-                    if self._transform is not None:
-                        batch = self._transform(batch)
+            batches = self._batches(this, reader)
+            if self._device is not None:
+                batches = on_device(batches, self._device, interrupt=reader.close)
+            with closing(batches):
+                # Counted where they are handed out: what is made ahead is not consumed.
+                for done, batch in enumerate(batches, 1):
                     self._position = self._position_after(this, done)
                     yield batch
 
+    def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
+        """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
+        convert = Converter(self._shards.layout, *self._converter_arguments)
+        steps = this.steps
+        per_window = self._steps_per_window()
+        windows = [steps[i : i + per_window] for i in range(0, len(steps), per_window)]
+        depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
+        results = fetch_ahead(
+            lambda window: _fetch_window(reader, this, self.rank, window),
+            windows,
+            depth=depth,
+            threads=_FETCH_THREADS,
+        )
+        for window, rows in zip(windows, _naming_steps(results, windows), strict=True):
+            at = 0
+            for step in window:
+                stop = at + len(this.plan.positions(step, self.rank))
+                batch = convert(rows.slice(at, stop))
+                at = stop
+                yield batch if self._transform is None else self._transform(batch)
+
     def _begin_pass(self) -> _Pass:
         worker = get_worker_info()
+        if worker is not None and self._device is not None:
+            raise ConfigError(
+                f"device='{self._device}' cannot be used in DataLoader workers, whose batches "
+                "reach the training process through host memory: use num_workers=0, or no device"
+            )
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
         token = random.getrandbits(62) + 1 if worker is None else worker.seed - worker.id + 1
@@ -335,8 +349,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
 
     def _steps_per_window(self) -> int:
-        row_bytes = max(1, _row_bytes(self._shards.layout))
-        return max(1, WINDOW_BYTES // (self.batch_size * row_bytes))
+        return max(1, WINDOW_BYTES // (self.batch_size * row_bytes(self._shards.layout)))
 
 
 def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> Rows:
@@ -352,26 +365,6 @@ def _naming_steps(results: Iterator[Rows], windows: Sequence[range]) -> Iterator
             yield next(results)
         except NodeUnavailableError as error:
             raise NodeUnavailableError(f"step {window.start}: {error}") from None
-
-
-def _row_bytes(layout: Layout) -> int:
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    return layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES
-
-
-def _wait_for_plan(
-    endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
-) -> ShardMap:
-    attempts = Retrying(
-        retry=retry_if_exception_type((NotReadyError, NodeUnavailableError)),
-        stop=stop_after_delay(deadline_s),
-        wait=wait_random_exponential(multiplier=0.02, max=1.0),
-        reraise=True,
-    )
-    for attempt in attempts:
-        with attempt, Connection(endpoint) as connection:
-            return connection.read_plan(dataset, "", columns, min(REQUEST_TIMEOUT_S, deadline_s))
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _collect(problems: list[str], make: Callable[[], _T]) -> _T | None:

@@ -1,0 +1,286 @@
+"""`CacheDataset`: a cached table as a map-style dataset, whose rows are asked for by number.
+
+For code that brings its own order: a sampler of torch's, Grain, a notebook. An order that is
+shuffled, shared by ranks and resumed belongs to `CacheIterableDataset`, which also fetches ahead.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, SupportsIndex, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch.utils.data import Dataset
+
+from cache_client.convert import BatchFormat, Converter
+from cache_client.plan import row_bytes, wait_for_plan
+from cache_client.ranks import find_endpoint
+from cache_client.reader import Reader, Rows, fetch_ahead
+from cache_client.routing import Ids
+from protos.errors import ConfigError
+
+RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+
+FETCH_BYTES = 32 * 1024 * 1024  # fetched in one go, about; more goes in several
+_FETCH_THREADS = 2
+
+
+class CacheDataset(Dataset[Any]):
+    """Rows of a cached table by number: row ``i`` is source row ``i``, as everywhere in the cache.
+
+    ``dataset[i]`` is one row: a dict from column to value. Numbers are 0-d tensors, fixed-size
+    lists tensors of their own shape, strings ``str``, lists of numbers 1-d tensors. With
+    ``batch_format="numpy"`` they are numpy scalars and arrays, with ``arrow`` Python values.
+
+    ``dataset[[3, 1, 3]]`` and `fetch` are one batch, just as `CacheIterableDataset` makes them.
+
+    Each row alone is a request to a node. A DataLoader asks for a batch of rows at once, and is
+    fastest where it also gets it in one piece::
+
+        DataLoader(dataset, batch_size=256, shuffle=True)  # rows, which torch collates
+        DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)  # batches
+
+    With ``batch_format="numpy"`` it is a data source for Grain: rows are a pure function of their
+    number, and ``repr`` is the same in every process that reads the same rows in the same way, so
+    that checkpoints can compare it. It names neither the endpoint nor anything of this process.
+
+    Pickling carries the shard map and no connection. Each process connects by itself when it first
+    reads, also after a fork; `close` lets go of that. A copy reads the version that this one reads.
+
+    Args:
+        dataset: name of a dataset in the cache.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``.
+        columns: to read, in this order; default: all.
+        stack: new name -> columns; each becomes one tensor (``[n]`` in a row, ``[B, n]`` in a
+            batch) in their place.
+        batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches).
+        transform: applied to what is asked for, in the process that asks: to each row, or to the
+            batch of `fetch`.
+        deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
+        local: read shards of nodes on this machine from their files, without the node.
+
+    Raises:
+        ConfigError: quoting every bad argument.
+        DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+        NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
+
+    Thread-safety: any thread may read at any time.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        endpoint: str | None = None,
+        columns: Sequence[str] | None = None,
+        stack: Mapping[str, Sequence[str]] | None = None,
+        batch_format: BatchFormat = "torch",
+        transform: Callable[[Any], Any] | None = None,
+        deadline_s: float = 60.0,
+        local: bool = True,
+    ) -> None:
+        problems: list[str] = []
+        if not dataset:
+            problems.append(f"dataset must be a name, got {dataset!r}")
+        if not deadline_s > 0:
+            problems.append(f"deadline_s must be more than 0, got {deadline_s}")
+        try:
+            where = find_endpoint(endpoint)
+        except ConfigError as error:
+            problems.append(str(error))
+        if problems:
+            raise ConfigError("; ".join(problems))
+        self.dataset = dataset
+        self.endpoint = where
+        self._columns = tuple(columns or ())
+        self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
+        self._batch_format = batch_format
+        self._transform = transform
+        self._deadline_s = deadline_s
+        self._local = local
+        self._shards = wait_for_plan(where, dataset, self._columns, deadline_s)
+        self._open()
+
+    def _open(self) -> None:
+        """What is made anew in each process."""
+        self._convert = Converter(self._shards.layout, self._stack, self._batch_format)
+        self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards.layout))
+        self._readers: dict[int, Reader] = {}  # process id -> its reader; see `_reader`
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_convert", "_rows_per_fetch", "_readers")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __enter__(self) -> CacheDataset:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections of this process; reads that run fail, a later one connects."""
+        reader = self._readers.pop(os.getpid(), None)
+        if reader is not None:
+            reader.close()
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the version that is read."""
+        return self._shards.fingerprint
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the dataset."""
+        return self._shards.num_rows
+
+    def __len__(self) -> int:
+        """Rows of the dataset."""
+        return self._shards.num_rows
+
+    def __repr__(self) -> str:
+        """What is read, and how: nothing that differs between processes or runs."""
+        transform = getattr(self._transform, "__qualname__", type(self._transform).__qualname__)
+        parts = {
+            "fingerprint": self.fingerprint,
+            "num_rows": self.num_rows,
+            "columns": self._shards.logical.names,
+            "stack": {name: list(names) for name, names in self._stack.items()} or None,
+            "batch_format": self._batch_format,
+            "transform": None if self._transform is None else transform,
+        }
+        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
+        return f"CacheDataset({self.dataset!r}, {rest})"
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def __getitem__(self, index: SupportsIndex | RowNumbers) -> Any:
+        """One row for an integer, one batch for several; negative ones count from the end.
+
+        Raises:
+            IndexError: naming a row that is not there.
+            TypeError: quoting what is no integer.
+            NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
+            StaleVersionError: the version is gone.
+        """
+        if isinstance(index, (list, tuple, range)) or getattr(index, "ndim", 0) > 0:
+            return self.fetch(index)  # type: ignore[arg-type]  # which checks it
+        if isinstance(index, (bool, np.bool_)):
+            raise TypeError(f"a row is chosen by an integer, got {index!r}")
+        try:
+            number = operator.index(index)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"a row is chosen by an integer, got {index!r}") from None
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, indices: RowNumbers) -> list[Any]:
+        """The rows of these numbers, in this order, fetched together; what DataLoaders call.
+
+        The rows share memory: one that is kept keeps the others.
+
+        Raises:
+            IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
+        """
+        batch = self._convert(self._read(self._row_ids(indices)))
+        rows = _rows(batch)
+        return rows if self._transform is None else [self._transform(row) for row in rows]
+
+    def fetch(self, indices: RowNumbers) -> Any:
+        """One batch of the rows of these numbers, in this order; numbers may repeat.
+
+        Returns:
+            What ``batch_format`` says; its tensors may be changed in place.
+
+        Raises:
+            IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
+        """
+        batch = self._convert(self._read(self._row_ids(indices)))
+        return batch if self._transform is None else self._transform(batch)
+
+    def _row_ids(self, indices: RowNumbers) -> Ids:
+        given = np.asarray(indices)
+        if given.shape == (0,):  # of any dtype: an empty list has none
+            return np.empty(0, np.int64)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise TypeError(f"rows are chosen by a list of integers, got {indices!r:.200}")
+        outside = (given < -self.num_rows) | (given >= self.num_rows)
+        if outside.any():
+            raise IndexError(
+                f"row {given[outside][0]} is not in dataset {self.dataset!r} "
+                f"of {self.num_rows} rows"
+            )
+        row_ids = given.astype(np.int64)
+        row_ids[row_ids < 0] += self.num_rows
+        return row_ids
+
+    def _read(self, row_ids: Ids) -> Rows:
+        reader, size = self._reader(), self._rows_per_fetch
+        if len(row_ids) <= size:
+            return reader.fetch(row_ids)
+        windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
+        return _joined(
+            list(fetch_ahead(reader.fetch, windows, depth=_FETCH_THREADS, threads=_FETCH_THREADS))
+        )
+
+    def _reader(self) -> Reader:
+        """This process's reader.
+
+        Found by process id, because a child of a fork inherits the readers of its parent, whose
+        locks may be held for ever. Without a lock for the same reason: two threads may each make
+        a reader, and all use the one that `setdefault` lets in.
+        """
+        process = os.getpid()
+        reader = self._readers.get(process)
+        if reader is not None:
+            return reader
+        made = Reader(
+            self.endpoint,
+            self._shards,
+            columns=self._columns,
+            turn=process,  # spreads processes over replicas
+            deadline_s=self._deadline_s,
+            local=self._local,
+        )
+        reader = self._readers.setdefault(process, made)
+        if reader is not made:
+            made.close()
+        return reader
+
+
+def _rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch, without a copy."""
+    if isinstance(batch, pa.RecordBatch):
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    columns = (v.unbind(0) if isinstance(v, torch.Tensor) else v for v in batch.values())
+    return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    """The rows of all parts, one after the other; of at least one part."""
+    first = parts[0]
+    return Rows(
+        first.layout,
+        {
+            index: np.concatenate([part.matrices[index] for part in parts])
+            for index in first.matrices
+        },
+        {index: pa.concat_arrays([part.arrays[index] for part in parts]) for index in first.arrays},
+        sum(part.num_rows for part in parts),
+    )
