@@ -40,10 +40,27 @@ class _Pass:
     order: EpochOrder
     worker: int
     num_workers: int
+    in_worker: bool
 
     @property
     def steps(self) -> range:
         return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
+
+    def position_after(self, batches: int) -> tuple[int, int]:
+        """Epoch and rows consumed after so many batches.
+
+        In a worker process: where the worker's own strided sequence of steps goes on. The states
+        of n workers then differ by up to n - 1 steps, and each resumes its own.
+        """
+        plan = self.plan
+        if not self.in_worker:
+            if batches == 0 and plan.num_steps:
+                return self.epoch, plan.rows_consumed
+            return next_cursor(plan, self.epoch, batches)
+        consumed = plan.rows_consumed + batches * self.num_workers * plan.rows_per_step
+        if batches == len(self.steps):
+            consumed = plan.num_rows
+        return self.epoch, min(consumed, plan.num_rows)
 
 
 class CacheIterableDataset(IterableDataset[Any]):
@@ -147,7 +164,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
         self._cursor = Cursor()
-        self._position = (0, 0)  # epoch and rows consumed, as `state_dict` tells
+        self._start = (0, 0)  # epoch and rows consumed where no pass has begun since
+        self._pass: _Pass | None = None
+        self._batches_done = 0  # of the pass
         self._worker_start: tuple[int, tuple[int, int]] | None = None
 
     # -- what it is ----------------------------------------------------------------------------
@@ -186,7 +205,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         if epoch != self._cursor.epoch:
             self._cursor.set(epoch, 0)
         if epoch != self._position[0]:
-            self._position = (epoch, 0)
+            self._stand_at(epoch, 0)
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """Where this job stands: constant size; any world size, batch size and workers resume it.
@@ -249,7 +268,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             raise ConfigError(
                 f"bad state: rows_consumed={state.rows_consumed} of {self.num_rows} rows"
             )
-        self._position = (state.epoch, state.rows_consumed)
+        self._stand_at(state.epoch, state.rows_consumed)
         if get_worker_info() is None:
             self._cursor.set(state.epoch, state.rows_consumed)
         else:
@@ -260,7 +279,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank; in a DataLoader worker, every n-th of them."""
         this = self._begin_pass()
-        self._position = self._position_after(this, 0)
+        self._pass, self._batches_done = this, 0
         with Reader(
             self.endpoint,
             self._shards,
@@ -275,7 +294,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             with closing(batches):
                 # Counted where they are handed out: what is made ahead is not consumed.
                 for done, batch in enumerate(batches, 1):
-                    self._position = self._position_after(this, done)
+                    self._pass, self._batches_done = this, done
                     yield batch
 
     def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
@@ -291,12 +310,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             depth=depth,
             threads=_FETCH_THREADS,
         )
-        for window, rows in zip(windows, _naming_steps(results, windows), strict=True):
+        for rows, sizes in _naming_steps(results, windows):
             at = 0
-            for step in window:
-                stop = at + len(this.plan.positions(step, self.rank))
-                batch = convert(rows.slice(at, stop))
-                at = stop
+            for size in sizes:
+                batch = convert(rows.slice(at, at + size))
+                at += size
                 yield batch if self._transform is None else self._transform(batch)
 
     def _begin_pass(self) -> _Pass:
@@ -321,23 +339,17 @@ class CacheIterableDataset(IterableDataset[Any]):
             seed=self.seed,
             epoch=epoch,
         )
-        return _Pass(epoch, self._plan(offset), order, number, count)
+        return _Pass(epoch, self._plan(offset), order, number, count, worker is not None)
 
-    def _position_after(self, this: _Pass, batches: int) -> tuple[int, int]:
-        """Epoch and rows consumed after so many batches of a pass.
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Epoch and rows consumed, as `state_dict` tells; worked out when asked for."""
+        if self._pass is None:
+            return self._start
+        return self._pass.position_after(self._batches_done)
 
-        In a worker process: where the worker's own strided sequence of steps goes on. The states
-        of n workers then differ by up to n - 1 steps, and each resumes its own.
-        """
-        plan = this.plan
-        if get_worker_info() is None:
-            if batches == 0 and plan.num_steps:
-                return this.epoch, plan.rows_consumed
-            return next_cursor(plan, this.epoch, batches)
-        consumed = plan.rows_consumed + batches * this.num_workers * plan.rows_per_step
-        if batches == len(this.steps):
-            consumed = plan.num_rows
-        return this.epoch, min(consumed, plan.num_rows)
+    def _stand_at(self, epoch: int, rows_consumed: int) -> None:
+        self._start, self._pass = (epoch, rows_consumed), None
 
     def _plan(self, offset: int) -> StepPlan:
         return StepPlan(
@@ -352,13 +364,14 @@ class CacheIterableDataset(IterableDataset[Any]):
         return max(1, WINDOW_BYTES // (self.batch_size * row_bytes(self._shards.layout)))
 
 
-def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> Rows:
+def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> tuple[Rows, list[int]]:
+    """The rows of a run of steps, and how many each step has."""
     runs = [this.plan.positions(step, rank) for step in window]
     positions = np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in runs])
-    return reader.fetch(this.order.row_ids(positions))
+    return reader.fetch(this.order.row_ids(positions)), [len(run) for run in runs]
 
 
-def _naming_steps(results: Iterator[Rows], windows: Sequence[range]) -> Iterator[Rows]:
+def _naming_steps(results: Iterator[_T], windows: Sequence[range]) -> Iterator[_T]:
     """``results``, with the step in the message of a node that was not to be reached."""
     for window in windows:
         try:

@@ -144,7 +144,8 @@ class Reader:
         self._columns = columns
         self._turn = turn
         self._deadline_s = deadline_s
-        self._request_timeout_s = min(request_timeout_s, deadline_s)
+        # Four of them fit, so that another replica is asked before the deadline.
+        self._request_timeout_s = min(request_timeout_s, deadline_s / 4)
         self._lock = threading.Lock()
         self._layout = shards.layout
         self._local = LocalShards(shards, columns) if local else None
@@ -242,13 +243,17 @@ class Reader:
                 except ShardFileLostError as error:
                     trouble = str(error)
                     failed.append(part)
+        waited_in_vain = False
         for part, node, stream in sent:
             try:
                 answers.append((part, stream.receive()))
             except _WORTH_RETRYING as error:
                 self._discard(stream)
-                trouble = self._note_failure(node, error) or trouble
                 failed.append(part)
+                # After a node that was waited for in vain, the time of the others may be over.
+                if not waited_in_vain:
+                    trouble = self._note_failure(node, error) or trouble
+                waited_in_vain = True
             else:
                 self._give_back(node, stream)
         return answers, failed, trouble

@@ -175,9 +175,10 @@ class Router:
             order = np.argsort(keys, kind="stable")
             row_ids, shard_of = row_ids[order], shard_of[order]
             positions = order if positions is None else positions[order]
+        first, last = self._node_of[shard_of[0]], self._node_of[shard_of[-1]]
+        if first == last:  # grouped, so all in between are the same
+            return [Part(self._nodes[first], positions, row_ids, shard_of)]
         nodes = self._node_of[shard_of]
-        if nodes[0] == nodes[-1]:  # grouped, so all in between are the same
-            return [Part(self._nodes[nodes[0]], positions, row_ids, shard_of)]
         if positions is None:
             positions = np.arange(len(row_ids))
         bounds = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(nodes)]

@@ -1,0 +1,189 @@
+"""A pass over Flight while nodes hang, end and come back: no row lost or repeated, or a name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client.order import EpochOrder
+from cache_server import LocalCluster
+from cache_server.local import LocalNode
+from tests.conftest import write_numbered
+from tests.integration.test_training_reads import load_everywhere
+
+ROWS, FILES = 2_000, 8  # each file becomes a shard
+DEADLINE_S = 6.0
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_numbered(tmp_path / "source", ROWS, files=FILES)
+
+
+@pytest.fixture
+def nodes() -> Iterator[LocalCluster]:
+    """Two nodes that a test may break; the first is the coordinator."""
+    with LocalCluster(num_nodes=2) as running:
+        yield running
+
+
+def load(nodes: LocalCluster, source: Path, replicas: int) -> None:
+    spec = DatasetSpec("table", source, target_shard_bytes=1, replicas=replicas)
+    load_everywhere(nodes, spec)
+
+
+def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
+    # A window a batch, and little fetched ahead: what is broken is noticed in the middle.
+    defaults = {"batch_size": 20, "shuffle": True, "prefetch_batches": 1, "local": False}
+    return CacheIterableDataset(
+        "table",
+        endpoint=nodes.endpoint,
+        columns=["row"],
+        deadline_s=DEADLINE_S,
+        **{**defaults, **arguments},  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_batch_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_client.dataset.WINDOW_BYTES", 1)
+
+
+def rows_with(batches: CacheIterableDataset, at_step: dict[int, Callable[[], object]]) -> list[int]:
+    """The rows of a pass in which something happens after some steps."""
+    rows: list[int] = []
+    for step, batch in enumerate(batches):
+        rows += batch["row"].tolist()
+        at_step.get(step, lambda: None)()
+    return rows
+
+
+def order() -> list[int]:
+    ids = EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS))
+    return [int(row) for row in ids]
+
+
+def hang(node: LocalNode) -> Callable[[], None]:
+    return psutil.Process(node.pid).suspend
+
+
+def go_on(node: LocalNode) -> Callable[[], None]:
+    return psutil.Process(node.pid).resume
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_hangs_costs_no_row_where_there_is_another_replica(
+    nodes: LocalCluster, source: Path, node: int
+) -> None:
+    load(nodes, source, replicas=2)
+    try:
+        assert rows_with(dataset(nodes), {3: hang(nodes.nodes[node])}) == order()
+    finally:
+        go_on(nodes.nodes[node])()
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_killed_costs_no_row_where_there_is_another_replica(
+    nodes: LocalCluster, source: Path, node: int
+) -> None:
+    load(nodes, source, replicas=2)
+    assert rows_with(dataset(nodes), {3: nodes.nodes[node].kill}) == order()
+
+
+def test_a_coordinator_that_comes_back_in_the_middle_costs_no_row(
+    nodes: LocalCluster, source: Path
+) -> None:
+    load(nodes, source, replicas=1)
+    assert rows_with(dataset(nodes), {3: nodes.nodes[0].restart}) == order()
+
+
+def test_a_node_that_hangs_for_a_moment_is_waited_for(nodes: LocalCluster, source: Path) -> None:
+    load(nodes, source, replicas=1)
+    node = nodes.nodes[1]
+
+    def hang_for_a_moment() -> None:
+        hang(node)()
+        threading.Timer(DEADLINE_S / 4, go_on(node)).start()
+
+    assert rows_with(dataset(nodes), {2: hang_for_a_moment}) == order()
+
+
+def test_a_node_that_hangs_for_good_is_named_soon_after_the_deadline(
+    nodes: LocalCluster, source: Path
+) -> None:
+    load(nodes, source, replicas=1)
+    node = nodes.nodes[1]
+    begun: list[float] = []
+
+    def begin() -> None:
+        hang(node)()
+        begun.append(time.monotonic())
+
+    try:
+        with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{node.node_id}.*'table'"):
+            rows_with(dataset(nodes), {2: begin})
+        assert time.monotonic() - begun[0] < 2 * DEADLINE_S
+    finally:
+        go_on(node)()
+
+
+def test_a_pass_that_was_broken_off_goes_on_where_it_was(nodes: LocalCluster, source: Path) -> None:
+    load(nodes, source, replicas=1)
+    batches = dataset(nodes, prefetch_batches=1)
+    rows: list[int] = []
+    with pytest.raises(NodeUnavailableError):
+        for step, batch in enumerate(batches):
+            rows += batch["row"].tolist()
+            if step == 5:
+                nodes.nodes[1].kill()
+    state = batches.state_dict()
+    nodes.nodes[1].start()
+
+    again = dataset(nodes, batch_size=33)
+    again.load_state_dict(state)
+
+    assert rows + rows_with(again, {}) == order()
+
+
+def test_a_dataset_that_is_still_loading_is_waited_for(nodes: LocalCluster, source: Path) -> None:
+    CacheClient(nodes.endpoint).load(DatasetSpec("table", source, target_shard_bytes=1), wait=False)
+    assert rows_with(dataset(nodes), {}) == order()
+
+
+DISTRIBUTED = """
+import sys
+import torch.distributed
+from cache_client import CacheIterableDataset
+
+rank, endpoint, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{file}", rank=rank, world_size=2
+)
+dataset = CacheIterableDataset("table", endpoint=endpoint, batch_size=64, columns=["row"])
+print(dataset.rank, dataset.world_size, sum(len(batch["row"]) for batch in dataset))
+"""
+
+
+def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
+    nodes: LocalCluster, source: Path, tmp_path: Path
+) -> None:
+    load(nodes, source, replicas=1)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DISTRIBUTED, str(rank), nodes.endpoint, str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0].split() for process in ranks]
+    assert outputs == [["0", "2", "1000"], ["1", "2", "1000"]]

@@ -1,0 +1,95 @@
+"""`fetch_ahead`: several results under way, handed out in the order they were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cache_client.reader import fetch_ahead
+
+WAIT_S = 30.0
+
+
+def test_results_come_in_the_order_of_requests_whichever_is_ready_first() -> None:
+    second_is_done = threading.Event()
+
+    def fetch(request: int) -> int:
+        if request == 0:
+            assert second_is_done.wait(WAIT_S)
+        if request == 1:
+            second_is_done.set()
+        return 10 * request
+
+    assert [*fetch_ahead(fetch, range(20), depth=4, threads=2)] == [10 * n for n in range(20)]
+
+
+def test_no_more_than_the_depth_is_taken_ahead() -> None:
+    taken: list[int] = []
+
+    def requests() -> Iterator[int]:
+        for number in range(100):
+            taken.append(number)
+            yield number
+
+    results = fetch_ahead(lambda request: request, requests(), depth=3, threads=2)
+    for expected in range(50):
+        assert next(results) == expected
+        assert len(taken) <= expected + 1 + 3
+
+
+def test_calls_run_at_the_same_time_but_no_more_than_the_threads() -> None:
+    together = threading.Barrier(2)
+    lock = threading.Lock()
+    running: list[int] = []
+    most = 0
+
+    def fetch(request: int) -> int:
+        nonlocal most
+        with lock:
+            running.append(request)
+            most = max(most, len(running))
+        if request < 2:
+            together.wait(WAIT_S)  # broken, were they one after the other
+        with lock:
+            running.remove(request)
+        return request
+
+    assert [*fetch_ahead(fetch, range(30), depth=8, threads=2)] == [*range(30)]
+    assert most == 2
+
+
+def test_a_failure_is_raised_in_its_turn_after_the_results_before_it() -> None:
+    def fetch(request: int) -> int:
+        if request == 3:
+            raise ZeroDivisionError("by request 3")
+        return request
+
+    results = fetch_ahead(fetch, range(10), depth=5, threads=2)
+
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError, match="by request 3"):
+        next(results)
+    assert [*results] == []
+
+
+def test_closing_drops_what_was_not_begun_and_waits_for_nothing() -> None:
+    go_on, begun = threading.Event(), []
+
+    def fetch(request: int) -> int:
+        begun.append(request)
+        if request:
+            assert go_on.wait(WAIT_S)
+        return request
+
+    results = fetch_ahead(fetch, range(50), depth=10, threads=2)
+    assert next(results) == 0
+    results.close()  # type: ignore[attr-defined]
+    go_on.set()
+
+    assert len(begun) <= 3
+
+
+def test_no_requests_are_no_results() -> None:
+    assert [*fetch_ahead(lambda request: request, [], depth=3, threads=2)] == []
