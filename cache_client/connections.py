@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -303,8 +303,9 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
 
 
 def _path(uri: str) -> str:
-    """The path of a ``file://`` location."""
-    return unquote(urlsplit(uri).path)
+    """The path of a ``file:///`` location; there may be one a shard, so no parser is called."""
+    path = uri.removeprefix("file://")
+    return unquote(path) if "%" in path else path
 
 
 # -- fork ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -19,13 +20,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cache_client.convert import BatchFormat, Converter
 from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
+from cache_client.local_shards import LocalShards
 from cache_client.order import EpochOrder, OrderState, StepPlan, next_cursor, worker_steps
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint, find_rank
 from cache_client.reader import Reader, Rows, fetch_ahead
 from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
-WINDOW_BYTES = 2 * 1024 * 1024  # of one message: the best size of Flight over loopback
+MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
+_MOST_MESSAGES = 8  # of a window, each from another node
 _FETCH_THREADS = 2  # more cost processor time and bring no rows
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
@@ -160,6 +163,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._prefetch_batches = prefetch_batches
         self._deadline_s = deadline_s
         self._local = local
+        self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
         self._shards = wait_for_plan(where, dataset, self._columns, deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
@@ -286,7 +290,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             columns=self._columns,
             turn=self.rank,
             deadline_s=self._deadline_s,
-            local=self._local,
+            local=self._local_shards(),
         ) as reader:
             batches = self._batches(this, reader)
             if self._device is not None:
@@ -301,7 +305,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
-        per_window = self._steps_per_window()
+        per_window = self._steps_per_window(reader.num_nodes)
         windows = [steps[i : i + per_window] for i in range(0, len(steps), per_window)]
         depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
         results = fetch_ahead(
@@ -360,8 +364,20 @@ class CacheIterableDataset(IterableDataset[Any]):
             rows_consumed=offset,
         )
 
-    def _steps_per_window(self) -> int:
-        return max(1, WINDOW_BYTES // (self.batch_size * row_bytes(self._shards.layout)))
+    def _steps_per_window(self, num_nodes: int) -> int:
+        window_bytes = MESSAGE_BYTES * min(max(1, num_nodes), _MOST_MESSAGES)
+        return max(1, window_bytes // (self.batch_size * row_bytes(self._shards.layout)))
+
+    def _local_shards(self) -> LocalShards | None:
+        """Mapped once in each process: touching the pages of a new map costs time."""
+        if not self._local:
+            return None
+        if self._mapped is None or self._mapped[0] != os.getpid():
+            self._mapped = (os.getpid(), LocalShards(self._shards, self._columns))
+        return self._mapped[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}
 
 
 def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> tuple[Rows, list[int]]:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from cache_client.convert import BatchFormat, Converter
+from cache_client.local_shards import LocalShards
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader, Rows, fetch_ahead
@@ -255,7 +256,7 @@ class CacheDataset(Dataset[Any]):
             columns=self._columns,
             turn=process,  # spreads processes over replicas
             deadline_s=self._deadline_s,
-            local=self._local,
+            local=LocalShards(self._shards, self._columns) if self._local else None,
         )
         reader = self._readers.setdefault(process, made)
         if reader is not made:

@@ -126,7 +126,7 @@ class Reader:
         turn: which replica to prefer; see `Router`.
         deadline_s: how long a window may wait for nodes that do not answer.
         request_timeout_s: after one to two of these a node that hangs counts as failed.
-        local: read shards whose files are on this machine without their node.
+        local: shards to read from files of this machine, without their node; may be shared.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Reader:
         turn: int = 0,
         deadline_s: float = 60.0,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
-        local: bool = True,
+        local: LocalShards | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._columns = columns
@@ -148,7 +148,7 @@ class Reader:
         self._request_timeout_s = min(request_timeout_s, deadline_s / 4)
         self._lock = threading.Lock()
         self._layout = shards.layout
-        self._local = LocalShards(shards, columns) if local else None
+        self._local = local
         self._router = self._without(shards, set())
         self._failures = _Failures()
         self._connections: dict[str, Connection] = {}
@@ -166,6 +166,11 @@ class Reader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that a window may be cut into requests to."""
+        return self._router.num_nodes
 
     def close(self) -> None:
         """Closes every connection; running fetches fail."""

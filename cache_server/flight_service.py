@@ -273,8 +273,11 @@ def _flight_info(
     if part is not None:
         index, total = part
         start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
-    nodes = {node.id: node for node in info.nodes}
-    directory = Path(info.spec.name, info.fingerprint)
+    locations = {node.id: node.flight_location for node in info.nodes}
+    directories = {
+        node.id: Path(node.cache_dir, info.spec.name, info.fingerprint).as_uri()
+        for node in info.nodes
+    }
     endpoints = []
     for shard in info.shards:
         first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
@@ -286,10 +289,10 @@ def _flight_info(
         )
         # Who asks for a part reads every location of every endpoint, as the ancestor's clients do.
         node_ids = shard.node_ids if part is None else shard.node_ids[:1]
-        locations = [nodes[node_id].flight_location for node_id in node_ids]
+        uris = [locations[node_id] for node_id in node_ids]
         if part is None:
-            file = directory / shard_file_name(shard.index)
-            locations += [Path(nodes[node_id].cache_dir, file).as_uri() for node_id in node_ids]
+            file = shard_file_name(shard.index)
+            uris += [f"{directories[node_id]}/{file}" for node_id in node_ids]
         placement = pb.ShardPlacement(
             index=shard.index,
             rows=rows,
@@ -300,7 +303,7 @@ def _flight_info(
         endpoints.append(
             flight.FlightEndpoint(
                 ticket.SerializeToString(),
-                locations,
+                uris,
                 None,
                 placement.SerializeToString(),
             )

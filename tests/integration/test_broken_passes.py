@@ -55,7 +55,7 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
 
 @pytest.fixture(autouse=True)
 def one_batch_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_client.dataset.WINDOW_BYTES", 1)
+    monkeypatch.setattr("cache_client.dataset.MESSAGE_BYTES", 1)
 
 
 def rows_with(batches: CacheIterableDataset, at_step: dict[int, Callable[[], object]]) -> list[int]:

@@ -85,3 +85,21 @@ def test_the_shard_of_a_row_is_found_whatever_the_sizes_of_shards(
     (part,) = Router(shards).route(np.append(edges, np.array(drawn, np.int64)))
     assert (starts[part.shards] <= part.row_ids).all()
     assert (part.row_ids < starts[part.shards] + np.array(sizes)[part.shards]).all()
+
+
+def test_more_shards_than_sixteen_bits_are_grouped_by_node_all_the_same() -> None:
+    count, nodes = 200_000, 7
+    shards = shard_map([(index * index % nodes,) for index in range(count)], nodes)
+    ids = np.random.default_rng(0).integers(0, shards.num_rows, 5_000)
+
+    router = Router(shards)
+    parts = router.route(ids)
+
+    held = [node for index, node in enumerate(shards.nodes) if index in {0, 1, 2, 4}]
+    assert router.num_nodes == len(held)
+    assert [part.node for part in parts] == held
+    for part in parts:
+        assert (np.diff(part.shards) > -64).all()  # neighbours may change places
+        assert part.positions is not None
+        assert (ids[part.positions] == part.row_ids).all()
+    assert sum(len(part.row_ids) for part in parts) == len(ids)
