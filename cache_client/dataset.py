@@ -13,7 +13,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -382,9 +381,8 @@ class CacheIterableDataset(IterableDataset[Any]):
 
 def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> tuple[Rows, list[int]]:
     """The rows of a run of steps, and how many each step has."""
-    runs = [this.plan.positions(step, rank) for step in window]
-    positions = np.concatenate([np.arange(r.start, r.stop, dtype=np.int64) for r in runs])
-    return reader.fetch(this.order.row_ids(positions)), [len(run) for run in runs]
+    positions, sizes = this.plan.window(window, rank)
+    return reader.fetch(this.order.row_ids(positions)), sizes
 
 
 def _naming_steps(results: Iterator[_T], windows: Sequence[range]) -> Iterator[_T]:

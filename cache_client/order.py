@@ -252,6 +252,23 @@ class StepPlan:
             last = first + 1
         return range(start + first, start + last)
 
+    def window(self, steps: range, rank: int) -> tuple[Int64Array, list[int]]:
+        """Return the positions of a rank in several steps, joined, and how many each step has.
+
+        Raises:
+            ValueError: as `positions`.
+        """
+        if not steps:
+            return np.empty(0, np.int64), []
+        last = self.positions(steps[-1], rank)  # the only one that may be short
+        first = self.positions(steps[0], rank).start
+        starts = first + np.arange(len(steps) - 1, dtype=np.int64) * (
+            steps.step * self.rows_per_step
+        )
+        full = starts[:, None] + np.arange(self.batch_size, dtype=np.int64)
+        joined = np.concatenate([full.reshape(-1), np.arange(last.start, last.stop)])
+        return joined, [self.batch_size] * (len(steps) - 1) + [len(last)]
+
     def rows_consumed_after(self, step: int) -> int:
         """Return how many rows of this epoch all ranks together have consumed after a step.
 

@@ -215,5 +215,5 @@ def _sort_keys(node_of: npt.NDArray[np.int32]) -> npt.NDArray[np.unsignedinteger
     shift = 0
     while (sizes := -(-counts >> shift)).sum() > _MOST_KEYS and shift < 31:
         shift += 1
-    keys = (np.cumsum(sizes) - sizes)[node_of] + (inside >> shift)
-    return keys.astype(np.uint8 if keys.max() < 1 << 8 else np.uint16)
+    keys: Ids = (np.cumsum(sizes) - sizes)[node_of] + (inside >> shift)
+    return keys.astype(np.uint8) if keys.max() < 1 << 8 else keys.astype(np.uint16)

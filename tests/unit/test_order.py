@@ -445,6 +445,21 @@ def test_ranks_without_a_row_in_the_last_step_repeat_one_of_it() -> None:
 
 
 @examples
+@given(plans, st.data())
+def test_a_window_is_the_positions_of_its_steps_joined(plan: StepPlan, data: st.DataObject) -> None:
+    ends = st.integers(0, plan.num_steps)
+    steps = range(plan.num_steps)[data.draw(ends) : data.draw(ends) : data.draw(st.integers(1, 4))]
+    rank = data.draw(st.integers(0, plan.world_size - 1))
+
+    joined, sizes = plan.window(steps, rank)
+
+    runs = [plan.positions(step, rank) for step in steps]
+    assert joined.tolist() == [*itertools.chain(*runs)]
+    assert joined.dtype == np.int64
+    assert sizes == [len(run) for run in runs]
+
+
+@examples
 @given(plans)
 def test_every_rank_has_a_batch_of_at_most_batch_size_in_every_step(plan: StepPlan) -> None:
     for step in range(plan.num_steps):
