@@ -14,13 +14,15 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DATA = Path(__file__).resolve().parents[1] / ".data" / "benchmarks"
@@ -33,12 +35,18 @@ class Timing:
 
     Attributes:
         seconds: of each counted repeat.
+        cpu_seconds: processor time of each, of every process that took part.
+        order: in which order the rows come, in words; empty where it does not matter.
+        notes: more facts for the result file.
     """
 
     name: str
     num_rows: int
     num_bytes: int
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    order: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def median_s(self) -> float:
@@ -60,6 +68,11 @@ class Timing:
         """(slowest - fastest) / median."""
         return (max(self.seconds) - min(self.seconds)) / self.median_s
 
+    @property
+    def cpu_s_per_gigabyte(self) -> float:
+        """Processor seconds, of all processes together, for 1e9 bytes; at the median."""
+        return statistics.median(self.cpu_seconds) / self.num_bytes * 1e9
+
     def summary(self) -> dict[str, Any]:
         """For a result file."""
         return {
@@ -68,7 +81,24 @@ class Timing:
             "rows_per_s": self.rows_per_s,
             "gigabytes_per_s": self.gigabytes_per_s,
             "spread": self.spread,
+            **({"cpu_s_per_gigabyte": self.cpu_s_per_gigabyte} if self.cpu_seconds else {}),
         }
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One thing to measure.
+
+    Attributes:
+        run: handles all rows once and returns how many it handled.
+        order: in which order the rows come, in words.
+    """
+
+    name: str
+    run: Callable[[], int]
+    num_rows: int
+    num_bytes: int
+    order: str = ""
 
 
 def measure_in_turn(
@@ -80,27 +110,64 @@ def measure_in_turn(
     warm_ups: int = 1,
     settle: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
-    """Times each contender ``repeats`` times, A B C A B C, after ``warm_ups`` rounds not counted.
+    """`measure` for contenders that all handle the same rows.
 
     Args:
         contenders: name -> function that handles all rows once and returns how many it handled.
+    """
+    return measure(
+        [Contender(name, run, num_rows, num_bytes) for name, run in contenders.items()],
+        repeats=repeats,
+        warm_ups=warm_ups,
+        settle=settle,
+    )
+
+
+def measure(
+    contenders: Sequence[Contender],
+    *,
+    repeats: int = 5,
+    warm_ups: int = 1,
+    settle: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
+    """Times each contender ``repeats`` times, A B C A B C, after ``warm_ups`` rounds not counted.
+
+    Args:
         settle: called after each run, not timed: cleans up so that nothing goes on meanwhile.
 
     Raises:
-        AssertionError: a contender handled another number of rows.
+        AssertionError: a contender handled another number of rows, or two have one name.
     """
-    timings = {name: Timing(name, num_rows, num_bytes) for name in contenders}
+    timings = {c.name: Timing(c.name, c.num_rows, c.num_bytes, order=c.order) for c in contenders}
+    assert len(timings) == len(contenders), "two contenders have one name"
     for turn in range(warm_ups + repeats):
-        for name, run in contenders.items():
+        for contender in contenders:
             gc.collect()
+            cpu = cpu_seconds()
             start = time.perf_counter()
-            handled = run()
+            handled = contender.run()
             seconds = time.perf_counter() - start
+            cpu = cpu_seconds() - cpu
             settle()
-            assert handled == num_rows, f"{name} handled {handled} rows instead of {num_rows}"
+            assert handled == contender.num_rows, (
+                f"{contender.name} handled {handled} rows instead of {contender.num_rows}"
+            )
             if turn >= warm_ups:
-                timings[name].seconds.append(seconds)
+                timings[contender.name].seconds.append(seconds)
+                timings[contender.name].cpu_seconds.append(cpu)
     return timings
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process and of its children, those that have ended too."""
+    me = psutil.Process()
+    own = me.cpu_times()
+    total = own.user + own.system + own.children_user + own.children_system
+    for child in me.children(recursive=True):
+        with suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return float(total)
 
 
 def host_facts() -> dict[str, Any]:
@@ -128,12 +195,35 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
 
 def print_table(timings: Mapping[str, Timing]) -> None:
     """A line a contender."""
-    print(f"{'':48} {'M rows/s':>9} {'GB/s':>7} {'spread':>7}")
+    cpu = any(timing.cpu_seconds for timing in timings.values())
+    order = any(timing.order for timing in timings.values())
+    width = max(48, *(len(name) for name in timings))
+    print(
+        f"{'':{width}} {'M rows/s':>9} {'GB/s':>7} {'spread':>7}"
+        + (f" {'CPU s/GB':>9}" if cpu else "")
+        + ("  order" if order else "")
+    )
     for timing in timings.values():
-        print(
-            f"{timing.name:48} {timing.rows_per_s / 1e6:9.2f} {timing.gigabytes_per_s:7.2f} "
+        rows = timing.rows_per_s / 1e6
+        line = (
+            f"{timing.name:{width}} {rows:9.{2 if rows >= 1 else 4}f} "
+            f"{timing.gigabytes_per_s:7.{2 if timing.gigabytes_per_s >= 0.1 else 4}f} "
             f"{timing.spread:7.0%}"
         )
+        if cpu:
+            line += f" {timing.cpu_s_per_gigabyte:9.2f}" if timing.cpu_seconds else f" {'':9}"
+        print(f"{line}  {timing.order}" if order else line)
+
+
+def print_ratios(ratios: Mapping[str, float | None], targets: Mapping[str, float]) -> None:
+    """A line a ratio, with its target and whether it is met; None was not measured."""
+    for name, value in ratios.items():
+        target = targets.get(name)
+        line = f"{name:64} {'-' if value is None else f'{value:.2f}':>8}"
+        if target is not None:
+            met = "not measured" if value is None else "met" if value >= target else "MISSED"
+            line += f"  (to reach: {target:g}; {met})"
+        print(line)
 
 
 @contextmanager

@@ -1,20 +1,17 @@
-"""How fast is a cached table read and loaded, beside what pyarrow and DataFusion do alone?
+"""How fast is a cached table read, beside what pyarrow does alone?
 
     python -m benchmarks.throughput [--rows N]
 
-Reading: one rank, batches of 1024 rows as one ``[1024, 32]`` float32 tensor and one int64 label,
+One rank, batches of 1024 rows as one ``[1024, 32]`` float32 tensor and one int64 label,
 through `CacheIterableDataset` from one node in another process over loopback, against
-`pyarrow.dataset` decoding the same Parquet files and stacking the same tensors. Loading: Parquet
-to sealed, mapped, ready shards, against DataFusion streaming the same query to nowhere on all
-cores. Every path is the default one.
+`pyarrow.dataset` decoding the same Parquet files and stacking the same tensors. How long
+loading takes: `benchmarks.load`; reading without the node, and how fast others shuffle:
+`benchmarks.shuffle`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +19,6 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import torch
-from datafusion import RecordBatchStream, SessionContext
 
 from benchmarks.common import (
     DATA,
@@ -41,7 +37,6 @@ BATCH_SIZE = 1024
 FILES = 8
 TARGETS = {
     "sequential read over pyarrow.dataset": 2.0,
-    "load over DataFusion alone": 0.6,
 }
 
 
@@ -55,17 +50,15 @@ def main() -> None:
     rows: int = arguments.rows
     table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
     with memory_directory("cache-bench-") as directory:
-        loading = measure_load(table, directory, rows, arguments.repeats)
         reading = measure_reads(table, directory, rows, arguments.repeats)
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes\n")
-    print_table({**reading, **loading})
+    print_table(reading)
     ratios = {
         "sequential read over pyarrow.dataset": ratio(reading, "cache, sequential", "pyarrow"),
         "shuffled read over pyarrow.dataset": ratio(reading, "cache, shuffled", "pyarrow"),
         "shuffled read over sequential read": ratio(
             reading, "cache, shuffled", "cache, sequential"
         ),
-        "load over DataFusion alone": ratio(loading, "cache, load", "DataFusion"),
     }
     print()
     for name, value in ratios.items():
@@ -77,7 +70,7 @@ def main() -> None:
             "rows": rows,
             "row_bytes": ROW_BYTES,
             "batch_size": BATCH_SIZE,
-            "timings": [t.summary() for t in (*reading.values(), *loading.values())],
+            "timings": [t.summary() for t in reading.values()],
             "ratios": ratios,
             "targets": TARGETS,
         },
@@ -122,6 +115,7 @@ def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> 
                 batch_size=BATCH_SIZE,
                 stack={"features": FEATURES},
                 shuffle=shuffle,
+                local=False,
             )
             return sum(len(batch["features"]) for batch in dataset)
 
@@ -147,47 +141,6 @@ def read_with_pyarrow(table: Path) -> int:
         assert len(label) == len(features)
         rows += len(features)
     return rows
-
-
-def measure_load(table: Path, directory: Path, num_rows: int, repeats: int) -> dict[str, Timing]:
-    """Parquet to ready by the cache, and the same query streamed to nowhere by DataFusion."""
-    with LocalCluster(1, directory / "load") as cluster:
-        client = CacheClient(cluster.endpoint)
-
-        def load() -> int:
-            return client.load(DatasetSpec("table", table)).num_rows
-
-        def drop() -> None:
-            for info in client.datasets():
-                client.drop(info.name)
-            while any(node.stored_bytes for node in client.nodes()):
-                time.sleep(0.05)
-
-        timings = measure_in_turn(
-            {
-                "DataFusion alone, streamed to nowhere": lambda: stream_to_nowhere(table),
-                "cache, load, 1 node": load,
-            },
-            num_rows=num_rows,
-            num_bytes=num_rows * ROW_BYTES,
-            repeats=repeats,
-            settle=drop,
-        )
-        assert all(math.isfinite(t.median_s) for t in timings.values())
-        return timings
-
-
-def stream_to_nowhere(table: Path) -> int:
-    """The rows that DataFusion decodes, on as many cores as it wants."""
-    context = SessionContext()
-    context.register_parquet("source", str(table))
-    streams = context.sql("SELECT * FROM source").execute_stream_partitioned()
-
-    def drain(stream: RecordBatchStream) -> int:
-        return sum(batch.to_pyarrow().num_rows for batch in stream)
-
-    with ThreadPoolExecutor(len(streams)) as pool:
-        return sum(pool.map(drain, streams))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,13 @@ def gather(
     return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
 
 
+def _take(array: pa.Array, rows: Ids) -> pa.Array:
+    """These rows of a plain column; consecutive ones are a view, since nobody can write to it."""
+    if rows[-1] - rows[0] == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return array.slice(rows[0], len(rows))
+    return array.take(pa.array(rows))
+
+
 def shard_file_name(index: int) -> str:
     """The file name of shard ``index`` in its version's directory."""
     return f"shard-{index:05d}.arrow"
