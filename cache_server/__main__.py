@@ -7,11 +7,11 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Annotated
 
@@ -123,6 +123,7 @@ def local(
         raise ConfigError(f"--memory-limit {error}") from None
     # Also while it starts and loads: the cluster then stops its processes on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signals = _Signals()
     listening = False
     try:
         with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
@@ -131,7 +132,8 @@ def local(
                     coordinator.load(spec)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
-            threading.Event().wait()
+            signals.wait()
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         if not listening:
             raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -167,6 +169,27 @@ def _remove(cache_dir: Path) -> None:
         cache_dir.parent.rmdir()
 
 
+class _Signals:
+    """Waits for a signal. One that comes just before `wait` blocks is not missed, as by a lock.
+
+    Python's own handlers run between two of its instructions, so never while it waits for a lock
+    that it had not begun to wait for when the signal came.
+    """
+
+    def __init__(self) -> None:
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+
+    def wait(self) -> None:
+        """Until a signal has come, or `wake` was called, since this was made."""
+        self._woken.recv(1)
+
+    def wake(self) -> None:
+        """Ends `wait`, from any thread."""
+        self._wake.send(b"\0")
+
+
 class _Stop:
     """Waits for SIGTERM or SIGINT or, where asked for, the end of standard input.
 
@@ -174,9 +197,8 @@ class _Stop:
     """
 
     def __init__(self, *, with_stdin: bool) -> None:
-        # A signal handler may put into this queue; in an Event or a Queue it could lock itself out.
-        self._reasons: SimpleQueue[None] = SimpleQueue()
         self.parent_is_gone = False
+        self._signals = _Signals()
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN if with_stdin else self._on_signal)
         if with_stdin:
@@ -184,17 +206,17 @@ class _Stop:
 
     def wait(self) -> None:
         """Until there is a reason to stop."""
-        self._reasons.get()
+        self._signals.wait()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._reasons.put(None)
+        """The wake-up is all that is wanted of a signal."""
 
     def _wait_for_parent(self) -> None:
         # Not through sys.stdin: a thread inside its lock would abort the interpreter's exit.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         self.parent_is_gone = True
-        self._reasons.put(None)
+        self._signals.wake()
 
 
 if __name__ == "__main__":

@@ -148,13 +148,14 @@ def test_an_error_inside_the_block_ends_the_processes() -> None:
 
 
 PARENT = """
-import sys
+import time
 from cache_server import LocalCluster
 
 if __name__ == "__main__":
     cluster = LocalCluster(num_nodes=2)
     print(cluster.cache_dir, *(node.pid for node in cluster.nodes), flush=True)
-    sys.stdin.read()
+    while True:  # a signal just before a longer wait would not be noticed
+        time.sleep(0.05)
 """
 
 
