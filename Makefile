@@ -13,12 +13,14 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS ?= .venv-peers
+PEERS_STAMP := $(PEERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench proto venv clean
+.PHONY: help demo test check format bench bench-quick proto venv clean
 
 help:  ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(STAMP)  ## cache a real table on two local nodes and train from it with two ranks
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -36,13 +38,26 @@ format: $(STAMP)  ## sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## measure rows per second on this machine
-	$(BIN)/python -m benchmarks.throughput $(ARGS)
+bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 20 minutes
+	for name in throughput shuffle load resume; do \
+		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
+	for name in ranks scale; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	$(PEERS)/bin/python benchmarks/plot.py
+
+bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 2 minutes
+	for name in shuffle load resume ranks scale; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 proto: $(STAMP)  ## regenerate the code under protos/
 	$(BIN)/python protos/generate.py
 
 venv: $(STAMP)  ## make the virtual environment
+
+# What is measured beside this project, apart from it: its pins never meet ours.
+$(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt torch
+	$(PEERS)/bin/python -m pip install --no-deps -r benchmarks/peers/requirements.txt
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }
@@ -51,4 +66,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove the virtual environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

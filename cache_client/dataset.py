@@ -28,6 +28,7 @@ from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _MOST_MESSAGES = 8  # of a window, each from another node
+_LOCAL_WINDOW_BYTES = 8 * 1024 * 1024  # fewer calls a row; larger ones leave the processor's caches
 _FETCH_THREADS = 2  # more cost processor time and bring no rows
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
@@ -364,7 +365,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
 
     def _steps_per_window(self, num_nodes: int) -> int:
-        window_bytes = MESSAGE_BYTES * min(max(1, num_nodes), _MOST_MESSAGES)
+        if num_nodes:
+            window_bytes = MESSAGE_BYTES * min(num_nodes, _MOST_MESSAGES)
+        else:
+            window_bytes = _LOCAL_WINDOW_BYTES
         return max(1, window_bytes // (self.batch_size * row_bytes(self._shards.layout)))
 
     def _local_shards(self) -> LocalShards | None:

@@ -73,12 +73,15 @@ class LocalShards:
         with self._lock:
             return set(self._files)
 
-    def gather(self, row_ids: Ids, shards: Indices) -> pa.RecordBatch:
-        """The rows of these ids, in this order, as one stored batch in memory of its own.
+    def gather(
+        self, row_ids: Ids, shards: Indices, inverse: Indices | None = None
+    ) -> pa.RecordBatch:
+        """The rows of these ids as one stored batch in memory of its own.
 
         Args:
             row_ids: of `shards` only.
             shards: the shard of each row; those of one shard should lie together.
+            inverse: the order that the rows are wanted in; None: as they come.
 
         Raises:
             ShardFileLostError: a file cannot be read any more; `shards` is without it then.
@@ -88,7 +91,7 @@ class LocalShards:
         selection = self._selection
         if selection is None:
             selection = self._selection = Selection(runs[0].shard.layout, self._columns)
-        return gather(runs, row_ids - self._starts[shards], selection)
+        return gather(runs, row_ids - self._starts[shards], selection, inverse)
 
     def _map(self, shard: int) -> MappedShard:
         with self._lock:

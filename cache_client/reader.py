@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
 from typing import TypeVar
@@ -208,7 +208,7 @@ class Reader:
                 with attempt:
                     if trouble:
                         missing = self._reroute(missing, deadline)
-                    answers_now, missing, reason = self._ask(missing)
+                    answers_now, missing, reason = self._ask(missing, len(row_ids))
                     answers += answers_now
                     trouble = reason or trouble
                     if missing:
@@ -223,8 +223,13 @@ class Reader:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _ask(self, parts: list[Part]) -> tuple[list[tuple[Part, pa.RecordBatch]], list[Part], str]:
+    def _ask(
+        self, parts: list[Part], num_rows: int
+    ) -> tuple[list[tuple[Part, pa.RecordBatch]], list[Part], str]:
         """Sends every part, then receives every answer: the nodes work at the same time.
+
+        Args:
+            num_rows: of the window.
 
         Returns:
             The answers, the parts without one, and why a node failed (empty: none did).
@@ -244,7 +249,7 @@ class Reader:
         for part in parts:  # while the nodes work
             if part.node is None:
                 try:
-                    answers.append((part, self._gather_here(part)))
+                    answers.append(self._gather_here(part, num_rows))
                 except ShardFileLostError as error:
                     trouble = str(error)
                     failed.append(part)
@@ -263,9 +268,14 @@ class Reader:
                 self._give_back(node, stream)
         return answers, failed, trouble
 
-    def _gather_here(self, part: Part) -> pa.RecordBatch:
+    def _gather_here(self, part: Part, num_rows: int) -> tuple[Part, pa.RecordBatch]:
+        """Rows from files of this machine; in order already if they are the whole window."""
         assert self._local is not None
-        return self._local.gather(part.row_ids, part.shards)
+        if part.positions is None or len(part.row_ids) < num_rows:
+            return part, self._local.gather(part.row_ids, part.shards)
+        inverse = _inverse(num_rows, [part])
+        batch = self._local.gather(part.row_ids, part.shards, inverse)
+        return replace(part, positions=None), batch
 
     def _send(self, node: NodeRef, row_ids: Ids) -> GatherStream:
         stream = self._take_stream(node)

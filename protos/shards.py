@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.jsonl"
 NODE_ID_FILE = ".node-id"
+
+_MOST_SCRATCH = 64  # times what is asked for
 
 Ids = npt.NDArray[np.int64]
 
@@ -109,7 +112,8 @@ def gather(
             arrays.append(joined if inverse is None else joined.take(pa.array(inverse)))
             continue
         first = runs[0].shard.matrices[index]
-        out = pool_matrix(len(local), first.shape[1], first.dtype)
+        make = pool_matrix if inverse is None else _scratch
+        out = make(len(local), first.shape[1], first.dtype)
         for run in runs:
             # mode="clip" spares a hidden copy.
             rows, target = local[run.start : run.stop], out[run.start : run.stop]
@@ -120,6 +124,21 @@ def gather(
             out = ordered
         arrays.append(from_matrix(selection.narrow(pick, out), column.field))
     return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+
+_scratches = threading.local()
+
+
+def _scratch(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+    """An uninitialised array that lives until this thread asks for the next one.
+
+    Fresh memory would cost as much as filling it.
+    """
+    size = rows * width * dtype.itemsize
+    block: npt.NDArray[np.uint8] | None = getattr(_scratches, "block", None)
+    if block is None or not size <= len(block) <= _MOST_SCRATCH * max(1, size):
+        block = _scratches.block = np.empty(size, np.uint8)
+    return block[:size].view(dtype).reshape(rows, width)
 
 
 def _take(array: pa.Array, rows: Ids) -> pa.Array:
