@@ -28,7 +28,7 @@ from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _MOST_MESSAGES = 8  # of a window, each from another node
-_LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # fewer calls a row; larger ones leave the processor's caches
+_LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
 _FETCH_THREADS = 2  # more cost processor time and bring no rows
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
