@@ -4,21 +4,16 @@ Every call and every stream has a deadline. A gather stream is opened with a tim
 only in the first half of it, so a node that hangs is noticed after one to two request timeouts
 without a watchdog.
 
-gRPC does not survive a fork: a child that uses it after its parent did hangs or aborts. So before
-any fork of this process every stream and connection is closed, down to the last reference that
-keeps gRPC alive, and its threads are awaited. Whoever held one meets `ConnectionClosedError` and
-opens another.
+Before a fork of this process every stream and connection is closed (`cache_client.forks`). Whoever
+held one meets `ConnectionClosedError` and opens another.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import unquote
@@ -27,16 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
+from cache_client.forks import fork_gate
 from cache_client.routing import Ids, NodeRef, ShardFile, ShardMap
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
 
 _MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
-_GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
-_NAMELESS_S = 0.1  # a thread has its name before that
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-# A fork waits so long for calls, whose own deadlines are shorter, and then for gRPC's threads.
-_CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
@@ -86,7 +77,7 @@ class _Shared:
 
     def close(self) -> None:
         """Drops the value now, or when its last use ends."""
-        with _fork_gate.closing():
+        with fork_gate.closing():
             with self._lock:
                 if self.is_closed:
                     return
@@ -123,7 +114,7 @@ class Connection:
                 raise ConfigError(
                     f"endpoint must be grpc://HOST:PORT, got {location!r}: {error}"
                 ) from None
-            _fork_gate.add(self)
+            fork_gate.add(self, last=True)
 
     def __enter__(self) -> Connection:
         return self
@@ -198,7 +189,7 @@ class GatherStream:
             ends, break_off=lambda ends: ends[1].cancel(), drop=lambda ends: ends[0].close()
         )
         self._usable_until = usable_until
-        _fork_gate.add(self)
+        fork_gate.add(self)
 
     @property
     def is_fresh(self) -> bool:
@@ -245,7 +236,7 @@ class GatherStream:
 @contextmanager
 def _calling(location: str) -> Iterator[None]:
     """Around every call into Flight: keeps forks out, and turns what it raises into the tree."""
-    with _fork_gate.call():
+    with fork_gate.call():
         try:
             yield
         except flight.FlightError as error:
@@ -306,108 +297,3 @@ def _path(uri: str) -> str:
     """The path of a ``file:///`` location; there may be one a shard, so no parser is called."""
     path = uri.removeprefix("file://")
     return unquote(path) if "%" in path else path
-
-
-# -- fork ----------------------------------------------------------------------------------------
-
-
-class _ForkGate:
-    """Lets nothing of gRPC's be alive in this process while it forks.
-
-    Before a fork: no new call begins, what is open is broken off, running calls are awaited, then
-    gRPC's threads. After it, calls begin again.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._open: weakref.WeakSet[Connection | GatherStream] = weakref.WeakSet()
-        self._running = 0
-        self._forking = False
-
-    def add(self, user: Connection | GatherStream) -> None:
-        """Something to break off before a fork."""
-        with self._changed:
-            self._open.add(user)
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """A call into Flight; waits while the process forks."""
-        with self._changed:
-            while self._forking:
-                self._changed.wait()
-            self._running += 1
-        try:
-            yield
-        finally:
-            self._ended()
-
-    @contextmanager
-    def closing(self) -> Iterator[None]:
-        """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
-        with self._changed:
-            self._running += 1
-        try:
-            yield
-        finally:
-            self._ended()
-
-    def _ended(self) -> None:
-        with self._changed:
-            self._running -= 1
-            self._changed.notify_all()
-
-    def before_fork(self) -> None:
-        """Closes everything and waits until gRPC is gone, for a bounded time."""
-        with self._changed:
-            self._forking = True
-        self._close_all()  # breaks off the streams that run
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, _CALLS_WAIT_S)
-        self._close_all()  # and what they were opening meanwhile
-        deadline = time.monotonic() + _THREADS_WAIT_S
-        while _grpc_threads() and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def _close_all(self) -> None:
-        with self._changed:
-            users = list(self._open)
-        # Streams before the clients they belong to.
-        for user in sorted(users, key=lambda user: isinstance(user, Connection)):
-            user.close()
-
-    def after_fork_in_parent(self) -> None:
-        """Lets calls begin again."""
-        with self._changed:
-            self._forking = False
-            self._changed.notify_all()
-
-    def after_fork_in_child(self) -> None:
-        """Begins anew: the threads that were calling are not here."""
-        self.__init__()  # type: ignore[misc]  # as new
-
-
-def _grpc_threads() -> bool:
-    """Whether a thread of gRPC's lives in this process; Linux only, elsewhere never.
-
-    A thread that gRPC has just begun, as it does to shut down, has no name yet: any young thread
-    that is not Python's counts. So does one that ends while this looks, as it may just have begun
-    another that was not there to be seen.
-    """
-    python = {thread.native_id for thread in threading.enumerate()}
-    for task in Path("/proc/self/task").glob("*"):
-        try:
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:
-            return True
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest.split()[19]) / _TICKS_A_SECOND
-        if name in _GRPC_THREADS or (int(task.name) not in python and age_s < _NAMELESS_S):
-            return True
-    return False
-
-
-_fork_gate = _ForkGate()
-os.register_at_fork(
-    before=_fork_gate.before_fork,
-    after_in_parent=_fork_gate.after_fork_in_parent,
-    after_in_child=_fork_gate.after_fork_in_child,
-)

@@ -19,7 +19,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -61,7 +60,15 @@ class Layout:
 
     Args:
         logical: fields of storage types (see `cache_server.packing`); names must be unique.
+
+    Attributes:
+        columns: as stored.
+        schema: of a stored batch; says in its metadata what the logical one is.
+        fixed_row_bytes: bytes a row in packed and matrix columns.
     """
+
+    # All worked out at once: the lock of a cached_property, held by a thread of a process that
+    # forks, would stay locked in the child.
 
     def __init__(self, logical: pa.Schema) -> None:
         self.logical = logical
@@ -71,13 +78,12 @@ class Layout:
             for index, column in enumerate(self.columns)
             for position, name in enumerate(column.names)
         }
-
-    @cached_property
-    def schema(self) -> pa.Schema:
-        """The schema of a stored batch; says in its metadata what the logical one is."""
-        encoded = base64.b64encode(self.logical.serialize().to_pybytes())
-        return pa.schema(
+        encoded = base64.b64encode(logical.serialize().to_pybytes())
+        self.schema: pa.Schema = pa.schema(
             [column.field for column in self.columns], metadata={LOGICAL_SCHEMA_KEY: encoded}
+        )
+        self.fixed_row_bytes: int = sum(
+            c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None
         )
 
     @classmethod
@@ -94,11 +100,6 @@ class Layout:
         if not layout.schema.equals(schema):
             raise ValueError("the stored schema does not match its logical schema")
         return layout
-
-    @cached_property
-    def fixed_row_bytes(self) -> int:
-        """Bytes a row in packed and matrix columns."""
-        return sum(c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None)
 
     def place(self, name: str) -> tuple[int, int]:
         """Index of the stored column that holds ``name``, and its position inside it."""

@@ -79,6 +79,9 @@ BARRIERS = (
     ),
     Barrier("cache_server", "torch"),
     Barrier("protos", "torch"),
+    # Before Python 3.12 it has a lock, which a fork in another thread would leave locked.
+    Barrier("cache_client", "functools.cached_property"),
+    Barrier("protos", "functools.cached_property"),
 )
 
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")

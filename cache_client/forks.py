@@ -1,0 +1,131 @@
+"""Nothing of gRPC's may be alive in this process while it forks.
+
+gRPC does not survive a fork: a child that uses it after its parent did hangs or aborts. So before
+any fork every stream and connection is closed, down to the last reference that keeps gRPC alive,
+and its threads are awaited. docs/decisions/0003 tells what was seen. Knows no Flight.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+_GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
+_NAMELESS_S = 0.1  # a thread has its name before that
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+# A fork waits so long for calls, whose own deadlines are shorter, and then for gRPC's threads.
+_CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
+
+
+class Closable(Protocol):
+    """Something that keeps gRPC alive until it is closed."""
+
+    def close(self) -> None:
+        """Lets go of gRPC; again: nothing."""
+
+
+class ForkGate:
+    """Lets nothing of gRPC's be alive in this process while it forks.
+
+    Before a fork: no new call begins, what is open is broken off, running calls are awaited, then
+    gRPC's threads. After it, calls begin again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: tuple[weakref.WeakSet[Closable], ...] = (weakref.WeakSet(), weakref.WeakSet())
+        self._running = 0
+        self._forking = False
+
+    def add(self, user: Closable, *, last: bool = False) -> None:
+        """Something to close before a fork; ``last``: after those that belong to it."""
+        with self._changed:
+            self._open[last].add(user)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call into Flight; waits while the process forks."""
+        with self._changed:
+            while self._forking:
+                self._changed.wait()
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._ended()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def before_fork(self) -> None:
+        """Closes everything and waits until gRPC is gone, for a bounded time."""
+        with self._changed:
+            self._forking = True
+        self._close_all()  # breaks off the streams that run
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, _CALLS_WAIT_S)
+        self._close_all()  # and what they were opening meanwhile
+        deadline = time.monotonic() + _THREADS_WAIT_S
+        while _grpc_threads() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _close_all(self) -> None:
+        with self._changed:
+            users = [user for users in self._open for user in users]
+        for user in users:
+            user.close()
+
+    def after_fork_in_parent(self) -> None:
+        """Lets calls begin again."""
+        with self._changed:
+            self._forking = False
+            self._changed.notify_all()
+
+    def after_fork_in_child(self) -> None:
+        """Begins anew: the threads that were calling are not here."""
+        self.__init__()  # type: ignore[misc]  # as new
+
+
+def _grpc_threads() -> bool:
+    """Whether a thread of gRPC's lives in this process; Linux only, elsewhere never.
+
+    A thread that gRPC has just begun, as it does to shut down, has no name yet: any young thread
+    that is not Python's counts. So does one that ends while this looks, as it may just have begun
+    another that was not there to be seen.
+    """
+    python = {thread.native_id for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            return True
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest.split()[19]) / _TICKS_A_SECOND
+        if name in _GRPC_THREADS or (int(task.name) not in python and age_s < _NAMELESS_S):
+            return True
+    return False
+
+
+fork_gate = ForkGate()
+os.register_at_fork(
+    before=fork_gate.before_fork,
+    after_in_parent=fork_gate.after_fork_in_parent,
+    after_in_child=fork_gate.after_fork_in_child,
+)
