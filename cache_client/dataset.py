@@ -23,13 +23,12 @@ from cache_client.local_shards import LocalShards
 from cache_client.order import EpochOrder, OrderState, StepPlan, next_cursor, worker_steps
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint, find_rank
-from cache_client.reader import Reader, Rows, fetch_ahead
+from cache_client.reader import FETCH_THREADS, Reader, Rows, fetch_ahead
 from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _MOST_MESSAGES = 8  # of a window, each from another node
 _LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
-_FETCH_THREADS = 2  # more cost processor time and bring no rows
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
 
@@ -94,6 +93,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
             of use, see `cache_client.device`. Not in DataLoader workers.
+        message_bytes: of one answer of one node, about; a window asks up to 8 nodes for one each.
+            The default was measured over loopback. From files of this machine, windows are larger.
         prefetch_batches: fetched ahead in the background, about; bounds the memory.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
@@ -123,6 +124,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         world_size: int | None = None,
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
+        message_bytes: int = MESSAGE_BYTES,
         prefetch_batches: int = 32,
         deadline_s: float = 60.0,
         local: bool = True,
@@ -133,6 +135,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             problems.append(f"dataset must be a name, got {dataset!r}")
         if prefetch_batches < 1:
             problems.append(f"prefetch_batches must be at least 1, got {prefetch_batches}")
+        if message_bytes < 1:
+            problems.append(f"message_bytes must be at least 1, got {message_bytes}")
         if not deadline_s > 0:
             problems.append(f"deadline_s must be more than 0, got {deadline_s}")
         target = _collect(problems, lambda: find_device(device))
@@ -160,6 +164,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._columns = tuple(columns or ())
         self._transform = transform
         self._device = target
+        self._message_bytes = message_bytes
         self._prefetch_batches = prefetch_batches
         self._deadline_s = deadline_s
         self._local = local
@@ -312,7 +317,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             lambda window: _fetch_window(reader, this, self.rank, window),
             windows,
             depth=depth,
-            threads=_FETCH_THREADS,
+            threads=FETCH_THREADS,
         )
         for rows, sizes in _naming_steps(results, windows):
             at = 0
@@ -366,7 +371,7 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     def _steps_per_window(self, num_nodes: int) -> int:
         if num_nodes:
-            window_bytes = MESSAGE_BYTES * min(num_nodes, _MOST_MESSAGES)
+            window_bytes = self._message_bytes * min(num_nodes, _MOST_MESSAGES)
         else:
             window_bytes = _LOCAL_WINDOW_BYTES
         return max(1, window_bytes // (self.batch_size * row_bytes(self._shards.layout)))

@@ -7,6 +7,7 @@ and its threads are awaited. docs/decisions/0003 tells what was seen. Knows no F
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
+
+logger = logging.getLogger(__name__)
 
 _GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
 _NAMELESS_S = 0.1  # a thread has its name before that
@@ -84,7 +87,14 @@ class ForkGate:
             self._changed.wait_for(lambda: not self._running, _CALLS_WAIT_S)
         self._close_all()  # and what they were opening meanwhile
         deadline = time.monotonic() + _THREADS_WAIT_S
-        while _grpc_threads() and time.monotonic() < deadline:
+        while _grpc_threads():
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "gRPC still runs in this process %g s after its connections were closed: a "
+                    "child of this fork may hang when it reads",
+                    _THREADS_WAIT_S,
+                )
+                return
             time.sleep(0.001)
 
     def _close_all(self) -> None:

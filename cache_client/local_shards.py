@@ -84,10 +84,18 @@ class LocalShards:
             inverse: the order that the rows are wanted in; None: as they come.
 
         Raises:
-            ShardFileLostError: a file cannot be read any more; `shards` is without it then.
+            ShardFileLostError: files cannot be read any more; `shards` is without any of them then.
         """
         bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
-        runs = [Run(self._map(int(shards[a])), a, b) for a, b in itertools.pairwise(bounds)]
+        runs: list[Run] = []
+        lost: ShardFileLostError | None = None
+        for start, stop in itertools.pairwise(bounds):
+            try:
+                runs.append(Run(self._map(int(shards[start])), start, stop))
+            except ShardFileLostError as error:  # find out about the others, too, before it counts
+                lost = lost or error
+        if lost is not None:
+            raise lost
         selection = self._selection
         if selection is None:
             selection = self._selection = Selection(runs[0].shard.layout, self._columns)
@@ -109,7 +117,7 @@ class LocalShards:
                     raise ValueError(f"{mapped.file_bytes} bytes instead of {sealed.num_bytes}")
                 if mapped.batch.num_rows != sealed.num_rows:
                     raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, pa.ArrowException) as error:
                 del self._files[shard]
                 logger.info("shard file lost path=%s reason=%s", path, error)
                 raise ShardFileLostError(f"cannot read {path}: {error}") from None

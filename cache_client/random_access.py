@@ -22,14 +22,13 @@ from cache_client.convert import BatchFormat, Converter
 from cache_client.local_shards import LocalShards
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint
-from cache_client.reader import Reader, Rows, fetch_ahead
+from cache_client.reader import FETCH_THREADS, Reader, Rows, fetch_ahead
 from cache_client.routing import Ids
 from protos.errors import ConfigError
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 FETCH_BYTES = 32 * 1024 * 1024  # fetched in one go, about; more goes in several
-_FETCH_THREADS = 2
 
 
 class CacheDataset(Dataset[Any]):
@@ -236,7 +235,7 @@ class CacheDataset(Dataset[Any]):
             return reader.fetch(row_ids)
         windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
         return _joined(
-            list(fetch_ahead(reader.fetch, windows, depth=_FETCH_THREADS, threads=_FETCH_THREADS))
+            list(fetch_ahead(reader.fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS))
         )
 
     def _reader(self) -> Reader:

@@ -37,6 +37,7 @@ from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
+FETCH_THREADS = 2  # more cost processor time and bring no rows
 # A node that failed is passed over for so long where another replica is; longer at each failure.
 _FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
@@ -214,7 +215,7 @@ class Reader:
                     if missing:
                         raise _IncompleteError
         except _IncompleteError:
-            nodes = sorted({str(part.node) for part in missing if part.node is not None})
+            nodes = sorted({str(part.node or "of this machine's files") for part in missing})
             raise NodeUnavailableError(
                 f"node {', '.join(nodes)} did not bring its rows of dataset "
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {trouble}"
@@ -263,7 +264,7 @@ class Reader:
                 # After a node that was waited for in vain, the time of the others may be over.
                 if not waited_in_vain:
                     trouble = self._note_failure(node, error) or trouble
-                waited_in_vain = True
+                waited_in_vain = waited_in_vain or isinstance(error, NodeUnavailableError)
             else:
                 self._give_back(node, stream)
         return answers, failed, trouble

@@ -40,6 +40,7 @@ from protos.shards import (
     Run,
     SealedShard,
     Selection,
+    are_consecutive,
     empty_batch,
     gather,
     manifest_line,
@@ -155,7 +156,7 @@ class ResidentRows:
 
     def _gather_one(self, shard: int, local: Ids, selection: Selection) -> pa.RecordBatch:
         mapped, rows = self._shards[shard], len(local)
-        if int(local[-1]) - int(local[0]) == rows - 1 and bool((np.diff(local) == 1).all()):
+        if are_consecutive(local):
             return self._slice(mapped, int(local[0]), rows, selection)
         return gather([Run(mapped, 0, rows)], local, selection)
 

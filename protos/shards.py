@@ -143,9 +143,14 @@ def _scratch(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
 
 def _take(array: pa.Array, rows: Ids) -> pa.Array:
     """These rows of a plain column; consecutive ones are a view, since nobody can write to it."""
-    if rows[-1] - rows[0] == len(rows) - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+    if are_consecutive(rows):
         return array.slice(rows[0], len(rows))
     return array.take(pa.array(rows))
+
+
+def are_consecutive(rows: Ids) -> bool:
+    """Whether each of these numbers, of which there is at least one, is the one before plus 1."""
+    return bool(rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all())
 
 
 def shard_file_name(index: int) -> str:

@@ -43,7 +43,10 @@ def load(nodes: LocalCluster, source: Path, replicas: int) -> None:
 
 def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
     # A window a batch, and little fetched ahead: what is broken is noticed in the middle.
-    defaults = {"batch_size": 20, "shuffle": True, "prefetch_batches": 1, "local": False}
+    defaults = {
+        **{"batch_size": 20, "shuffle": True, "local": False},
+        **{"prefetch_batches": 1, "message_bytes": 1},
+    }
     return CacheIterableDataset(
         "table",
         endpoint=nodes.endpoint,
@@ -51,11 +54,6 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
         deadline_s=DEADLINE_S,
         **{**defaults, **arguments},  # type: ignore[arg-type]
     )
-
-
-@pytest.fixture(autouse=True)
-def one_batch_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_client.dataset.MESSAGE_BYTES", 1)
 
 
 def rows_with(batches: CacheIterableDataset, at_step: dict[int, Callable[[], object]]) -> list[int]:

@@ -124,6 +124,17 @@ def test_a_file_that_goes_away_is_replaced_by_its_node(
     assert {*streams} == {nodes.nodes[0].endpoint}
 
 
+def test_many_files_that_go_away_at_once_are_found_out_at_once(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "many", ROWS, files=100)
+    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "elsewhere") as running:
+        CacheClient(running.endpoint).load(DatasetSpec("table", source, target_shard_bytes=1))
+        batches = dataset(running, deadline_s=2.0)
+        for node in (0, 1):
+            for file in shard_files(running, node):
+                file.unlink()
+        assert rows_of(batches) == order()
+
+
 def test_files_that_go_away_in_the_middle_of_a_pass_cost_no_row(nodes: LocalCluster) -> None:
     rows: list[int] = []
     for step, batch in enumerate(dataset(nodes, prefetch_batches=1)):
