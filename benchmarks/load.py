@@ -32,7 +32,6 @@ import pyarrow.parquet as pq
 from datafusion import RecordBatchStream, SessionContext
 
 from benchmarks.common import (
-    DATA,
     Timing,
     measure_in_turn,
     memory_directory,
@@ -40,14 +39,9 @@ from benchmarks.common import (
     print_table,
     write_result,
 )
-from benchmarks.shuffle import (
-    DEFAULT_PEERS,
-    child_process,
-    files_of,
-    per_million_rows,
-    run_reader,
-)
-from benchmarks.throughput import ROW_BYTES, ratio, write_table
+from benchmarks.processes import DEFAULT_PEERS, child_process, per_million_rows, run_reader
+from benchmarks.tables import ROW_BYTES, files_of, floats
+from benchmarks.throughput import ratio
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 
@@ -56,6 +50,7 @@ CACHE = "cache, load, 1 node"
 DATAFUSION = "DataFusion alone, streamed to nowhere"
 PYARROW = "pyarrow.parquet.read_table"
 _SAMPLE_S = 0.005
+DROP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: int = arguments.rows or (400_000 if arguments.quick else 8_000_000)
     repeats: int = arguments.repeats or (2 if arguments.quick else 5)
-    table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
+    table = floats(rows)
     with memory_directory("cache-bench-") as directory:
         timings = measure_times(table, directory, rows, repeats)
         memory = measure_memory(table, directory)
@@ -140,7 +135,9 @@ def measure_times(table: Path, directory: Path, num_rows: int, repeats: int) -> 
         def drop() -> None:
             for info in client.datasets():
                 client.drop(info.name)
+            deadline = time.monotonic() + DROP_TIMEOUT_S
             while any(node.stored_bytes for node in client.nodes()):
+                assert time.monotonic() < deadline, f"not dropped within {DROP_TIMEOUT_S:g} s"
                 time.sleep(0.05)
 
         return measure_in_turn(
@@ -242,7 +239,7 @@ def measure_peers(
     table: Path, part_rows: int, arguments: argparse.Namespace
 ) -> tuple[list[tuple[Timing, Memory]], dict[str, str]]:
     """Hugging Face on all rows; MDS, which is slow, on a part, as seconds for a row."""
-    part = write_table(DATA / f"f32x32-defaults-{part_rows}", part_rows)
+    part = floats(part_rows)
     found: list[tuple[Timing, Memory]] = []
     left_out: dict[str, str] = {}
     works = {

@@ -12,7 +12,6 @@ reading mapped files of this machine (``local=False``) where the dataset can do 
 from __future__ import annotations
 
 import argparse
-import inspect
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import DATA, Timing, memory_directory, print_table, write_result
-from benchmarks.throughput import FEATURES, ROW_BYTES, write_table
+from benchmarks.common import Timing, memory_directory, print_table, write_result
+from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
 
@@ -119,7 +118,7 @@ def main() -> None:
     rows: int = 200_000 if arguments.quick else arguments.rows
     repeats: int = 3 if arguments.quick else arguments.repeats
     cases = all_cases(most_processes=2 if arguments.quick else max(RANKS))
-    table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
+    table = floats(rows)
     with memory_directory("cache-bench-") as directory:
         timings = measure(cases, table, directory, rows, repeats)
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes an epoch\n")
@@ -146,9 +145,7 @@ def main() -> None:
 
 def all_cases(most_processes: int) -> list[Case]:
     """One job of one rank serves both questions."""
-    choices: list[dict[str, Any]] = [{}]
-    if "local" in inspect.signature(CacheIterableDataset).parameters:
-        choices.append({"local": False})
+    choices: list[dict[str, Any]] = [{}, {"local": False}]
     sizes = [(1, ranks) for ranks in RANKS] + [(jobs, 1) for jobs in JOBS if jobs > 1]
     return [
         Case(jobs, ranks, options)

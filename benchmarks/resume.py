@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import DATA, Timing, measure_in_turn, memory_directory, write_result
-from benchmarks.throughput import FEATURES, ROW_BYTES, write_table
+from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
 
@@ -44,7 +44,7 @@ def main() -> None:
     rows: int = 200_000 if arguments.quick else arguments.rows
     repeats: int = 10 if arguments.quick else arguments.repeats
     peer_repeats: int = 2 if arguments.quick else arguments.peer_repeats
-    table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
+    table = floats(rows)
     with memory_directory("cache-bench-") as directory:
         timings = measure_cache(table, directory, rows, repeats)
     if arguments.peers_python is not None:

@@ -18,18 +18,13 @@ Processor time is that of all processes, nodes and workers too.
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
-import json
-import multiprocessing
 import statistics
-import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,7 +40,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.common import (
-    DATA,
     Contender,
     Timing,
     measure,
@@ -54,18 +48,17 @@ from benchmarks.common import (
     print_table,
     write_result,
 )
-from benchmarks.throughput import FEATURES, read_with_pyarrow, write_table
+from benchmarks.processes import DEFAULT_PEERS, child_process, per_million_rows, run_reader
+from benchmarks.tables import MAKERS, Table, files_of
+from benchmarks.throughput import read_with_pyarrow
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.convert import BatchFormat
 from cache_server import LocalCluster
 
-HERE = Path(__file__).resolve().parent
-DEFAULT_PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 PEERS = ("huggingface", "mosaic", "litdata", "ray", "lance", "grain")
 BATCH_SIZE = 1024
 RANKS = 2
-EMBEDDING_WIDTH = 768
 MESSAGE_MEGABYTES = (1, 2, 4)  # of the bare Flight server; the best counts
-HAS_LOCAL = "local" in inspect.signature(CacheIterableDataset).parameters
 
 PLAIN = ("bare np.take", "torch x[perm]", "torch index_select")
 
@@ -131,33 +124,6 @@ QUICK = Scale(
 )
 
 
-@dataclass(frozen=True)
-class Table:
-    """Parquet files, twice: all rows, and the rows that the other libraries read.
-
-    Attributes:
-        paths: a folder of the columns as its users have them.
-        packed: a folder of the same rows with their numbers in one list column; may be ``paths``.
-        row_bytes: of the values of a row, strings on average.
-        stack: what this cache is told to stack; none of it is needed for ``packed``.
-        batch_format: of this cache.
-    """
-
-    name: str
-    num_rows: int
-    row_bytes: float
-    paths: Path
-    packed: Path
-    peer_paths: Path | None
-    peer_packed: Path | None
-    stack: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all rows."""
-        return round(self.num_rows * self.row_bytes)
-
-
 def main() -> None:
     """Measures, prints and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -173,8 +139,6 @@ def main() -> None:
     results: dict[str, dict[str, Timing]] = {}
     ratios: dict[str, float | None] = dict.fromkeys(TARGETS)
     skipped: dict[str, str] = {}
-    if not HAS_LOCAL:
-        skipped["cache, local"] = "CacheIterableDataset has no parameter 'local'"
     if arguments.peers is None:
         arguments.peers = scale.peers
         skipped.update({peer: "not in --quick" for peer in PEERS if peer not in scale.peers})
@@ -186,7 +150,7 @@ def main() -> None:
         }
         ranks = stack.enter_context(run_ranks())
         for name in arguments.tables:
-            table = MAKERS[name](scale)
+            table = MAKERS[name](scale.rows[name], scale.peer_rows.get(name))
             say(f"{name}: written")
             timings = measure_table(table, clusters, ranks, scale, arguments, ratios, skipped)
             results[name] = timings
@@ -212,118 +176,6 @@ def main() -> None:
         },
     )
     print(f"\nwritten to {path} after {time.monotonic() - started:.0f} s")
-
-
-# -- the tables ------------------------------------------------------------------------------------
-
-
-def make_floats(scale: Scale) -> Table:
-    """32 float32 columns and an int64 label."""
-
-    def make(rows: int) -> tuple[Path, Path]:
-        columns = write_table(DATA / f"f32x32-defaults-{rows}", rows)
-        packed = write_once(DATA / f"f32x32-packed-{rows}", lambda to: pack(columns, to))
-        return columns, packed
-
-    rows = scale.rows["floats"]
-    columns, packed = make(rows)
-    peers = make(scale.peer_rows["floats"]) if "floats" in scale.peer_rows else (None, None)
-    stack = {"features": FEATURES}
-    return Table("floats", rows, 32 * 4 + 8, columns, packed, peers[0], peers[1], stack)
-
-
-def make_embeddings(scale: Scale) -> Table:
-    """One column of 768 float32."""
-
-    def make(rows: int) -> Path:
-        return write_once(DATA / f"embeddings-{rows}", lambda to: write_embeddings(to, rows))
-
-    rows = scale.rows["embeddings"]
-    path = make(rows)
-    peers = make(scale.peer_rows["embeddings"]) if "embeddings" in scale.peer_rows else None
-    return Table("embeddings", rows, EMBEDDING_WIDTH * 4, path, path, peers, peers)
-
-
-def make_lineitem(scale: Scale) -> Table:
-    """TPC-H lineitem, decimals as float64 and dates as days, as the cache stores them."""
-
-    def make(rows: int) -> Path:
-        return write_once(DATA / f"lineitem-{rows}", lambda to: write_lineitem(to, rows))
-
-    rows = scale.rows["lineitem"]
-    path = make(rows)
-    table = pyarrow.dataset.dataset(path).head(10_000)
-    peers = make(scale.peer_rows["lineitem"]) if "lineitem" in scale.peer_rows else None
-    return Table("lineitem", rows, table.nbytes / table.num_rows, path, path, peers, peers)
-
-
-MAKERS: dict[str, Callable[[Scale], Table]] = {
-    "floats": make_floats,
-    "embeddings": make_embeddings,
-    "lineitem": make_lineitem,
-}
-
-
-def write_once(directory: Path, write: Callable[[Path], None]) -> Path:
-    """The folder, written when it is not there yet."""
-    if not directory.exists():
-        partial = directory.with_name(f".{directory.name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        partial.rename(directory)
-    return directory
-
-
-def pack(columns: Path, target: Path) -> None:
-    """The same rows, their 32 numbers as one list column."""
-    for path in sorted(columns.glob("*.parquet")):
-        table = pq.read_table(path)
-        features = np.stack([table.column(name).to_numpy() for name in FEATURES], axis=1)
-        lists = pa.FixedSizeListArray.from_arrays(features.ravel(), len(FEATURES))
-        packed = pa.table({"features": lists, "label": table.column("label")})
-        pq.write_table(packed, target / path.name)
-
-
-def write_embeddings(target: Path, num_rows: int) -> None:
-    """Four files of random vectors."""
-    rng = np.random.default_rng(0)
-    for index in range(4):
-        count = num_rows * (index + 1) // 4 - num_rows * index // 4
-        values = rng.standard_normal(count * EMBEDDING_WIDTH, dtype=np.float32)
-        lists = pa.FixedSizeListArray.from_arrays(values, EMBEDDING_WIDTH)
-        pq.write_table(pa.table({"embedding": lists}), target / f"part-{index}.parquet")
-
-
-def write_lineitem(target: Path, num_rows: int) -> None:
-    """The first rows of lineitem at scale factor 1, in four files."""
-    source = DATA / "tpch-sf1"
-    if not source.exists():
-        partial = source.with_name(f".{source.name}.partial")
-        subprocess.run(
-            [
-                str(Path(sysconfig.get_path("scripts")) / "tpchgen-cli"), "parquet", "-s", "1",
-                "--tables", "lineitem", "--parts", "4", "--output-dir", str(partial),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        partial.rename(source)
-    table = pa.concat_tables(
-        pq.read_table(path) for path in sorted(source.glob("lineitem/*.parquet"))
-    ).slice(0, num_rows)
-    table = pa.table({name: simple(table.column(name)) for name in table.column_names})
-    for index in range(4):
-        start, stop = num_rows * index // 4, num_rows * (index + 1) // 4
-        pq.write_table(table.slice(start, stop - start), target / f"part-{index}.parquet")
-
-
-def simple(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """In a type that every library reads."""
-    if pa.types.is_decimal(column.type):
-        return column.cast(pa.float64())
-    if pa.types.is_date(column.type):
-        return column.cast(pa.int32())
-    return column.cast(pa.string()) if column.type == pa.string_view() else column
 
 
 # -- one table -------------------------------------------------------------------------------------
@@ -359,7 +211,7 @@ def measure_table(
         timings.update(measure(others, repeats=scale.few_repeats))
         say(f"{table.name}: measured in this process")
         ratios.update(ratios_of(table, timings))
-        ours = Reading(table, clusters[1].endpoint, shuffle=True, local=HAS_LOCAL or None)
+        ours = Reading(table, clusters[1].endpoint, shuffle=True, local=True)
         for peer in arguments.peers if table.peer_paths is not None else []:
             before = rates(ours)
             found = read_by_peer(peer, table, scale, arguments.peers_python, skipped)
@@ -368,8 +220,7 @@ def measure_table(
                 timings[timing.name] = timing
                 timing.notes["cache_beside_rows_per_s"] = beside
                 name = f"{table.name}: local shuffled / {timing.name}"
-                if HAS_LOCAL:
-                    ratios[name] = beside / timing.rows_per_s
+                ratios[name] = beside / timing.rows_per_s
             say(f"{table.name}: measured {peer}")
         return timings
 
@@ -439,7 +290,7 @@ class Reading:
     """How to read once through this cache; travels to the processes of ranks.
 
     Attributes:
-        local: None where the cache has no such parameter.
+        local: from files of this machine, or over Flight.
         packed: the table whose numbers are stored in one list column.
         read: sum every tensor of every batch, as a consumer that looks at its data.
         max_rows: stop after so many.
@@ -448,18 +299,16 @@ class Reading:
     table: Table
     endpoint: str
     shuffle: bool
-    local: bool | None
+    local: bool
     read: bool = False
     packed: bool = False
     stack: bool = True
-    batch_format: str = "torch"
+    batch_format: BatchFormat = "torch"
     max_rows: int | None = None
 
     def run(self, rank: int = 0, world_size: int = 1) -> int:
         """Rows that came."""
-        arguments: dict[str, Any] = {} if self.local is None else {"local": self.local}
-        if self.stack and self.table.stack and not self.packed:
-            arguments["stack"] = self.table.stack
+        stacked = self.stack and not self.packed
         dataset = CacheIterableDataset(
             "packed" if self.packed else self.table.name,
             endpoint=self.endpoint,
@@ -467,8 +316,9 @@ class Reading:
             shuffle=self.shuffle,
             rank=rank,
             world_size=world_size,
-            batch_format=self.batch_format,  # type: ignore[arg-type]
-            **arguments,
+            stack=self.table.stack if stacked else None,
+            batch_format=self.batch_format,
+            local=self.local,
         )
         rows = 0
         for batch in dataset:
@@ -488,12 +338,10 @@ def cached(
     table: Table, clusters: Mapping[int, LocalCluster], ranks: Ranks, scale: Scale
 ) -> list[Contender]:
     """Local and over Flight, in source order and shuffled, one rank and two."""
-    ways: dict[str, tuple[str, bool | None]] = {}
-    if HAS_LOCAL:
-        ways["local"] = (clusters[1].endpoint, True)
+    ways = {"local": (clusters[1].endpoint, True)}
     for nodes, cluster in clusters.items():
         name = f"Flight {nodes} node{'s' if nodes > 1 else ''}"
-        ways[name] = (cluster.endpoint, False if HAS_LOCAL else None)
+        ways[name] = (cluster.endpoint, False)
     as_arrow = table.name == "lineitem"
     contenders = []
 
@@ -520,15 +368,13 @@ def cached(
 
 def stacked_or_not(table: Table, cluster: LocalCluster) -> list[Contender]:
     """33 tensors a batch from 33 columns, against 2 from the same numbers stored as a list."""
-    local = True if HAS_LOCAL else None
-    way = "local" if HAS_LOCAL else "Flight 1 node"
     readings = {
-        "33 named columns": Reading(table, cluster.endpoint, True, local, stack=False),
-        "1 pre-stacked column": Reading(table, cluster.endpoint, True, local, packed=True),
+        "33 named columns": Reading(table, cluster.endpoint, True, True, stack=False),
+        "1 pre-stacked column": Reading(table, cluster.endpoint, True, True, packed=True),
     }
     return [
         Contender(
-            f"cache, {way}, shuffled, {name}", reading.run, table.num_rows, table.num_bytes, GLOBAL
+            f"cache, local, shuffled, {name}", reading.run, table.num_rows, table.num_bytes, GLOBAL
         )
         for name, reading in readings.items()
     ]
@@ -571,29 +417,6 @@ def _be_a_rank(pipe: Connection) -> None:
             pipe.send(reading.run(rank, world_size))
         except Exception as error:
             pipe.send(repr(error))
-
-
-@contextmanager
-def child_process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """A process that says something once it is ready; it ends when the pipe is closed.
-
-    Yields:
-        The pipe, its first message still in it when ``arguments`` are given, else taken.
-    """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not arguments:
-            ours.recv()
-        yield ours
-    finally:
-        ours.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
 
 
 # -- what is plainly possible ----------------------------------------------------------------------
@@ -782,53 +605,9 @@ def read_by_peer(
     return timings
 
 
-def per_million_rows(line: Mapping[str, Any], row_bytes: float) -> Timing:
-    """A result of `peers/readers.py`, whose passes may stop early, scaled to 1,000,000 rows."""
-    million = 1_000_000
-
-    def scaled(values: Iterable[float]) -> list[float]:
-        return [value / rows * million for value, rows in zip(values, line["rows"], strict=True)]
-
-    return Timing(
-        line["name"],
-        million,
-        round(million * row_bytes),
-        scaled(line["seconds"]),
-        scaled(line["cpu_seconds"]),
-        line.get("order", ""),
-        {
-            "version": line["version"],
-            "setting": line.get("setting"),
-            "measured_rows": line["rows"],
-            "tried_rows_per_s": line.get("tried_rows_per_s"),
-            "scaled_to_1_million_rows": True,
-        },
-    )
-
-
-def run_reader(python: Path, arguments: Sequence[str]) -> tuple[list[dict[str, Any]], str]:
-    """The JSON lines of `peers/readers.py`; where there are none, why."""
-    if not python.exists():
-        return [], f"no environment of peers at {python.name} (see benchmarks/peers)"
-    command = [str(python), str(HERE / "peers" / "readers.py"), *arguments]
-    command += ["--work", str(DATA / "peers")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    except subprocess.TimeoutExpired:
-        return [], "did not end within 300 s"
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
-    last = done.stderr.strip().splitlines()[-1:] or [""]
-    return lines, f"exit code {done.returncode}: {last[0][:200]}"
-
-
 def say(what: str) -> None:
     """A line of progress."""
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
-
-
-def files_of(directory: Path) -> list[str]:
-    """Its Parquet files, in order."""
-    return [str(path) for path in sorted(directory.glob("*.parquet"))]
 
 
 if __name__ == "__main__":

@@ -15,26 +15,21 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.dataset
-import pyarrow.parquet as pq
 import torch
 
 from benchmarks.common import (
-    DATA,
     Timing,
     measure_in_turn,
     memory_directory,
     print_table,
     write_result,
 )
+from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
 
-FEATURES = [f"f{i}" for i in range(32)]
-ROW_BYTES = 32 * 4 + 8
 BATCH_SIZE = 1024
-FILES = 8
 TARGETS = {
     "sequential read over pyarrow.dataset": 2.0,
 }
@@ -48,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: int = arguments.rows
-    table = write_table(DATA / f"f32x32-defaults-{rows}", rows)
+    table = floats(rows)
     with memory_directory("cache-bench-") as directory:
         reading = measure_reads(table, directory, rows, arguments.repeats)
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes\n")
@@ -85,22 +80,6 @@ def ratio(timings: dict[str, Timing], ours: str, theirs: str) -> float:
         for prefix in (ours, theirs)
     }
     return by_prefix[ours].rows_per_s / by_prefix[theirs].rows_per_s
-
-
-def write_table(directory: Path, num_rows: int) -> Path:
-    """Parquet files of random float32 columns and a label, by pyarrow's defaults; written once."""
-    if directory.exists():
-        return directory
-    partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    for index in range(FILES):
-        count = num_rows * (index + 1) // FILES - num_rows * index // FILES
-        features = {name: rng.standard_normal(count, dtype=np.float32) for name in FEATURES}
-        columns = {**features, "label": rng.integers(0, 10, count)}
-        pq.write_table(pa.table(columns), partial / f"part-{index:03d}.parquet")
-    partial.rename(directory)
-    return directory
 
 
 def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> dict[str, Timing]:
