@@ -33,7 +33,8 @@ def test_every_bad_argument_is_quoted_at_once() -> None:
             "", endpoint="grpc://127.0.0.1:1", batch_size=0, rank=3, world_size=3,
             shuffle_block_size=4, prefetch_batches=0, message_bytes=0, deadline_s=-1,
         )  # fmt: skip
-    for words in ("''", "batch_size", "message_bytes must be at least 1, got 0", "rank=3 world_size=3", "got 4", "got -1"):
+    quoted = ("''", "batch_size", "message_bytes must be at least 1, got 0", "rank=3 world_size=3")
+    for words in (*quoted, "got 4", "got -1"):
         assert words in str(caught.value)
 
 
