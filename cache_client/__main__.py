@@ -52,11 +52,14 @@ def load(
     timeout_s: Annotated[
         float | None, typer.Option(help="Seconds to wait for the load; default: no limit.")
     ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="A new version, also of a database.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset; attaches at once when this version of it is there already."""
     client = CacheClient(endpoint)
-    info = client.load(spec, wait=wait, progress=not as_json, timeout_s=timeout_s)
+    info = client.load(spec, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh)
     _show_dataset(info, as_json)
 
 

@@ -105,14 +105,20 @@ class CacheClient:
         wait: bool = True,
         progress: bool = False,
         timeout_s: float | None = None,
+        refresh: bool = False,
     ) -> DatasetInfo:
         """Loads a dataset; attaches at once when the same version is there already.
+
+        A source that changed meanwhile makes a new version. Readers of the old one go on; it is
+        dropped some time after the last of them has read a row.
 
         Args:
             spec: a spec, or the path of one in YAML.
             wait: until the dataset is ready.
             progress: show a progress bar on standard error.
             timeout_s: of the whole load; None for no limit. The load goes on after it.
+            refresh: make a new version also of a source that cannot tell whether it changed, such
+                as a database.
 
         Raises:
             LoadError: the source cannot be read or does not fit; names file, split and reason.
@@ -124,7 +130,7 @@ class CacheClient:
             spec = DatasetSpec.from_yaml(Path(spec))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._coordinator() as stub:
-            info = _create(stub, spec, timeout_s)
+            info = _create(stub, spec, timeout_s, refresh)
             if wait:
                 watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -203,9 +209,14 @@ class CacheClient:
 
 
 def _create(
-    stub: cache_pb2_grpc.CoordinatorStub, spec: DatasetSpec, timeout_s: float | None
+    stub: cache_pb2_grpc.CoordinatorStub,
+    spec: DatasetSpec,
+    timeout_s: float | None,
+    refresh: bool,
 ) -> pb.DatasetInfo:
-    request = pb.CreateDatasetRequest(spec=spec.to_proto())
+    request = pb.CreateDatasetRequest(
+        spec=spec.to_proto(), secrets=spec.secrets_to_proto(), refresh=refresh
+    )
     try:
         info: pb.DatasetInfo = _call(stub.CreateDataset, request, timeout_s).dataset
     except grpc.RpcError as error:

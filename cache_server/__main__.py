@@ -59,6 +59,9 @@ def serve(
     load_threads: Annotated[int, typer.Option(help="Shards loaded at once.")] = 2,
     heartbeat_interval_s: Annotated[float, typer.Option(help="Asked of every node.")] = 0.5,
     node_timeout_s: Annotated[float, typer.Option(help="Silence that counts as loss.")] = 10.0,
+    lease_s: Annotated[
+        float, typer.Option(help="A replaced version is kept so long after its last read.")
+    ] = 600.0,
     drain_timeout_s: Annotated[float, typer.Option(help="For running calls at the end.")] = 5.0,
     exit_with_stdin: Annotated[
         bool, typer.Option(help="End when standard input closes (for a parent process).")
@@ -81,6 +84,7 @@ def serve(
         load_threads=load_threads,
         heartbeat_interval_s=heartbeat_interval_s,
         node_timeout_s=node_timeout_s,
+        lease_s=lease_s,
         drain_timeout_s=drain_timeout_s,
     )
     stop = _Stop(with_stdin=exit_with_stdin)

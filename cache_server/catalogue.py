@@ -64,7 +64,7 @@ class Catalogue:
             keeps_every_row=plan.keeps_every_row,
             created=created,
         )
-        for shard in plan.shards:
+        for shard in plan.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
         for summary in sealed:
             entry.sealed.add(

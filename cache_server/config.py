@@ -46,6 +46,8 @@ class NodeConfig(BaseModel):
         load_threads: shards loaded at once.
         heartbeat_interval_s: how often the nodes of this coordinator report.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
+        lease_s: how long this coordinator keeps a version that was replaced after its rows were
+            last read.
         drain_timeout_s: how long a stopping node waits for running calls.
     """
 
@@ -61,6 +63,7 @@ class NodeConfig(BaseModel):
     load_threads: Annotated[int, Field(ge=1)] = 2
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
+    lease_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
     drain_timeout_s: Seconds = 5.0
 
     @property

@@ -61,9 +61,9 @@ class RemoteCoordinator:
         response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
         return response
 
-    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
         """One dataset; the newest version unless a fingerprint is given."""
-        request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint)
+        request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint, lease=lease)
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         return response.dataset
 
@@ -85,7 +85,7 @@ class RemoteCoordinator:
         Raises:
             LoadError, RequestError: as the coordinator says.
         """
-        request = pb.CreateDatasetRequest(spec=spec.to_proto())
+        request = pb.CreateDatasetRequest(spec=spec.to_proto(), secrets=spec.secrets_to_proto())
         created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)
         watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
         info: pb.DatasetInfo = created.dataset

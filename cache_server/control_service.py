@@ -106,15 +106,16 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
         with _statuses(context):
-            spec = DatasetSpec.from_proto(request.spec)
-            return pb.CreateDatasetResponse(dataset=self._coordinator.create(spec))
+            spec = DatasetSpec.from_proto(request.spec, request.secrets)
+            info = self._coordinator.create(spec, refresh=request.refresh)
+            return pb.CreateDatasetResponse(dataset=info)
 
     def GetDataset(
         self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
     ) -> pb.GetDatasetResponse:
         """One dataset."""
         with _statuses(context):
-            info = self._coordinator.get(request.name, request.fingerprint)
+            info = self._coordinator.get(request.name, request.fingerprint, lease=request.lease)
             return pb.GetDatasetResponse(dataset=info)
 
     def WatchDataset(

@@ -11,11 +11,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from cache_server.catalogue import Catalogue, SealedSummary
-from cache_server.planning import VersionKey, bytes_by_node, desired_shards, place, row_starts
+from cache_server.planning import (
+    Pin,
+    VersionKey,
+    bytes_by_node,
+    desired_shards,
+    place,
+    row_starts,
+)
 from cache_server.versions import VersionPlan, plan_version, split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
@@ -35,18 +42,41 @@ _FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no shar
 
 @dataclass
 class _Version:
+    """What is known of one version.
+
+    Attributes:
+        result_shards: of a whole query; None until it has run.
+        pins: keep the source as it was planned; closed when no split will be read any more.
+        last_used: by the coordinator's clock; None while nobody has read its rows.
+    """
+
     plan: VersionPlan
     created: int
+    secrets: pb.Secrets = field(default_factory=pb.Secrets)
+    pins: tuple[Pin, ...] = ()
     sealed: dict[int, SealedSummary] = field(default_factory=dict)
     failure: CacheError | None = None
     attempt: int = 0
     was_ready: bool = False
+    result_shards: int | None = None
+    last_used: float | None = None
+
+    @property
+    def num_shards(self) -> int | None:
+        """None while a whole query has not run."""
+        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
 
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard and the total; None until every shard was sealed once."""
-        if len(self.sealed) < len(self.plan.shards):
+        if self.num_shards is None or len(self.sealed) < self.num_shards:
             return None
-        return row_starts([self.sealed[i].num_rows for i in range(len(self.plan.shards))])
+        return row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
+
+    def release(self) -> None:
+        """Lets go of the source."""
+        for pin in self.pins:
+            pin.close()
+        self.pins = ()
 
 
 @dataclass
@@ -65,6 +95,7 @@ class Coordinator:
         heartbeat_interval_s: asked of every node.
         node_timeout_s: after so long without a heartbeat a node counts as lost; a node known from
             before a restart is given as long to report again.
+        lease_s: how long a version that was replaced is kept after its rows were last read.
         clock: monotonic seconds.
     """
 
@@ -75,12 +106,14 @@ class Coordinator:
         endpoints: pb.CoordinatorEndpoints,
         heartbeat_interval_s: float,
         node_timeout_s: float,
+        lease_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
         self._timeout_s = node_timeout_s
+        self._lease_s = lease_s
         self._clock = clock
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
@@ -95,46 +128,91 @@ class Coordinator:
 
     # -- datasets ------------------------------------------------------------------------------
 
-    def create(self, spec: DatasetSpec) -> pb.DatasetInfo:
+    def create(self, spec: DatasetSpec, *, refresh: bool = False) -> pb.DatasetInfo:
         """Starts the load of ``spec``; attaches when its version exists; retries a failed one.
+
+        Args:
+            refresh: look again at a source that cannot say whether it changed; otherwise a version
+                of the same spec counts as the same.
 
         Raises:
             LoadError: the source cannot be read, or it cannot fit. RequestError: a bad query.
         """
-        plan = plan_version(spec)
         with self._changed:
-            version = self._versions.get(plan.key)
-            if version is None:
-                self._check_capacity(plan)
-                self._created += 1
-                version = self._versions[plan.key] = _Version(plan, self._created)
-                self._write(version)
-                logger.info(
-                    "dataset planned name=%s fingerprint=%s shards=%d",
-                    spec.name, plan.key.fingerprint, len(plan.shards),
-                )  # fmt: skip
-            else:
-                if self._failure(version) is not None:
-                    version.failure, version.attempt = None, version.attempt + 1
-                    version.sealed.clear()
-                    version.was_ready = False
-                version.plan = replace(version.plan, spec=spec)
-                version.created = self._created = self._created + 1
-                self._write(version)
+            version = None if refresh else self._of_same_spec(spec)
+            if version is not None:
+                return self._attach(version, spec)
+        planned = plan_version(spec)
+        with self._changed:
+            version = self._versions.get(planned.plan.key)
+            if version is not None and self._failure(version) is None:
+                planned.close()
+                return self._attach(version, spec)
+            try:
+                self._check_capacity(planned.plan)
+            except LoadError:
+                planned.close()
+                raise
+            self._created += 1
+            attempt = 0
+            if version is not None:
+                version.release()
+                attempt = version.attempt + 1
+            version = _Version(
+                planned.plan,
+                self._created,
+                spec.secrets_to_proto(),
+                planned.pins,
+                attempt=attempt,
+            )
+            self._versions[planned.plan.key] = version
+            self._write(version)
+            logger.info(
+                "dataset planned name=%s fingerprint=%s shards=%s",
+                spec.name, planned.plan.key.fingerprint, version.num_shards,
+            )  # fmt: skip
             self._settle()
             self._changed.notify_all()
             info = self._describe(version)
         self._tell()
         return info
 
-    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+    def _of_same_spec(self, spec: DatasetSpec) -> _Version | None:
+        """The newest version of this spec, of a source that cannot tell whether it changed."""
+        found = [
+            version
+            for version in self._versions.values()
+            if not version.plan.comparable
+            and self._failure(version) is None
+            and replace(version.plan.spec, replicas=spec.replicas) == spec
+        ]
+        return max(found, key=lambda version: version.created, default=None)
+
+    def _attach(self, version: _Version, spec: DatasetSpec) -> pb.DatasetInfo:
+        """Has one more user of a version that is there already; it is the newest now."""
+        version.plan = replace(version.plan, spec=spec)
+        version.secrets = spec.secrets_to_proto()
+        version.created = self._created = self._created + 1
+        self._write(version)
+        self._settle()
+        self._changed.notify_all()
+        self._tell()
+        return self._describe(version)
+
+    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
         """The newest version of ``name``, or the one with ``fingerprint``.
+
+        Args:
+            lease: its rows are about to be read, so it is kept for a while if it is replaced.
 
         Raises:
             DatasetNotFoundError: listing the datasets there are.
         """
         with self._changed:
-            return self._describe(self._find(name, fingerprint))
+            version = self._find(name, fingerprint)
+            if lease:
+                version.last_used = self._clock()
+            return self._describe(version)
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """The newest version of every dataset, by name."""
@@ -201,6 +279,10 @@ class Coordinator:
             for key, actual in member.actual.items():
                 if (version := self._versions.get(key)) is not None:
                     self._take_in(version, actual, node_id)
+                    if actual.HasField("idle_s"):
+                        version.last_used = max(
+                            version.last_used or 0.0, self._clock() - actual.idle_s
+                        )
             self._settle()
             response = pb.HeartbeatResponse(
                 interval_s=self._interval_s, coordinator=self._endpoints
@@ -248,19 +330,30 @@ class Coordinator:
     def _take_in(self, version: _Version, actual: pb.ActualDataset, node_id: str) -> None:
         if actual.attempt != version.attempt:
             return
+        if actual.failure and version.failure is None and not version.was_ready:
+            version.failure = _load_error(version, actual.failure)
+            logger.error("dataset failed reason=%s", version.failure)
+        if actual.HasField("num_shards") and version.result_shards is None:
+            version.result_shards = actual.num_shards
         for shard in actual.shards:
             if shard.failure:
                 if version.failure is None and not version.was_ready:
-                    version.failure = _load_error(version, shard)
+                    version.failure = _load_error(version, shard.failure)
                     logger.error("dataset failed reason=%s", version.failure)
-            elif shard.sealed and shard.index < len(version.plan.shards):
+            elif shard.sealed and shard.index < (version.num_shards or 0):
                 summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
                 known = version.sealed.setdefault(shard.index, summary)
-                if known.num_rows != summary.num_rows and version.failure is None:
+                same = known.num_rows == summary.num_rows
+                if version.plan.shards is None:
+                    same = known.checksum == summary.checksum
+                if not same and version.failure is None:
                     version.failure = LoadError(
                         f"shard {shard.index} of {version.plan.spec.name!r} has "
-                        f"{summary.num_rows} rows on node {node_id} and {known.num_rows} elsewhere"
+                        f"{summary.num_rows} rows on node {node_id} and {known.num_rows} "
+                        "elsewhere, or other ones: load it again"
                     )
+        if version.failure is not None:
+            version.release()
 
     def _settle(self) -> None:
         """Draws what follows from the latest heartbeats: fixed rows, readiness, old versions."""
@@ -280,10 +373,20 @@ class Coordinator:
                 continue
             if not version.was_ready:
                 version.was_ready = True
+                version.release()
                 self._write(version)
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
             for other in older:
-                self._forget(other)
+                if not self._is_leased(self._versions[other]):
+                    self._forget(other)
+
+    def _is_leased(self, version: _Version) -> bool:
+        """Whether somebody may still read it: rows were read, or asked for, not long ago."""
+        return (
+            version.was_ready
+            and version.last_used is not None
+            and self._clock() - version.last_used < self._lease_s
+        )
 
     def _older(self, version: _Version) -> list[VersionKey]:
         name = version.plan.key.dataset
@@ -308,11 +411,13 @@ class Coordinator:
                 continue
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
-                    return _load_error(version, shard)
+                    return _load_error(version, shard.failure)
+            if actual.failure and len(held) < (version.num_shards or 0):
+                return _load_error(version, actual.failure)
         return None
 
     def _forget(self, key: VersionKey) -> None:
-        del self._versions[key]
+        self._versions.pop(key).release()
         self._catalogue.forget(key)
         logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
 
@@ -336,12 +441,12 @@ class Coordinator:
         if version.failure is not None or version.row_starts() is None:
             return False
         holders = self._holders(version, serving=True)
-        return all(holders.get(shard.index) for shard in version.plan.shards)
+        return all(holders.get(index) for index in range(version.num_shards or 0))
 
-    def _placement(self, plan: VersionPlan) -> tuple[tuple[str, ...], ...]:
+    def _placement(self, plan: VersionPlan, num_shards: int) -> tuple[tuple[str, ...], ...]:
         return place(
             plan.key.fingerprint,
-            len(plan.shards),
+            num_shards,
             self._members,
             plan.spec.replicas,
             alive=self._alive(),
@@ -349,21 +454,53 @@ class Coordinator:
 
     def _desired(self, version: _Version, node_id: str) -> pb.DesiredDataset:
         plan, starts = version.plan, version.row_starts()
-        wanted = desired_shards(
-            node_id, self._placement(version.plan), self._holders(version, serving=True)
-        )
         desired = pb.DesiredDataset(
             plan=plan.to_load_plan(version.attempt),
             rows_fixed=starts is not None,
             num_rows=starts[-1] if starts else 0,
+            secrets=version.secrets,
         )
-        for index in sorted(wanted):
-            desired.shards.add(
-                index=index,
-                splits=[split_to_proto(split) for split in plan.shards[index].splits],
-                row_start=starts[index] if starts else 0,
-            )
+        sealed_on = self._holders(version, serving=False)
+        if plan.shards is None:
+            self._ask_for_whole_run(version, node_id, sealed_on, desired)
+        placement = self._placement(plan, version.num_shards or 0)
+        holders = self._holders(version, serving=True)
+        mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
+        if plan.shards is None and version.num_shards is None:
+            mine = set()  # left over from a run that did not come to its end
+        for index in sorted(desired_shards(node_id, placement, holders, mine)):
+            held_by = sealed_on.get(index, set())
+            shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
+            if node_id in held_by:
+                continue
+            if held_by:
+                self._let_copy(version, shard, held_by)
+            elif plan.shards is not None and placement[index][0] == node_id:
+                # One node reads the source; the others copy what it sealed.
+                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
         return desired
+
+    def _ask_for_whole_run(
+        self,
+        version: _Version,
+        node_id: str,
+        sealed_on: Mapping[int, Set[str]],
+        desired: pb.DesiredDataset,
+    ) -> None:
+        """Has one node run a whole query, the first time or for the shards that were lost."""
+        ((runner, *_), *_) = self._placement(version.plan, 1)
+        missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
+        if node_id == runner and (version.num_shards is None or missing):
+            desired.run_whole = True
+            desired.missing.extend(missing)
+
+    def _let_copy(self, version: _Version, shard: pb.DesiredShard, held_by: Set[str]) -> None:
+        sealed = version.sealed[shard.index]
+        shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
+        shard.checksum = sealed.checksum
+        shard.copy_from.extend(
+            self._members[node_id].node.flight_location for node_id in sorted(held_by)
+        )
 
     def _describe(self, version: _Version) -> pb.DatasetInfo:
         plan, starts = version.plan, version.row_starts()
@@ -373,6 +510,7 @@ class Coordinator:
             schema=plan.logical.serialize().to_pybytes(),
             num_bytes=sum(s.num_bytes for s in version.sealed.values()),
             progress=self._progress(version),
+            lease_s=self._lease_s,
         )
         failure = self._failure(version)
         if failure is not None:
@@ -384,20 +522,19 @@ class Coordinator:
             info.state = pb.DATASET_STATE_LOADING
         if starts is not None:
             info.num_rows = starts[-1]
-        placement = self._placement(version.plan)
+        num_shards = version.num_shards or 0
+        placement = self._placement(plan, num_shards)
         holders = self._holders(version, serving=starts is not None)
         named: set[str] = set()
-        for shard in plan.shards:
-            held = holders.get(shard.index, set())
-            homes = [n for n in placement[shard.index] if n in held]
+        for index in range(num_shards):
+            held = holders.get(index, set())
+            homes = [n for n in placement[index] if n in held]
             ordered = homes + sorted(held - set(homes))
             named.update(ordered)
-            sealed = version.sealed.get(shard.index)
+            sealed = version.sealed.get(index)
             info.shards.add(
-                index=shard.index,
-                rows=pb.RowRange(start=starts[shard.index], stop=starts[shard.index + 1])
-                if starts
-                else None,
+                index=index,
+                rows=pb.RowRange(start=starts[index], stop=starts[index + 1]) if starts else None,
                 num_bytes=sealed.num_bytes if sealed else 0,
                 checksum=sealed.checksum if sealed else "",
                 node_ids=ordered,
@@ -407,8 +544,10 @@ class Coordinator:
 
     def _progress(self, version: _Version) -> pb.LoadProgress:
         partial: dict[int, int] = {}
+        whole = 0
         for node_id in self._alive():
             actual = self._members[node_id].actual.get(version.plan.key)
+            whole += actual.rows_loaded if actual else 0
             for shard in actual.shards if actual else ():
                 if not shard.sealed:
                     partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
@@ -416,17 +555,17 @@ class Coordinator:
         done += sum(rows for index, rows in partial.items() if index not in version.sealed)
         return pb.LoadProgress(
             shards_done=len(version.sealed),
-            shards_total=len(version.plan.shards),
-            rows_done=done,
+            shards_total=version.num_shards or 0,
+            rows_done=max(done, whole),
             estimated_rows=version.plan.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
         )
 
     def _check_capacity(self, plan: VersionPlan) -> None:
         """Refuses what cannot fit, where that is known before the load."""
-        if not plan.keeps_every_row:
+        if not plan.keeps_every_row or plan.shards is None:
             return
-        placement = self._placement(plan)
+        placement = self._placement(plan, len(plan.shards))
         sizes = [shard.estimated_bytes for shard in plan.shards]
         for node_id, needed in sorted(bytes_by_node(placement, sizes).items()):
             node = self._members[node_id].node
@@ -441,7 +580,7 @@ class Coordinator:
     def _write(self, version: _Version) -> None:
         sealed: list[SealedSummary] = []
         if version.row_starts() is not None:
-            sealed = [version.sealed[index] for index in range(len(version.plan.shards))]
+            sealed = [version.sealed[index] for index in range(version.num_shards or 0)]
         self._catalogue.write(version.plan, version.attempt, sealed, version.created)
 
     def _read_back(self) -> None:
@@ -450,6 +589,7 @@ class Coordinator:
             version = _Version(entry.plan, entry.created, attempt=entry.attempt)
             version.sealed = dict(enumerate(entry.sealed))
             version.was_ready = bool(entry.sealed)  # written down when it is ready, not before
+            version.result_shards = len(entry.sealed) or None
             self._versions[entry.plan.key] = version
             logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
         # Presumed alive until they have had time to report, so that nothing moves meanwhile.
@@ -457,8 +597,8 @@ class Coordinator:
             self._members[node_id] = _Member(pb.Node(id=node_id), self._clock())
 
 
-def _load_error(version: _Version, shard: pb.ActualShard) -> LoadError:
-    return LoadError(f"dataset {version.plan.spec.name!r}: {shard.failure}")
+def _load_error(version: _Version, reason: str) -> LoadError:
+    return LoadError(f"dataset {version.plan.spec.name!r}: {reason}")
 
 
 def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cache_server.coordinator import require_ready
 from cache_server.node import Node
+from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
@@ -39,6 +40,7 @@ ENDPOINTS_ACTION = "endpoints"
 _STREAM_BATCH_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 _PLAIN_COLUMN_BYTES = 32  # guessed for a string or list when sizing a message
 _M = TypeVar("_M", bound=Message)
+_FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
 _REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
@@ -65,7 +67,7 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
         with _named_errors():
-            info, columns, part = self._resolve(descriptor)
+            info, columns, part = self._resolve(descriptor, lease=True)
             return _flight_info(descriptor, require_ready(info), columns, part)
 
     def get_schema(
@@ -95,6 +97,10 @@ class FlightService(flight.FlightServerBase):
         """Logical columns of a row range that this node holds."""
         with _named_errors():
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
+            if request.HasField("shard_file"):
+                key = VersionKey(request.dataset, request.fingerprint)
+                path = self._ready_node().shard_file(key, request.shard_file)
+                return flight.GeneratorStream(_FILE_SCHEMA, _file_chunks(path))
             rows = self._ready_node().rows(request.dataset, request.fingerprint)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
@@ -163,23 +169,23 @@ class FlightService(flight.FlightServerBase):
         return self._node
 
     def _resolve(
-        self, descriptor: flight.FlightDescriptor
+        self, descriptor: flight.FlightDescriptor, *, lease: bool = False
     ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
         """The dataset, columns and part (index, total) that a descriptor asks for."""
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
-            info = node.describe(request.dataset, request.fingerprint)
+            info = node.describe(request.dataset, request.fingerprint, lease=lease)
             return info, list(request.columns), None
         if descriptor.descriptor_type != flight.DescriptorType.PATH:
             raise InvalidTicketError("the descriptor has neither a command nor a path")
         path = [part.decode("utf-8", "replace") for part in descriptor.path]
         if len(path) == 1:
-            return node.describe(path[0]), [], None
+            return node.describe(path[0], lease=lease), [], None
         if len(path) == 2:
             return self._only_dataset(), [], _part(path[0], path[1])
         if len(path) == 3:
-            return node.describe(path[0]), [], _part(path[1], path[2])
+            return node.describe(path[0], lease=lease), [], _part(path[1], path[2])
         raise InvalidTicketError(
             f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
         )
@@ -256,6 +262,15 @@ def _layout(info: pb.DatasetInfo) -> Layout:
     return Layout(schema_from_bytes(info.schema))
 
 
+def _file_chunks(path: Path) -> Iterator[pa.RecordBatch]:
+    """The bytes of a file, as views of its map."""
+    with pa.memory_map(str(path)) as mapped:
+        while size := len(chunk := mapped.read_buffer(_STREAM_BATCH_BYTES)):
+            offsets = pa.py_buffer(np.array([0, size], np.int64))
+            values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
+            yield pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
+
+
 def _rows_per_message(layout: Layout) -> int:
     plain = sum(column.kind == "plain" for column in layout.columns)
     row_bytes = layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES
@@ -317,6 +332,6 @@ def _flight_info(
         info.num_bytes if whole else -1,
         ordered=True,
         app_metadata=pb.ReadPlan(
-            dataset=info.spec.name, fingerprint=info.fingerprint
+            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
         ).SerializeToString(),
     )

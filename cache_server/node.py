@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import pyarrow as pa
-
-from cache_server import loader, sources
-from cache_server.packing import ShardBuilder
-from cache_server.planning import Split, VersionKey, max_rows
+from cache_server import loading
+from cache_server.loading import CancelledError, Job, WholeTables
+from cache_server.planning import VersionKey
 from cache_server.store import ResidentRows, ShardStore
 from cache_server.versions import split_from_proto
 from protos.cache.v1 import cache_pb2 as pb
@@ -29,6 +28,7 @@ from protos.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
+    NodeUnavailableError,
     NotReadyError,
     StaleVersionError,
 )
@@ -46,35 +46,47 @@ class CoordinatorLink(Protocol):
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Reports the actual shards; answers the desired ones."""
 
-    def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
+    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
         """One dataset; the newest version unless a fingerprint is given."""
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset."""
 
 
-class _LoadCancelledError(Exception):
-    """The shard is not wanted any more."""
-
-
 @dataclass
 class _Load:
-    """One shard being loaded."""
+    """A job in the pool."""
 
     future: Future[None]
-    cancelled: threading.Event
-    rows: list[int] = field(default_factory=lambda: [0])  # so far; written by the loading thread
+    job: Job
 
 
 @dataclass
 class _Serving:
-    """What this node has to do for one version."""
+    """What this node has to do for one version.
+
+    Attributes:
+        reported: the sealed shards that the coordinator knows of.
+        loads, failures: by shard.
+        whole_run, failure, num_shards: of a whole query, if this node is asked to run one.
+        last_read: monotonic seconds; None while nobody has read its rows here.
+    """
 
     desired: pb.DesiredDataset
+    whole_tables: WholeTables
+    reported: set[int] = field(default_factory=set)
     loads: dict[int, _Load] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    whole_run: _Load | None = None
+    failure: str = ""
+    num_shards: int | None = None
     rows: ResidentRows | None = None
     row_starts: dict[int, int] = field(default_factory=dict)
+    last_read: float | None = None
+
+    def all_loads(self) -> list[_Load]:
+        """The jobs under way, or just ended."""
+        return [*self.loads.values(), *([self.whole_run] if self.whole_run else [])]
 
 
 class Node:
@@ -132,8 +144,8 @@ class Node:
         self._wake.set()
         with self._lock:
             for serving in self._serving.values():
-                for load in serving.loads.values():
-                    load.cancelled.set()
+                for load in serving.all_loads():
+                    load.job.cancelled.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._thread.is_alive():
             self._thread.join()
@@ -159,6 +171,7 @@ class Node:
             if serving is not None:
                 if serving.rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
+                serving.last_read = time.monotonic()
                 return serving.rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
@@ -172,9 +185,26 @@ class Node:
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
 
-    def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
-        """One dataset, as the coordinator knows it."""
-        return self._link.get(dataset, fingerprint)
+    def shard_file(self, key: VersionKey, index: int) -> Path:
+        """The file of a sealed shard of this node, whether its rows are served yet or not.
+
+        Raises:
+            NotReadyError: it is not here.
+        """
+        shard = self._store.versions().get(key, {}).get(index)
+        if shard is None:
+            raise NotReadyError(f"shard {index} of {key.dataset!r} is not on this node")
+        return shard.path
+
+    def describe(
+        self, dataset: str, fingerprint: str = "", *, lease: bool = False
+    ) -> pb.DatasetInfo:
+        """One dataset, as the coordinator knows it.
+
+        Args:
+            lease: somebody is about to read its rows.
+        """
+        return self._link.get(dataset, fingerprint, lease=lease)
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset, as the coordinator knows them."""
@@ -209,6 +239,8 @@ class Node:
             self._wake.wait(interval)
 
     def _report(self) -> pb.HeartbeatRequest:
+        with self._lock:  # before the shards are listed: who says how many there are lists them all
+            num_shards = {key: serving.num_shards for key, serving in self._serving.items()}
         sealed = self._store.versions()
         node = pb.Node()
         node.CopyFrom(self._description)
@@ -235,11 +267,22 @@ class Node:
                         row_start=start or 0,
                     )
                 if serving:
-                    for index, load in serving.loads.items():
-                        actual.shards.add(index=index, rows_loaded=load.rows[0])
-                    for index, reason in serving.failures.items():
-                        actual.shards.add(index=index, failure=reason)
+                    self._report_loads(serving, actual)
+                    serving.reported = set(sealed.get(key, {}))
+                    if (known := num_shards.get(key)) is not None:
+                        actual.num_shards = known
         return request
+
+    def _report_loads(self, serving: _Serving, actual: pb.ActualDataset) -> None:
+        for index, load in serving.loads.items():
+            actual.shards.add(index=index, rows_loaded=load.job.rows)
+        for index, reason in serving.failures.items():
+            actual.shards.add(index=index, failure=reason)
+        if serving.whole_run is not None:
+            actual.rows_loaded = serving.whole_run.job.rows
+        if serving.last_read is not None:
+            actual.idle_s = time.monotonic() - serving.last_read
+        actual.failure = serving.failure
 
     def _reconcile(self, desired: Iterable[pb.DesiredDataset]) -> bool:
         """Moves towards ``desired``; returns whether there is something new to report."""
@@ -259,7 +302,8 @@ class Node:
                     sealed.pop(key, None)
                     serving = None
                 if serving is None:
-                    serving = self._serving[key] = _Serving(dataset)
+                    tables = WholeTables(self._store.scratch / key.fingerprint)
+                    serving = self._serving[key] = _Serving(dataset, tables)
                 serving.desired = dataset
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
@@ -277,36 +321,83 @@ class Node:
         if serving is None:
             return True
         serving.rows = None
-        for load in serving.loads.values():
-            load.cancelled.set()
-        if any(not load.future.done() for load in serving.loads.values()):
+        for load in serving.all_loads():
+            load.job.cancelled.set()
+        if any(not load.future.done() for load in serving.all_loads()):
             return False
+        serving.whole_tables.close()
         del self._serving[key]
         return True
 
     def _load_missing(
         self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]
     ) -> None:
-        wanted = {shard.index: shard for shard in serving.desired.shards}
+        desired = serving.desired
+        wanted = {shard.index: shard for shard in desired.shards}
         for index, load in list(serving.loads.items()):
             if index not in wanted:
-                load.cancelled.set()
+                load.job.cancelled.set()
             if load.future.done():
                 del serving.loads[index]
         for index, shard in wanted.items():
             if index in sealed or index in serving.loads or index in serving.failures:
                 continue
-            cancelled, rows = threading.Event(), [0]
-            future = self._pool.submit(
-                self._load, key, serving, serving.desired.plan, shard, cancelled, rows
-            )
-            serving.loads[index] = _Load(future, cancelled, rows)
+            if not shard.copy_from and not shard.splits:
+                continue  # another node makes it first
+            job = Job(key, desired.plan, desired.secrets, index)
+            work = self._shard_work(job, serving, shard)
+            serving.loads[index] = self._submit(serving, job, work, shard.splits)
+        self._run_whole_if_asked(key, serving)
+        if not serving.loads:
+            serving.whole_tables.close()
+
+    def _shard_work(
+        self, job: Job, serving: _Serving, shard: pb.DesiredShard
+    ) -> Callable[[], None]:
+        if shard.copy_from:
+            return lambda: loading.copy_shard(self._store, job, shard)
+        return lambda: loading.load_shard(self._store, job, shard, serving.whole_tables)
+
+    def _run_whole_if_asked(self, key: VersionKey, serving: _Serving) -> None:
+        run, desired = serving.whole_run, serving.desired
+        if run is not None and (run.future.done() or not desired.run_whole):
+            run.job.cancelled.set()
+            if not run.future.done():
+                return
+            run = serving.whole_run = None
+        through = serving.num_shards is not None and not desired.missing
+        if run is not None or not desired.run_whole or through or serving.failure:
+            return
+        job = Job(key, desired.plan, desired.secrets, None)
+        missing = frozenset(desired.missing) or None
+
+        def work() -> None:
+            num_shards = loading.run_whole(self._store, job, missing)
+            with self._lock:
+                serving.num_shards = num_shards
+
+        serving.whole_run = self._submit(serving, job, work)
+
+    def _submit(
+        self,
+        serving: _Serving,
+        job: Job,
+        work: Callable[[], None],
+        splits: Iterable[pb.Split] = (),
+    ) -> _Load:
+        what = "the whole query" if job.index is None else f"shard {job.index}"
+        if splits:
+            what += f" of {', '.join(str(split_from_proto(split)) for split in splits)}"
+        return _Load(self._pool.submit(self._run_job, serving, what, job, work), job)
 
     def _drop_surplus(
         self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]
     ) -> None:
+        if serving.desired.run_whole:
+            return  # whose shards the result will be is not decided yet
         wanted = {shard.index for shard in serving.desired.shards}
-        for index in set(sealed) - wanted:
+        # What was sealed since the last report is not surplus: nobody has decided about it yet.
+        for index in (set(sealed) & serving.reported) - wanted:
             self._store.drop(key, index)
 
     def _publish(self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]) -> bool:
@@ -332,79 +423,31 @@ class Node:
 
     # -- in the loading threads ----------------------------------------------------------------
 
-    def _load(
-        self,
-        key: VersionKey,
-        serving: _Serving,
-        plan: pb.LoadPlan,
-        shard: pb.DesiredShard,
-        cancelled: threading.Event,
-        rows: list[int],
-    ) -> None:
-        splits = [split_from_proto(split) for split in shard.splits]
+    def _run_job(self, serving: _Serving, what: str, job: Job, work: Callable[[], None]) -> None:
+        """Does ``work`` to its end; what goes wrong is reported with the next heartbeat.
+
+        Args:
+            what: is loaded, for the log.
+        """
         try:
-            logical = schema_from_bytes(plan.logical_schema)
-            expected = max_rows(splits)
-            with ExitStack() as stack:
-                draft, matrices = None, None
-                if plan.keeps_every_row and expected:
-                    draft = stack.enter_context(
-                        self._store.draft(key, shard.index, Layout(logical), expected)
-                    )
-                    matrices = draft.matrices
-                builder = ShardBuilder(logical, expected, matrices)
-                batch = fill(builder, plan, splits, cancelled, rows)
-                if not cancelled.is_set():
-                    self._store.seal(key, shard.index, batch, draft)
-        except _LoadCancelledError:
+            work()
+        except CancelledError:
             return
+        except NodeUnavailableError as error:
+            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
+            self._stop.wait(_RETRY_S)
         except LoadError as error:
-            logger.error("load failed dataset=%s shard=%d %s", key.dataset, shard.index, error)
-            self._fail(serving, shard.index, str(error))
+            logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
+            self._fail(serving, job, str(error))
         except Exception as error:
-            logger.exception("load failed dataset=%s shard=%d", key.dataset, shard.index)
-            where = ", ".join(map(str, splits))
-            self._fail(serving, shard.index, f"cannot load {where}: {error!r}")
+            logger.exception("load failed dataset=%s %s", job.key.dataset, what)
+            self._fail(serving, job, f"cannot load {what}: {error!r}")
         finally:
             self._wake.set()
 
-    def _fail(self, serving: _Serving, index: int, reason: str) -> None:
+    def _fail(self, serving: _Serving, job: Job, reason: str) -> None:
         with self._lock:
-            serving.failures[index] = reason
-
-
-def fill(
-    builder: ShardBuilder,
-    plan: pb.LoadPlan,
-    splits: list[Split],
-    cancelled: threading.Event,
-    rows: list[int],
-) -> pa.RecordBatch:
-    """Reads the splits of one shard, in order, into one stored batch.
-
-    Args:
-        builder: of the plan's logical schema, empty.
-        plan: how to read.
-        splits: in row order.
-        cancelled: set when the shard is not wanted any more.
-        rows: its one element is the number of rows so far, for progress.
-
-    Raises:
-        LoadError: naming the file, the split and the reason.
-    """
-    source_schema = schema_from_bytes(plan.source_schema)
-    for split in splits:
-        sources.check_unchanged(split.file)
-        for batch in loader.read_split(split, plan.sql, plan.format, source_schema):
-            if cancelled.is_set():
-                raise _LoadCancelledError
-            try:
-                builder.append(batch)
-            except pa.ArrowInvalid as error:
-                raise LoadError(f"cannot store {split}: {error}") from None
-            rows[0] = builder.num_rows
-        sources.check_unchanged(split.file)
-    try:
-        return builder.finish()
-    except LoadError as error:
-        raise LoadError(f"{', '.join(map(str, splits))}: {error}") from None
+            if job.index is None:
+                serving.failure = reason
+            else:
+                serving.failures[job.index] = reason

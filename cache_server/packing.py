@@ -5,7 +5,7 @@ The one place that says which Arrow type becomes which storage type:
     from                         stored as            field metadata
     int8..int64, uint8..uint64   the same
     float16, float32, float64    the same             nulls become NaN
-    decimal128, decimal256       float64              cache.source_type; nulls become NaN
+    decimal32..decimal256        the nearest float64  cache.source_type; nulls become NaN
     bool                         uint8                cache.source_type
     date32 / date64              int32 days / int64 ms
     time32 / time64              int32 / int64        cache.unit
@@ -17,18 +17,21 @@ The one place that says which Arrow type becomes which storage type:
     string, binary               the same             nulls stay nulls
     fixed_size_binary            binary               cache.source_type; nulls stay nulls
 
-The values of a list are stored as the table says, and the metadata of its field is theirs.
-Anything else (struct, map, union, interval, null) is refused by name. A null in any other
+The values of a list are stored as the table says, nulls included, and the metadata of its field is
+theirs. Anything else (struct, map, union, interval, null) is refused by name. A null in any other
 fixed-width column than a float fails the load, naming the column, the count and the COALESCE that
-would mend it; so does a null in place of a whole fixed-size list. This module knows neither files
-nor DataFusion.
+would mend it; so does a null in place of a whole fixed-size list. A shard is one record batch, so
+a column whose offsets are 32-bit (string, binary, list) ends at 2 GiB of values, or 2**31 of them,
+a shard; the large types do not. This module knows neither files nor DataFusion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -37,7 +40,13 @@ from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
 _INITIAL_ROWS = 65_536
 _PADDING_BYTES = 320
+_MOST_EXACT_INTEGER, _MOST_EXACT_POWER = 2**53, 22  # of a float64: of two, of ten
 _UNIT_NAMES = {"s": "Second", "ms": "Millisecond", "us": "Microsecond", "ns": "Nanosecond"}
+_SPELT = {
+    **{pa.float16(): "Float16", pa.float32(): "Float32", pa.float64(): "Float64"},
+    **{pa.string(): "{}Utf8", pa.large_string(): "LargeUtf8"},
+    **{pa.binary(): "{}Binary", pa.large_binary(): "LargeBinary"},
+}
 _ZEROS = {
     "int64": "0",
     "bool": "false",
@@ -119,8 +128,16 @@ def storage_type(dtype: pa.DataType) -> pa.DataType | None:
         inner = storage_type(dtype.value_type)
         if inner is None:
             return None
+        inner = _with_nulls(inner)
         return pa.list_(inner) if types.is_list(dtype) else pa.large_list(inner)
     return None
+
+
+def _with_nulls(dtype: pa.DataType) -> pa.DataType:
+    """The type of fixed-size lists that stand in a list, where nobody looks for nulls."""
+    if not pa.types.is_fixed_size_list(dtype):
+        return dtype
+    return pa.list_(_with_nulls(dtype.value_type), dtype.list_size)
 
 
 def _is_fixed_width(dtype: pa.DataType) -> bool:
@@ -151,13 +168,51 @@ def _values(dtype: pa.DataType) -> pa.DataType:
     return dtype
 
 
-def _null_problem(field: pa.Field, count: int) -> str:
+def _null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
+    """What is wrong, and the SQL that mends it.
+
+    Args:
+        encoded: the column comes as a dictionary.
+    """
     problem = f"column {field.name!r} holds {count} null(s), and {field.type} has no value for them"
-    name = '"' + field.name.replace('"', '""') + '"'
+    name = _identifier(field.name)
     if pa.types.is_nested(field.type):
-        return f"{problem}: filter those rows out, or cast it to a list of any length"
-    coalesce = f"COALESCE({name}, {_zero(field)}) AS {name}"
+        cast = _sql_cast(field, large=False)
+        return (
+            f"{problem}: filter those rows out, or make it a list of any length"
+            f"{f', with {cast} in the sql' if cast else ''}"
+        )
+    zero = _zero(field)
+    value = name
+    if encoded and zero == "false":  # DataFusion has no dictionaries of these
+        value = f"arrow_cast({name}, 'Boolean')"
+    elif encoded and "'Duration(" in zero:
+        value = zero.replace("(0,", f"({name},")
+    coalesce = f"COALESCE({value}, {zero}) AS {name}"
     return f"{problem}: write {coalesce} in the sql, or filter those rows out"
+
+
+def _identifier(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _sql_cast(field: pa.Field, *, large: bool) -> str | None:
+    """SQL that makes the lists of a stored column of any length, or its offsets 64-bit."""
+    spelt = _spelt(field.type, "Large" if large else "")
+    if spelt is None or b"cache.unit" in (field.metadata or {}):  # which the cast would lose
+        return None
+    name = _identifier(field.name)
+    return f"arrow_cast({name}, '{spelt}') AS {name}"
+
+
+def _spelt(dtype: pa.DataType, prefix: str) -> str | None:
+    """``dtype`` as DataFusion spells it."""
+    if pa.types.is_nested(dtype):
+        inner = _spelt(dtype.value_type, prefix)
+        return inner and f"{prefix}List({inner})"
+    if pa.types.is_integer(dtype):
+        return str(dtype).replace("int", "Int").replace("u", "U")
+    return _SPELT.get(dtype, "").format(prefix) or None
 
 
 def _zero(field: pa.Field) -> str:
@@ -202,6 +257,7 @@ class ShardBuilder:
         }
         self._plain_bytes = 0
         self._nulls: dict[str, int] = {}
+        self._arriving: pa.Schema | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -209,13 +265,20 @@ class ShardBuilder:
         return self.num_rows * self.layout.fixed_row_bytes + self._plain_bytes
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Adds the rows of ``batch``, whose columns are those of the logical schema by name."""
+        """Adds the rows of ``batch``, whose columns are those of the logical schema by name.
+
+        Raises:
+            LoadError: naming a column whose values cannot be stored as its type says.
+        """
+        if self._arriving is None or not batch.schema.equals(self._arriving):
+            self._check_units(batch.schema)
+            self._arriving = batch.schema
         start, stop = self.num_rows, self.num_rows + batch.num_rows
         if stop > self._capacity:
             self._grow(stop)
         for index, column in enumerate(self.layout.columns):
             if column.kind == "plain":
-                array = _cast(batch[column.names[0]], column.field.type)
+                array = _cast(column.names[0], batch[column.names[0]], column.field.type)
                 self._plain_bytes += array.nbytes
                 self._chunks[index].append(array)
             else:
@@ -228,13 +291,13 @@ class ShardBuilder:
         Raises:
             LoadError: naming each fixed-width column that holds nulls, with their count.
         """
-        if self._nulls:
-            raise LoadError(
-                "; ".join(
-                    _null_problem(self.layout.logical.field(name), count)
-                    for name, count in self._nulls.items()
-                )
-            )
+        if self._nulls and self._arriving is not None:
+            problems = []
+            for name, count in self._nulls.items():
+                encoded = pa.types.is_dictionary(self._arriving.field(name).type)
+                field = self.layout.logical.field(name)
+                problems.append(_null_problem(field, count, encoded=encoded))
+            raise LoadError("; ".join(problems))
         arrays = []
         for index, column in enumerate(self.layout.columns):
             if column.kind == "plain":
@@ -268,7 +331,7 @@ class ShardBuilder:
         rows, dtype = batch.num_rows, target.dtype
         block = np.empty((column.width, rows + _PADDING_BYTES // dtype.itemsize), dtype)
         for values, name in zip(block, column.names, strict=True):
-            values[:rows] = self._numbers(name, _cast(batch[name], stored))
+            values[:rows] = self._numbers(name, _cast(name, batch[name], stored))
         target[:] = block[:, :rows].T
 
     def _numbers(self, name: str, array: pa.Array) -> Matrix:
@@ -283,14 +346,25 @@ class ShardBuilder:
 
     def _fill_lists(self, target: Matrix, name: str, array: pa.Array) -> None:
         dtype = self.layout.logical.field(name).type
-        if pa.types.is_dictionary(array.type):
-            array = array.dictionary_decode()
         while pa.types.is_fixed_size_list(dtype):
+            if pa.types.is_dictionary(array.type):
+                array = _cast(name, array, dtype)
             if array.null_count:  # no values for them in flatten(); finish() refuses the shard
                 self._count_nulls(name, array)
                 return
             array, dtype = array.flatten(), dtype.value_type
-        target[:] = self._numbers(name, _cast(array, dtype)).reshape(target.shape)
+        target[:] = self._numbers(name, _cast(name, array, dtype)).reshape(target.shape)
+
+    def _check_units(self, schema: pa.Schema) -> None:
+        for field in self.layout.logical:
+            unit = _unit(_metadata(schema.field(field.name).type, field.type))
+            known = _unit(field.metadata)
+            if unit not in (None, known):  # None: stored values already
+                raise LoadError(
+                    f"column {field.name!r} comes as {schema.field(field.name).type}, but its "
+                    f"values are kept {f'in {known}' if known else 'without a unit'}: cast it in "
+                    "the sql"
+                )
 
     def _count_nulls(self, name: str, array: pa.Array) -> None:
         self._nulls[name] = self._nulls.get(name, 0) + array.null_count
@@ -301,15 +375,72 @@ def _concatenate(chunks: list[pa.Array], column: StoredColumn) -> pa.Array:
         return pa.array([], column.field.type)
     try:
         return pa.concat_arrays(chunks)
-    except pa.ArrowInvalid as error:
+    except pa.ArrowInvalid as error:  # offsets of 32 bits
+        cast = _sql_cast(column.field, large=True)
         raise LoadError(
-            f"column {column.names[0]!r} does not fit in one shard ({error}): "
-            "choose a smaller target_shard_bytes"
+            f"column {column.names[0]!r} of type {column.field.type} does not fit in one shard "
+            f"({error}): choose a smaller target_shard_bytes"
+            f"{f', or write {cast} in the sql' if cast else ''}"
         ) from None
 
 
-def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
+def _cast(name: str, array: pa.Array, target: pa.DataType) -> pa.Array:
     """``array`` as its storage type; the same array when it has that type already."""
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    return array if array.type.equals(target) else pc.cast(array, target)
+    if array.type.equals(target):
+        return array
+    try:
+        if pa.types.is_dictionary(array.type):  # each value is cast once
+            values = _cast(name, array.dictionary, target)
+            if pa.types.is_nested(target):  # take() of pyarrow 26 counts the offset of a slice of
+                values = pa.concat_arrays([values, values.slice(0, 0)])  # nested lists twice
+            return values.take(array.indices)
+        if pa.types.is_decimal(array.type) and target == pa.float64():
+            return _nearest_floats(array)
+        if pa.types.is_decimal(_values(array.type)):
+            array = pc.cast(array, _of_strings(target))
+        return pc.cast(array, target)
+    except pa.ArrowException as error:
+        raise LoadError(f"column {name!r} cannot be stored as {target}: {error}") from None
+
+
+def _nearest_floats(decimals: pa.Array) -> pa.Array:
+    """Each decimal as the float64 next to it.
+
+    Not by a cast, which multiplies by a power of ten that is itself rounded, and so makes
+    0.5700000000000001 of 0.57. A quotient of two exact floats is rounded once, and so is a text.
+    """
+    dtype, mask = decimals.type, None
+    if not 0 <= dtype.scale <= _MOST_EXACT_POWER or not len(decimals):
+        return pc.cast(pc.cast(decimals, pa.string()), pa.float64())
+    words = max(dtype.bit_width // 64, 1)
+    word = np.dtype(f"i{min(dtype.bit_width // 8, 8)}")
+    stop = decimals.offset + len(decimals)
+    raw = np.frombuffer(decimals.buffers()[1], word, count=stop * words)
+    integers = raw.reshape(-1, words)[decimals.offset :]
+    low: npt.NDArray[np.int64] = integers[:, 0]
+    exact = (low >= -_MOST_EXACT_INTEGER) & (low <= _MOST_EXACT_INTEGER)
+    if words > 1:  # the upper words say no more than the sign
+        exact &= (integers[:, 1:] == (low >> 63)[:, None]).all(axis=1)
+    if decimals.null_count:
+        mask = decimals.is_null().to_numpy(zero_copy_only=False)
+        exact |= mask
+    if not exact.all():
+        return pc.cast(pc.cast(decimals, pa.string()), pa.float64())
+    return pa.array(low / 10.0**dtype.scale, mask=mask)
+
+
+def _of_strings(dtype: pa.DataType) -> pa.DataType:
+    """Lists like ``dtype``, of strings."""
+    if pa.types.is_fixed_size_list(dtype):
+        return pa.list_(_of_strings(dtype.value_type), dtype.list_size)
+    if pa.types.is_list(dtype):
+        return pa.list_(_of_strings(dtype.value_type))
+    if pa.types.is_large_list(dtype):
+        return pa.large_list(_of_strings(dtype.value_type))
+    return pa.string()
+
+
+def _unit(metadata: Mapping[Any, Any] | None) -> str | None:
+    known = metadata or {}
+    unit = known.get("cache.unit", known.get(b"cache.unit"))
+    return unit.decode() if isinstance(unit, bytes) else unit

@@ -66,6 +66,7 @@ class CacheServer:
                     endpoints=self.endpoints,
                     heartbeat_interval_s=config.heartbeat_interval_s,
                     node_timeout_s=config.node_timeout_s,
+                    lease_s=config.lease_s,
                 )
             else:
                 link = stack.enter_context(RemoteCoordinator(config.coordinator))

@@ -3,6 +3,7 @@
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
     <cache_dir>/.lock, .node-id                               one process, one lasting name
+    <cache_dir>/.scratch/                                     what is needed for a moment
 
 A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
 manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
@@ -19,7 +20,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -30,7 +31,13 @@ import xxhash
 
 from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
-from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
+from protos.errors import (
+    ConfigError,
+    InvalidRowsError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+)
 from protos.layout import Layout, from_matrix
 from protos.shards import (
     MANIFEST,
@@ -50,6 +57,7 @@ from protos.shards import (
 
 logger = logging.getLogger(__name__)
 
+SCRATCH = ".scratch"
 _CHECKSUM_CHUNK_BYTES = 16 * 1024 * 1024
 # More runs than this many times the shards: sort the request by shard first.
 _MAX_RUNS_PER_SHARD = 4
@@ -206,6 +214,7 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         self.node_id = self._load_node_id()
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
         self._adopt_all()
 
     def __enter__(self) -> ShardStore:
@@ -224,6 +233,11 @@ class ShardStore:
         with self._lock:
             self._shards.clear()
         self._lock_file.close()
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for what is needed for a moment; emptied when the store opens."""
+        return self.cache_dir / SCRATCH
 
     @property
     def stored_bytes(self) -> int:
@@ -278,19 +292,59 @@ class ShardStore:
                 left behind.
         """
         size = batch.nbytes
-        directory = self._directory(key)
-        final = directory / shard_file_name(index)
-        temporary = directory / _temporary_name(index) if draft is None else draft.path
-        self._reserve(temporary, size)
-        try:
+        temporary = self._directory(key) / _temporary_name(index) if draft is None else draft.path
+
+        def write() -> SealedShard:
             if draft is not None:
                 draft.complete(batch)
             else:
-                self._create(temporary)
                 write_shard_file(temporary, batch)
-            sealed = SealedShard(
-                index, batch.num_rows, temporary.stat().st_size, file_checksum(temporary)
-            )
+            num_bytes = temporary.stat().st_size
+            return SealedShard(index, batch.num_rows, num_bytes, file_checksum(temporary))
+
+        return self._keep(key, index, temporary, size, write)
+
+    def receive(
+        self, key: VersionKey, sealed: SealedShard, chunks: Iterable[pa.Buffer]
+    ) -> MappedShard:
+        """Keeps the file of a shard that was sealed elsewhere.
+
+        Args:
+            chunks: the bytes of the file, in order.
+
+        Raises:
+            NodeUnavailableError: they are not the bytes that were sealed. LoadError: they do not
+                fit in the memory limit or on the file system. Nothing is left behind.
+        """
+        temporary = self._directory(key) / _temporary_name(sealed.index)
+
+        def write() -> SealedShard:
+            with temporary.open("wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+            if file_checksum(temporary) != sealed.checksum:
+                raise NodeUnavailableError(
+                    f"shard {sealed.index} of {key.dataset!r} did not arrive as it was sealed"
+                )
+            return sealed
+
+        return self._keep(key, sealed.index, temporary, sealed.num_bytes, write)
+
+    def _keep(
+        self,
+        key: VersionKey,
+        index: int,
+        temporary: Path,
+        size: int,
+        write: Callable[[], SealedShard],
+    ) -> MappedShard:
+        """Has a file written under a temporary name, and makes a sealed shard of it."""
+        directory = self._directory(key)
+        final = directory / shard_file_name(index)
+        self._reserve(temporary, size)
+        try:
+            self._create(temporary)
+            sealed = write()
             _fsync(temporary)
             os.replace(temporary, final)
             _fsync(directory)
@@ -300,13 +354,12 @@ class ShardStore:
                 os.fsync(manifest.fileno())
             shard = MappedShard(sealed, final)
         except OSError as error:
-            _remove_file(temporary)
             _remove_file(final)
-            self._remove_empty(directory)
             raise _cannot_write(key, index, size, directory, error) from None
         finally:
             _remove_file(temporary)
             self._release(temporary)
+            self._remove_empty(directory)
         with self._lock:
             self._shards.setdefault(key, {})[index] = shard
         logger.info(

@@ -1,27 +1,36 @@
 """From a spec to a version: what exactly is to be loaded, pinned, fingerprinted and cut.
 
-Reads listings, footers and first rows through `sources` and `loader`; knows no node.
+Looks at sources through `tables` and at the query through `queries`; knows no node.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cache_server import loader, sources
-from cache_server.packing import storage_schema
-from cache_server.planning import ShardPlan, SourceFile, Split, VersionKey, cut_shards
+from cache_server import queries, tables
+from cache_server.packing import storage_schema, storage_type
+from cache_server.planning import (
+    Pin,
+    PinnedTable,
+    ShardPlan,
+    SourceFile,
+    Split,
+    VersionKey,
+    cut_shards,
+)
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import LoadError
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
 _STORAGE_FORMAT = 2  # part of every fingerprint: a change of the stored bytes is another version
+# Tables that every node reads whole, all of them together, beside one that is read by splits.
+_SMALL_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -29,145 +38,244 @@ class VersionPlan:
     """One version of a dataset, as planned from its pinned source.
 
     Attributes:
-        spec: as last asked for; `replicas` may differ between two that name the same version.
-        format, sql, source_schema: how each split is read.
+        spec: as last asked for; `replicas` and secrets may differ between two of one version.
+        sql: over ``tables``.
+        tables: unless ``whole``, the first is read split by split, the others whole.
         logical: schema of the stored columns.
-        shards: in row order.
-        keeps_every_row: the footers tell the number of rows exactly.
+        shards: in row order; None of a whole query, whose result is cut when it is there.
+        why: how the query goes, and why, for a person.
+        keeps_every_row: the splits tell the number of rows exactly.
+        comparable: planning it again tells whether the source changed.
+        joined: the query also reads other tables, or the same ones in subqueries.
     """
 
     spec: DatasetSpec
     key: VersionKey
-    format: str
     sql: str
-    source_schema: pa.Schema
+    tables: tuple[PinnedTable, ...]
     logical: pa.Schema
-    shards: tuple[ShardPlan, ...]
+    shards: tuple[ShardPlan, ...] | None
     keeps_every_row: bool
+    comparable: bool = True
+    joined: bool = False
+    why: str = field(default="", compare=False)
 
     @property
     def max_rows(self) -> int:
         """Rows before any filter, of the shards whose format tells."""
-        return sum(shard.max_rows or 0 for shard in self.shards)
+        return sum(shard.max_rows or 0 for shard in self.shards or ())
 
     def to_load_plan(self, attempt: int) -> pb.LoadPlan:
         """What a node needs to load any shard of this version."""
         return pb.LoadPlan(
             dataset=self.key.dataset,
             fingerprint=self.key.fingerprint,
-            format=self.format,
             sql=self.sql,
-            source_schema=self.source_schema.serialize().to_pybytes(),
+            tables=[table_to_proto(table) for table in self.tables],
             logical_schema=self.logical.serialize().to_pybytes(),
             attempt=attempt,
             keeps_every_row=self.keeps_every_row,
+            whole=self.shards is None,
+            target_shard_bytes=self.spec.target_shard_bytes,
+            has_secrets=any(table.secrets for table in self.spec.tables),
+            comparable=self.comparable,
+            joined=self.joined,
         )
 
     @classmethod
     def from_catalogue(cls, entry: pb.CatalogueEntry) -> VersionPlan:
         """The plan that a catalogue entry keeps."""
+        shards = tuple(
+            ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
+            for index, shard in enumerate(entry.shards)
+        )
         return cls(
             DatasetSpec.from_proto(entry.spec),
             VersionKey(entry.plan.dataset, entry.plan.fingerprint),
-            entry.plan.format,
             entry.plan.sql,
-            schema_from_bytes(entry.plan.source_schema),
+            tuple(table_from_proto(table) for table in entry.plan.tables),
             schema_from_bytes(entry.plan.logical_schema),
-            tuple(
-                ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
-                for index, shard in enumerate(entry.shards)
-            ),
+            None if entry.plan.whole else shards,
             entry.keeps_every_row,
+            entry.plan.comparable,
+            entry.plan.joined,
         )
 
 
-def plan_version(spec: DatasetSpec) -> VersionPlan:
-    """Finds the files of ``spec``, checks its query against them and cuts them into shards.
+@dataclass(frozen=True)
+class PlannedVersion:
+    """A plan, and what keeps its source as it was planned; `close` once nothing is read any more.
+
+    Attributes:
+        table_splits: how each table would be cut, for forecasts.
+    """
+
+    plan: VersionPlan
+    pins: tuple[Pin, ...]
+    table_splits: Mapping[str, tuple[Split, ...]]
+
+    def close(self) -> None:
+        """Lets go of the sources."""
+        for pin in self.pins:
+            pin.close()
+
+
+def plan_version(spec: DatasetSpec) -> PlannedVersion:
+    """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
 
     Raises:
-        LoadError: the source cannot be read.
+        LoadError: a source cannot be read.
         RequestError: the query cannot be run.
     """
-    message = spec.to_proto()
-    format, files = sources.find_files(message.source, spec.format)
-    footers: tuple[pq.FileMetaData, ...] = ()
-    if format == "parquet":
-        source_schema, footers = sources.parquet_schema(files)
-    else:
-        source_schema = _inferred_schema(files, format)
-    text = loader.query_text(message.sql, tuple(message.columns), message.filter)
-    query = loader.check_query(text, source_schema)
+    with ExitStack() as stack:
+        pins: dict[str, Pin] = {}
+        formats: dict[str, str] = {}
+        for table in spec.tables:
+            formats[table.name], pins[table.name] = tables.pin(table)
+            stack.callback(pins[table.name].close)
+        planned = _plan(spec, formats, pins)
+        stack.pop_all()
+        return planned
+
+
+def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> PlannedVersion:
+    text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
+    schemas = {name: pin.schema for name, pin in pins.items()}
+    query = queries.check_query(
+        text, schemas, allow_unordered=spec.allow_unordered, is_shortcut=spec.sql is None
+    )
     logical = storage_schema(query.schema)
-    if format == "parquet":
-        splits = sources.parquet_splits(files, footers, logical, message.target_shard_bytes)
-    else:
-        splits = sources.text_splits(files, format, message.target_shard_bytes)
-    if not query.only_drops_rows:
-        # An unnest may make any number of rows of one: the footer is no upper bound.
-        splits = tuple(replace(split, num_rows=None) for split in splits)
-    return VersionPlan(
+    splits = {}
+    for name, pin in pins.items():
+        read = pa.schema([pin.schema.field(column) for column in query.columns[name]])
+        stored = logical if len(pins) == 1 and query.drivers else _storable(read)
+        splits[name] = pin.cut(stored, spec.target_shard_bytes)
+    driver, why = _driver(query, splits)
+    if driver is not None and not query.only_drops_rows:
+        # An unnest or a join may make any number of rows of one: the footer is no upper bound.
+        splits[driver] = tuple(replace(split, num_rows=None) for split in splits[driver])
+    pinned = []
+    for table in sorted(spec.tables, key=lambda table: table.name != driver):
+        every = len(query.columns[table.name]) == len(pins[table.name].schema)
+        pinned.append(
+            PinnedTable(
+                table.name,
+                formats[table.name],
+                pins[table.name].schema,
+                table.options,
+                pins[table.name].snapshot,
+                None if every else query.columns[table.name],
+                () if table.name == driver else splits[table.name],
+            )
+        )
+    plan = VersionPlan(
         spec,
-        VersionKey(spec.name, _fingerprint(message, files, format, query.sql)),
-        format,
-        query.sql,
-        source_schema,
+        VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
+        text,
+        tuple(pinned),
         logical,
-        cut_shards(splits, message.target_shard_bytes),
-        query.keeps_every_row and format == "parquet",
+        cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None,
+        driver is not None and query.keeps_every_row and pins[driver].exact_rows,
+        all(pin.comparable for pin in pins.values()),
+        query.joins,
+        why,
+    )
+    return PlannedVersion(plan, tuple(pins.values()), splits)
+
+
+def _driver(
+    query: queries.Query, splits: Mapping[str, tuple[Split, ...]]
+) -> tuple[str | None, str]:
+    """The table to read split by split, or None to run the query whole; and why."""
+    if not query.drivers:
+        return None, f"{query.why_whole} has one answer for the whole table"
+    sizes = {name: sum(split.estimated_bytes for split in of) for name, of in splits.items()}
+    largest = max(sorted(query.drivers), key=lambda name: sizes[name])
+    others = sum(size for name, size in sizes.items() if name != largest)
+    if len(sizes) == 1:
+        return largest, "each row is handled by itself"
+    if others > _SMALL_BYTES:
+        return None, (
+            f"the tables beside {largest!r} are {others} bytes, too many for every node to read"
+        )
+    names = ", ".join(repr(name) for name in sizes if name != largest)
+    return largest, f"each row of {largest!r} is handled by itself; every node reads {names} whole"
+
+
+def _storable(schema: pa.Schema) -> pa.Schema:
+    """What of ``schema`` could be stored, to estimate by; a query may read what nobody stores."""
+    kept = [field for field in schema if storage_type(field.type) is not None]
+    return storage_schema(pa.schema(kept)) if kept else pa.schema([])
+
+
+def table_to_proto(table: PinnedTable) -> pb.PinnedTable:
+    """The message of a pinned table."""
+    return pb.PinnedTable(
+        name=table.name,
+        format=table.format,
+        schema=table.schema.serialize().to_pybytes(),
+        options=table.options,
+        snapshot=table.snapshot,
+        columns=table.columns or (),
+        splits=[split_to_proto(split) for split in table.splits],
     )
 
 
-def _inferred_schema(files: Sequence[SourceFile], format: str) -> pa.Schema:
-    """The schema that all files share.
-
-    Rows of CSV and Arrow files are read by the position of their columns, so every file must name
-    the same ones. JSON is read by name, and a name that a file lacks is null.
-    """
-    filled = [file for file in files if file.size]
-    if not filled:
-        raise LoadError(f"{files[0].path} is empty: it does not even name its columns")
-    first = loader.infer_schema(filled[0], format)
-    for file in filled[1:] if format != "json" else ():
-        schema = loader.infer_schema(file, format)
-        # The types that a sample of a CSV suggests may differ; reading it will tell.
-        same = schema.names == first.names if format == "csv" else schema.equals(first)
-        if not same:
-            raise LoadError(
-                f"{file.path} has other columns than {filled[0].path}: "
-                f"{sources.difference(first, schema)}"
-            )
-    return first
+def table_from_proto(table: pb.PinnedTable) -> PinnedTable:
+    """The pinned table of a message."""
+    return PinnedTable(
+        table.name,
+        table.format,
+        schema_from_bytes(table.schema),
+        dict(table.options),
+        table.snapshot,
+        tuple(table.columns) or None,
+        tuple(split_from_proto(split) for split in table.splits),
+    )
 
 
 def split_to_proto(split: Split) -> pb.Split:
     """The message of a planner's split."""
     return pb.Split(
         file=pb.SourceFile(
-            path=split.file.path, size=split.file.size, mtime_ns=split.file.mtime_ns
+            path=split.file.path,
+            size=split.file.size,
+            mtime_ns=split.file.mtime_ns,
+            etag=split.file.etag,
         ),
         part=split.part,
         parts=split.parts,
         num_rows=split.num_rows or 0,
         num_rows_known=split.num_rows is not None,
         estimated_bytes=split.estimated_bytes,
+        piece=split.piece,
     )
 
 
 def split_from_proto(split: pb.Split) -> Split:
     """The planner's split of a message."""
-    file = SourceFile(split.file.path, split.file.size, split.file.mtime_ns)
+    file = SourceFile(split.file.path, split.file.size, split.file.mtime_ns, split.file.etag)
     rows = split.num_rows if split.num_rows_known else None
-    return Split(file, split.part, split.parts, rows, split.estimated_bytes)
+    return Split(file, split.part, split.parts, rows, split.estimated_bytes, split.piece)
 
 
-def _fingerprint(spec: pb.DatasetSpec, files: tuple[SourceFile, ...], format: str, sql: str) -> str:
+def _fingerprint(
+    spec: DatasetSpec,
+    formats: Mapping[str, str],
+    pins: Mapping[str, Pin],
+    sql: str,
+    driver: str | None,
+) -> str:
     """Of everything that decides the stored bytes and how they are cut; not of replicas."""
     content = {
         "storage_format": _STORAGE_FORMAT,
-        "format": format,
         "sql": sql,
         "target_shard_bytes": spec.target_shard_bytes,
-        "files": [[file.path, file.size, file.mtime_ns] for file in files],
+        "driver": driver,
+        "tables": [
+            [table.name, formats[table.name], table.missing_columns, pins[table.name].content]
+            for table in spec.tables
+        ],
     }
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

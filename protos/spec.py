@@ -6,12 +6,14 @@ exist is a question for the node that reads them.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
+from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -19,7 +21,10 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import ConfigError
 
-FORMATS = ("parquet", "arrow", "csv", "json")
+FORMATS = ("parquet", "arrow", "csv", "json", "iceberg", "delta", "postgres")
+TABLE = "source"  # the table of a spec with one source
+_TABLE_FORMATS = ("iceberg", "delta", "postgres")  # they say themselves what is in them
+CATALOG_PREFIX = "catalog."  # of the options that are a catalogue's
 DEFAULT_TARGET_SHARD_BYTES = 64 * 1024 * 1024
 _MAX_SHARD_BYTES = 1024**5
 _MAX_REPLICAS = 65_535
@@ -27,6 +32,29 @@ _MAX_REPLICAS = 65_535
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BYTE_SIZE = TypeAdapter(ByteSize)
+_TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
+_TABLE_KEYS = (
+    *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options"),
+    "ignore",
+)
+
+# Every other option is a secret. Without the prefixes of `_is_public`.
+_PUBLIC_OPTIONS = {
+    *("region", "default_region", "endpoint", "endpoint_url", "endpoint_url_s3", "bucket"),
+    *("bucket_name", "allow_http", "skip_signature", "virtual_hosted_style_request"),
+    *("anonymous", "imdsv1_fallback", "metadata_endpoint", "requester_pays", "role_arn"),
+    *("role_session_name", "table", "query"),
+    *("endpoint_url_sts", "unsigned_payload", "conditional_put", "checksum_algorithm"),
+    *("application_credentials", "service_account", "base_url", "service_account_path"),
+    *("account_name", "container_name", "use_emulator", "use_fabric_endpoint", "use_azure_cli"),
+    *("client_id", "tenant_id", "authority_id", "authority_host", "object_id", "account_host"),
+    *("type", "uri", "warehouse", "name", "prefix", "init_catalog_tables"),
+    *("path_style_access", "signer", "proxy_uri", "connect_timeout", "request_timeout", "timeout"),
+    *("max_retries", "retry_timeout_s", "user", "host", "port", "database", "dbname", "sslmode"),
+    *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
+}
+_SIGNATURES = {"sig", "signature", "x-amz-signature", "x-goog-signature", "token", "password"}
+Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def parse_bytes(value: object) -> int:
@@ -44,46 +72,108 @@ def parse_bytes(value: object) -> int:
 
 
 @dataclass(frozen=True)
-class DatasetSpec:
-    """A table to cache and the rows and columns to keep of it.
+class TableSpec:
+    """One table that the query of a dataset reads. Made by `DatasetSpec`, which checks it.
 
-    Args:
-        name: letters, digits, ``.``, ``_`` and ``-``; at most 128 characters.
-        source: a file, a directory, a glob or a ``file://`` URI, or several of them. A relative
-            path is taken from the working directory of whoever writes the spec. The nodes must
-            be able to read it under the same path. Rows keep this order: sources as given, the
-            files of one source by name, the rows of a file as they stand in it.
-        format: one of ``parquet``, ``arrow``, ``csv``, ``json`` (one object a line). Default: by
-            the file names.
-        sql: a row-wise query (projection, filter, unnest) over the table ``source``.
-        columns: shortcut for ``sql``: the columns to keep, in this order.
-        filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
-        replicas: on how many nodes each shard is held.
-        target_shard_bytes: decoded bytes of a shard, about; an int or a text such as ``64MiB``.
-
-    Raises:
-        ConfigError: quoting every bad field.
+    Attributes:
+        name: in the query.
+        source: paths, globs and URIs, in row order.
+        format: one of `FORMATS`; None: by the names.
+        snapshot: Iceberg snapshot id or Delta version; None: the current one.
+        missing_columns: ``refuse`` or ``null``.
+        options: settings of the store or catalogue that are no secrets.
+        secrets: the other ones. They are neither shown nor written anywhere.
+        ignore: patterns of the file names to leave out.
     """
 
     name: str
-    source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+    source: tuple[str, ...]
     format: str | None = None
-    sql: str | None = None
-    columns: Iterable[str] | None = None
-    filter: str | None = None
-    replicas: int = 1
-    target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES
+    snapshot: int | None = None
+    missing_columns: str = "refuse"
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    ignore: tuple[str, ...] = ()
 
-    # The keyword-only part is spelt by hand, so that the fields above stay in one place.
+    def to_proto(self) -> pb.TableSpec:
+        """The wire form, without the secrets."""
+        return pb.TableSpec(
+            name=self.name,
+            source=self.source,
+            format=self.format or "",
+            snapshot=self.snapshot,
+            missing_columns=self.missing_columns,
+            options=self.options,
+            ignore=self.ignore,
+        )
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The tables to cache, and the rows and columns to keep of them.
+
+    Args:
+        name: letters, digits, ``.``, ``_`` and ``-``; at most 128 characters.
+        source: a file, a directory, a glob or a URI (``file``, ``s3``, ``gs``, ``az``, ``abfss``,
+            ``http``, ``https``, ``hf``, ``postgresql``), or several of them; with a catalogue the
+            name of a table in it. A relative path is taken from the working directory of whoever
+            writes the spec. The nodes must be able to read it under the same path. Rows keep this
+            order: sources as given, the files of one source by name, the rows of a file as they
+            stand in it.
+        format: one of ``parquet``, ``arrow``, ``csv``, ``json`` (one object a line), ``iceberg``,
+            ``delta``, ``postgres``. Default: by the names.
+        sql: a query over the table ``source``, or over the names of ``sources``.
+        columns: shortcut for ``sql``: the columns to keep, in this order.
+        filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
+        snapshot: Iceberg snapshot id or Delta version. Default: the current one.
+        catalog: properties of an Iceberg catalogue, by pyiceberg's names: ``type``, ``uri``.
+        missing_columns: what becomes of a column that some files lack: ``refuse`` or ``null``.
+        storage_options: settings of the store by its own names, such as ``AWS_ENDPOINT_URL``, in
+            upper or lower case. Those that are not known to be public are kept as secrets: in no
+            log, file, fingerprint or description.
+        sources: instead of ``source``: table name -> a source, or a mapping with the arguments
+            ``source``, ``format``, ``snapshot``, ``catalog``, ``missing_columns``,
+            ``storage_options`` and ``ignore`` of that table.
+        ignore: patterns of files to leave out, such as ``*.json``: shell wildcards (`fnmatch`,
+            whose ``*`` goes past a ``/``) over the name of a file relative to the source. Not for
+            tables that say themselves which files are theirs.
+        allow_unordered: accept a query whose result has no order of its own.
+        replicas: on how many nodes each shard is held.
+        target_shard_bytes: decoded bytes of a shard, about; an int or a text such as ``64MiB``.
+
+    Attributes:
+        tables: one for each source, in the given order.
+
+    Raises:
+        ConfigError: quoting every bad field, and no secret.
+    """
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    sql: str | None
+    columns: tuple[str, ...] | None
+    filter: str | None
+    allow_unordered: bool
+    replicas: int
+    target_shard_bytes: int
+
+    # Spelt by hand: what a user writes is not what is kept of it.
     def __init__(
         self,
         name: str,
-        source: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        source: Source | None = None,
         *,
         format: str | None = None,  # the word users know
         sql: str | None = None,
         columns: Iterable[str] | None = None,
         filter: str | None = None,
+        snapshot: int | None = None,
+        catalog: Mapping[str, object] | None = None,
+        missing_columns: str = "refuse",
+        storage_options: Mapping[str, object] | None = None,
+        sources: Mapping[str, object] | None = None,
+        ignore: Iterable[str] | None = None,
+        allow_unordered: bool = False,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
     ) -> None:
@@ -93,16 +183,33 @@ class DatasetSpec:
                 "name must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
                 f"or digit, got {name!r}"
             )
-        sources = _sources(source, problems)
-        if format is not None and format not in FORMATS:
-            problems.append(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        one = {
+            "source": source,
+            "format": format,
+            "snapshot": snapshot,
+            "catalog": catalog,
+            "missing_columns": missing_columns,
+            "storage_options": storage_options,
+            "ignore": ignore,
+        }
+        if sources is None:
+            tables: tuple[TableSpec, ...] = (_table(TABLE, one, problems),)
+        else:
+            given = [key for key, value in one.items() if value not in (None, "refuse")]
+            if given:
+                problems.append(f"{', '.join(given)} cannot be combined with sources")
+            tables = _named_tables(sources, problems)
+            if sql is None:
+                problems.append("sources needs a sql that says what to make of them")
         if sql is not None and (not isinstance(sql, str) or not sql.strip()):
-            problems.append(f"sql must be a query over the table 'source', got {sql!r}")
+            problems.append(f"sql must be a query over {_names(tables)}, got {sql!r}")
         if sql is not None and (columns is not None or filter is not None):
             problems.append("sql cannot be combined with columns or filter: write them in the sql")
         if filter is not None and (not isinstance(filter, str) or not filter.strip()):
             problems.append(f"filter must be an SQL condition, got {filter!r}")
         names = _columns(columns, problems)
+        if not isinstance(allow_unordered, bool):
+            problems.append(f"allow_unordered must be true or false, got {allow_unordered!r}")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
             problems.append(f"replicas must be a number of at least 1, got {replicas!r}")
         elif replicas > _MAX_REPLICAS:
@@ -120,42 +227,71 @@ class DatasetSpec:
             raise ConfigError("bad dataset spec: " + "; ".join(problems))
         values: dict[str, object] = {
             "name": name,
-            "source": sources,
-            "format": format,
+            "tables": tables,
             "sql": sql,
             "columns": names,
             "filter": filter,
+            "allow_unordered": allow_unordered,
             "replicas": replicas,
             "target_shard_bytes": shard_bytes,
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
 
+    @property
+    def source(self) -> tuple[str, ...]:
+        """Paths, globs and URIs of the first table."""
+        return self.tables[0].source
+
+    @property
+    def format(self) -> str | None:
+        """Of the first table, where it was given."""
+        return self.tables[0].format
+
     def to_proto(self) -> pb.DatasetSpec:
-        """The wire form."""
+        """The wire form, without the secrets; see `secrets_to_proto`."""
         return pb.DatasetSpec(
             name=self.name,
-            source=self.source,  # type: ignore[arg-type]  # a tuple of str after __init__
-            format=self.format or "",
+            tables=[table.to_proto() for table in self.tables],
             sql=self.sql or "",
             columns=self.columns or (),
             filter=self.filter or "",
+            allow_unordered=self.allow_unordered,
             replicas=self.replicas,
-            target_shard_bytes=int(self.target_shard_bytes),
+            target_shard_bytes=self.target_shard_bytes,
         )
 
+    def secrets_to_proto(self) -> pb.Secrets:
+        """What `to_proto` leaves out."""
+        tables = {t.name: pb.TableSecrets(values=t.secrets) for t in self.tables if t.secrets}
+        return pb.Secrets(tables=tables)
+
     @classmethod
-    def from_proto(cls, spec: pb.DatasetSpec) -> DatasetSpec:
+    def from_proto(cls, spec: pb.DatasetSpec, secrets: pb.Secrets | None = None) -> DatasetSpec:
         """The spec of a message; validated like any other."""
+        known = secrets.tables if secrets is not None else {}
+        tables: dict[str, dict[str, object]] = {}
+        for table in spec.tables:
+            values = known[table.name].values if table.name in known else {}
+            tables[table.name] = {
+                "source": list(table.source) or None,
+                "format": table.format or None,
+                "snapshot": table.snapshot if table.HasField("snapshot") else None,
+                "missing_columns": table.missing_columns or "refuse",
+                "storage_options": {**table.options, **values} or None,
+                "ignore": list(table.ignore) or None,
+            }
+        single = list(tables) in ([TABLE], [])
+        arguments: dict[str, Any] = dict(tables.get(TABLE, {})) if single else {"sources": tables}
         return cls(
             spec.name,
-            list(spec.source),
-            format=spec.format or None,
             sql=spec.sql or None,
             columns=list(spec.columns) or None,
             filter=spec.filter or None,
+            allow_unordered=spec.allow_unordered,
             replicas=spec.replicas or 1,
             target_shard_bytes=spec.target_shard_bytes or DEFAULT_TARGET_SHARD_BYTES,
+            **arguments,
         )
 
     @classmethod
@@ -167,18 +303,20 @@ class DatasetSpec:
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"a dataset spec must be a mapping, got {mapping!r}")
-        known = [field.name for field in fields(cls)]
+        known = [name for name in inspect.signature(cls).parameters if name != "self"]
         unknown = [key for key in mapping if key not in known]
         if unknown:
             raise ConfigError(
                 f"unknown key {', '.join(map(repr, unknown))} in the dataset spec; "
                 f"known keys: {', '.join(known)}"
             )
-        missing = [key for key in ("name", "source") if key not in mapping]
+        missing = [key for key in ("name",) if key not in mapping]
+        if "source" not in mapping and "sources" not in mapping:
+            missing.append("source")
         if missing:
             raise ConfigError(f"the dataset spec lacks {', '.join(missing)}")
         arguments: dict[str, Any] = dict(mapping)
-        return cls(arguments.pop("name"), arguments.pop("source"), **arguments)
+        return cls(arguments.pop("name"), arguments.pop("source", None), **arguments)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> DatasetSpec:
@@ -205,7 +343,124 @@ def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
     return isinstance(value, Iterable) and not unordered
 
 
-def _sources(source: object, problems: list[str]) -> tuple[str, ...]:
+def _names(tables: Sequence[TableSpec]) -> str:
+    if [table.name for table in tables] == [TABLE]:
+        return f"the table {TABLE!r}"
+    return f"the tables {', '.join(table.name for table in tables)}"
+
+
+def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]:
+    if not isinstance(sources, Mapping) or not sources:
+        problems.append(f"sources must be a mapping of table names to sources, got {sources!r}")
+        return ()
+    tables = []
+    for name, value in sources.items():
+        if not isinstance(name, str) or not _TABLE_NAME.fullmatch(name):
+            problems.append(
+                "the names of sources must be lower-case letters, digits and '_', starting with a "
+                f"letter, got {name!r}"
+            )
+            continue
+        arguments = dict(value) if isinstance(value, Mapping) else {"source": value}
+        found: list[str] = []
+        unknown = [key for key in arguments if key not in _TABLE_KEYS]
+        if unknown:
+            found.append(f"unknown key {', '.join(map(repr, unknown))}")
+        tables.append(_table(name, arguments, found))
+        problems += [f"sources.{name}: {problem}" for problem in found]
+    return tuple(tables)
+
+
+def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> TableSpec:
+    """One table of the arguments that `DatasetSpec` has for it."""
+    format = arguments.get("format")
+    if format is not None and format not in FORMATS:
+        problems.append(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        format = None
+    snapshot = arguments.get("snapshot")
+    if snapshot is not None and (
+        isinstance(snapshot, bool) or not isinstance(snapshot, int) or snapshot < 0
+    ):
+        problems.append(f"snapshot must be the number of a snapshot or version, got {snapshot!r}")
+        snapshot = None
+    policy = arguments.get("missing_columns", "refuse")
+    if policy not in ("refuse", "null"):
+        problems.append(f"missing_columns must be refuse or null, got {policy!r}")
+    options, secrets = _options(arguments.get("storage_options"), "storage_options", problems)
+    if arguments.get("catalog") is not None:
+        public, private = _options(arguments["catalog"], "catalog", problems)
+        options |= {f"{CATALOG_PREFIX}{key}": value for key, value in public.items()}
+        secrets |= {f"{CATALOG_PREFIX}{key}": value for key, value in private.items()}
+    named = any(key.startswith(CATALOG_PREFIX) for key in (*options, *secrets))
+    source = _sources(arguments.get("source"), named, secrets, problems)
+    ignore = _ignored(arguments.get("ignore"), problems)
+    if ignore and (named or format in _TABLE_FORMATS):
+        problems.append(
+            f"ignore, got {list(ignore)!r}, is for files: a table of a catalogue or of format "
+            f"{', '.join(_TABLE_FORMATS)} says itself what is in it"
+        )
+    return TableSpec(
+        name,
+        source,
+        str(format) if format is not None else None,
+        snapshot if isinstance(snapshot, int) else None,
+        str(policy),
+        options,
+        secrets,
+        ignore,
+    )
+
+
+def _ignored(patterns: object, problems: list[str]) -> tuple[str, ...]:
+    if patterns is None:
+        return ()
+    items = list(patterns) if _is_list(patterns) else []
+    if not _is_list(patterns) or not all(isinstance(item, str) and item for item in items):
+        problems.append(f"ignore must be a list of patterns of file names, got {patterns!r}")
+        return ()
+    return tuple(items)
+
+
+def _options(
+    options: object, what: str, problems: list[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Public and secret options, with their names in lower case. Values are never quoted."""
+    public: dict[str, str] = {}
+    secrets: dict[str, str] = {}
+    if options is None:
+        return public, secrets
+    if not isinstance(options, Mapping):
+        problems.append(f"{what} must be a mapping of names to values")
+        return public, secrets
+    for key, value in options.items():
+        if not isinstance(key, str) or not key or not isinstance(value, str | int | bool | float):
+            problems.append(f"{what} must map names to texts, got something else for {key!r}")
+            continue
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        name = key.lower()
+        is_public = _is_public(name.removeprefix(CATALOG_PREFIX)) and not _has_password(text)
+        (public if is_public else secrets)[name] = text
+    return public, secrets
+
+
+def _is_public(name: str) -> bool:
+    for prefix in ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."):
+        name = name.removeprefix(prefix)
+    return name.replace("-", "_") in _PUBLIC_OPTIONS
+
+
+def _has_password(text: str) -> bool:
+    return bool(_URI.match(text)) and urlsplit(text).password is not None
+
+
+def _sources(
+    source: object, named: bool, secrets: dict[str, str], problems: list[str]
+) -> tuple[str, ...]:
+    """The sources as they are kept; the password of a URI becomes a secret.
+
+    Args:
+        named: they are names in a catalogue, not paths.
+    """
     items = list(source) if _is_list(source) else [source]
     result = []
     for item in items:
@@ -213,10 +468,30 @@ def _sources(source: object, problems: list[str]) -> tuple[str, ...]:
             problems.append(f"source must be a path, glob or URI, got {item!r}")
             continue
         text = str(os.fspath(item))
-        result.append(text if _URI.match(text) else os.path.abspath(text))
+        if _URI.match(text):
+            result.append(_without_password(text, secrets, problems))
+        else:
+            result.append(text if named else os.path.abspath(text))
     if not items:
         problems.append("source must name at least one path, glob or URI, got an empty list")
     return tuple(result)
+
+
+def _without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> str:
+    parts = urlsplit(uri)
+    signed = [key for key, _ in parse_qsl(parts.query) if key.lower() in _SIGNATURES]
+    if signed:
+        problems.append(
+            f"a source at {parts.hostname!r} is signed by {', '.join(signed)}, which would be "
+            "kept and shown with it: give credentials in storage_options instead"
+        )
+    if parts.password is None:
+        return uri
+    password = unquote(parts.password)
+    if secrets.setdefault("password", password) != password:
+        problems.append(f"the sources of one table have several passwords, one at {parts.hostname}")
+    user, _, host = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}@{host}"))
 
 
 def _columns(columns: object, problems: list[str]) -> tuple[str, ...] | None:

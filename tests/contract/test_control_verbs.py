@@ -41,7 +41,8 @@ def stub(cluster: LocalCluster) -> Iterator[CoordinatorStub]:
 
 def spec(name: str, source: Path | str, **changes: object) -> pb.DatasetSpec:
     """By default each file becomes a shard."""
-    fields: dict[str, object] = {"name": name, "source": [str(source)], "target_shard_bytes": 1}
+    table = pb.TableSpec(name="source", source=[str(source)], format=str(changes.pop("format", "")))
+    fields: dict[str, object] = {"name": name, "tables": [table], "target_shard_bytes": 1}
     return pb.DatasetSpec(**{**fields, **changes})
 
 
@@ -93,7 +94,7 @@ def test_create_answers_at_once_with_the_plan(
     info = create(stub, spec(dataset_name, source))
 
     assert info.spec.name == dataset_name
-    assert list(info.spec.source) == [str(source)]
+    assert list(info.spec.tables[0].source) == [str(source)]
     assert len(info.fingerprint) == 32
     assert [shard.index for shard in info.shards] == [0, 1, 2]
     assert info.progress.shards_total == 3
@@ -332,7 +333,8 @@ def test_an_unknown_dataset_is_not_found_and_the_answer_lists_those_there_are(
 
 
 def test_a_bad_spec_is_refused_with_every_bad_field_quoted(stub: CoordinatorStub) -> None:
-    bad = pb.DatasetSpec(name="no spaces please", format="xml", filter="a > 1", sql="SELECT 1")
+    table = pb.TableSpec(name="source", format="xml")
+    bad = pb.DatasetSpec(name="no spaces please", tables=[table], filter="a > 1", sql="SELECT 1")
 
     code, error = refused(lambda: create(stub, bad))
 

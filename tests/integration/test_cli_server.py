@@ -263,7 +263,7 @@ def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path:
         ("name: a b\nsource: []\n", 78, ["ConfigError", "spec.yaml", "'a b'", "empty list"]),
         ("name: [\n", 78, ["ConfigError", "spec.yaml", "not YAML"]),
         ("name: t\nsource: x.csv\ncolour: red\n", 78, ["'colour'"]),
-        ("name: t\nsource: SOURCE\nsql: SELECT max(row) FROM source\n", 65, ["an aggregate"]),
+        ("name: t\nsource: SOURCE\nsql: SELECT row FROM source LIMIT 3\n", 65, ["LIMIT"]),
     ],
     ids=["missing source", "bad fields", "no YAML", "unknown key", "bad query"],
 )

@@ -22,9 +22,8 @@ def plan(tmp_path: Path) -> VersionPlan:
         source,
         row_group_size=100,
     )
-    return plan_version(
-        DatasetSpec("t.1", source, filter="a > 1", replicas=2, target_shard_bytes=4000)
-    )
+    spec = DatasetSpec("t.1", source, filter="a > 1", replicas=2, target_shard_bytes=4000)
+    return plan_version(spec).plan
 
 
 @pytest.fixture
@@ -83,7 +82,7 @@ def test_unknown_row_counts_stay_unknown(
 ) -> None:
     text = tmp_path / "a.json"
     text.write_text('{"a": 1}\n' * 10)
-    counted, uncounted = plan, plan_version(DatasetSpec("u", text, target_shard_bytes=20))
+    counted, uncounted = plan, plan_version(DatasetSpec("u", text, target_shard_bytes=20)).plan
 
     catalogue.write(counted, 0, [])
     catalogue.write(uncounted, 0, [])

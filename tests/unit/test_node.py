@@ -15,8 +15,9 @@ import pytest
 from cache_server import loader
 from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
+from cache_server.loader import LocalFile
 from cache_server.node import Node
-from cache_server.planning import Split
+from cache_server.planning import PinnedTable
 from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
@@ -109,10 +110,8 @@ class Gate:
         self.arrived = threading.Semaphore(0)
         self.open = threading.Event()
 
-    def read_split(
-        self, split: Split, sql: str, format: str, schema: pa.Schema
-    ) -> Iterator[pa.RecordBatch]:
-        for batch in self.read(split, sql, format, schema):
+    def read_split(self, file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+        for batch in self.read(file, sql, table):
             yield batch
             self.arrived.release()
             assert self.open.wait(WAIT_S)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server import loader
 from cache_server.packing import ShardBuilder, storage_schema, storage_type
+from cache_server.queries import check_query
 from protos.errors import LoadError, RequestError
 
 DAY = datetime.date(2024, 2, 29)
@@ -376,7 +376,7 @@ def test_the_coalesce_of_the_message_mends_the_query_and_keeps_the_type(
     assert f"column {column!r} holds 1 null(s)" in problem
 
     coalesce = problem.partition("write ")[2].partition(" in the sql")[0]
-    mended = loader.check_query(f"SELECT {coalesce} FROM source", batch.schema)
+    mended = check_query(f"SELECT {coalesce} FROM source", {"source": batch.schema})
 
     assert coalesce.startswith("COALESCE(")
     assert mended.schema.names == [column]

@@ -11,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_server import loader
+from cache_server.loader import LocalFile
 from cache_server.packing import ShardBuilder, storage_schema
 from cache_server.planning import SourceFile, Split
-from cache_server.versions import VersionPlan, plan_version, split_from_proto, split_to_proto
+from cache_server.versions import VersionPlan, split_from_proto, split_to_proto, table_from_proto
+from cache_server.versions import plan_version as plan_with_pins
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError, RequestError
 from protos.layout import schema_from_bytes
@@ -31,12 +33,18 @@ def write(path: Path, num_rows: int = 1000, group: int = 100) -> Path:
     return path
 
 
+def plan_version(spec: DatasetSpec) -> VersionPlan:
+    return plan_with_pins(spec).plan
+
+
 def load(plan: VersionPlan) -> pa.RecordBatch:
     """The logical rows of all shards, as one shard."""
     builder = ShardBuilder(plan.logical)
-    for shard in plan.shards:
+    (table,) = plan.tables
+    for shard in plan.shards or ():
         for split in shard.splits:
-            for batch in loader.read_split(split, plan.sql, plan.format, plan.source_schema):
+            file = LocalFile(Path(split.file.path), table.format, split)
+            for batch in loader.read_split(file, plan.sql, table):
                 builder.append(batch)
     return builder.layout.unpack(builder.finish())
 
@@ -59,7 +67,7 @@ def test_a_plan_says_how_to_load_every_row_once(tmp_path: Path) -> None:
     plan = plan_version(DatasetSpec("t", tmp_path, target_shard_bytes=8000))
 
     assert plan.key.dataset == "t"
-    assert plan.format == "parquet"
+    assert [table.format for table in plan.tables] == ["parquet"]
     assert plan.logical.equals(storage_schema(table_of(0).schema))
     assert len(plan.shards) > 2
     assert (plan.keeps_every_row, plan.max_rows) == (True, 1000)
@@ -151,7 +159,7 @@ def test_csv_files_come_one_after_the_other(tmp_path: Path) -> None:
 
     plan = plan_version(DatasetSpec("t", [second, first]))
 
-    assert (plan.format, plan.keeps_every_row, plan.max_rows) == ("csv", False, 0)
+    assert (plan.tables[0].format, plan.keeps_every_row, plan.max_rows) == ("csv", False, 0)
     assert load(plan).to_pylist() == [
         {"a": 3, "b": "z"},
         {"a": 1, "b": "x"},
@@ -374,7 +382,7 @@ def test_a_load_plan_is_enough_to_load_from(tmp_path: Path) -> None:
     message = pb.LoadPlan.FromString(plan.to_load_plan(attempt=2).SerializeToString())
 
     assert (message.dataset, message.fingerprint) == ("t", plan.key.fingerprint)
-    assert (message.format, message.sql, message.attempt) == ("parquet", plan.sql, 2)
-    assert schema_from_bytes(message.source_schema).equals(plan.source_schema)
+    assert (message.tables[0].format, message.sql, message.attempt) == ("parquet", plan.sql, 2)
+    assert table_from_proto(message.tables[0]) == plan.tables[0]
     logical = schema_from_bytes(message.logical_schema)
     assert logical.equals(plan.logical, check_metadata=True)

@@ -117,44 +117,199 @@ class DatasetSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     SQL_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
+    ALLOW_UNORDERED_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     TARGET_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    format: _builtins.str
-    """"parquet", "arrow", "csv", "json"; empty: by the file names"""
     sql: _builtins.str
-    """a row-wise query over the table "source"; empty: columns and filter"""
+    """over the names of the tables; empty: columns and filter of the first"""
     filter: _builtins.str
+    allow_unordered: _builtins.bool
     replicas: _builtins.int
     target_shard_bytes: _builtins.int
     @_builtins.property
-    def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        source: _abc.Iterable[_builtins.str] | None = ...,
-        format: _builtins.str = ...,
+        tables: _abc.Iterable[Global___TableSpec] | None = ...,
         sql: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
         filter: _builtins.str = ...,
+        allow_unordered: _builtins.bool = ...,
         replicas: _builtins.int = ...,
         target_shard_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "filter", b"filter", "format", b"format", "name", b"name", "replicas", b"replicas", "source", b"source", "sql", b"sql", "target_shard_bytes", b"target_shard_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DatasetSpec: _TypeAlias = DatasetSpec  # noqa: Y015
+
+@_typing.final
+class TableSpec(_message.Message):
+    """A table that a query reads, as a user names it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MISSING_COLUMNS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    IGNORE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """in the query; "source" where there is only one"""
+    format: _builtins.str
+    """empty: by the names"""
+    snapshot: _builtins.int
+    missing_columns: _builtins.str
+    """"refuse" or "null" """
+    @_builtins.property
+    def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """never a secret"""
+
+    @_builtins.property
+    def ignore(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """patterns of file names to leave out"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        source: _abc.Iterable[_builtins.str] | None = ...,
+        format: _builtins.str = ...,
+        snapshot: _builtins.int | None = ...,
+        missing_columns: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        ignore: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__snapshot: _TypeAlias = _typing.Literal["snapshot"]  # noqa: Y015
+    _WhichOneofArgType__snapshot: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot) -> _WhichOneofReturnType__snapshot | None: ...
+
+Global___TableSpec: _TypeAlias = TableSpec  # noqa: Y015
+
+@_typing.final
+class TableSecrets(_message.Message):
+    """Options that are secrets. They travel beside a spec and are kept in memory only."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        values: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableSecrets: _TypeAlias = TableSecrets  # noqa: Y015
+
+@_typing.final
+class Secrets(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TablesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___TableSecrets: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___TableSecrets | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tables(self) -> _containers.MessageMap[_builtins.str, Global___TableSecrets]:
+        """by the name of the table"""
+
+    def __init__(
+        self,
+        *,
+        tables: _abc.Mapping[_builtins.str, Global___TableSecrets] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Secrets: _TypeAlias = Secrets  # noqa: Y015
 
 @_typing.final
 class RowRange(_message.Message):
@@ -233,6 +388,7 @@ class DatasetInfo(_message.Message):
     NODES_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     state: Global___DatasetState.ValueType
     num_rows: _builtins.int
@@ -241,6 +397,7 @@ class DatasetInfo(_message.Message):
     """bytes of sealed shards, one replica"""
     schema: _builtins.bytes
     """Arrow IPC schema message: logical columns, storage types"""
+    lease_s: _builtins.float
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -268,10 +425,11 @@ class DatasetInfo(_message.Message):
         nodes: _abc.Iterable[Global___Node] | None = ...,
         progress: Global___LoadProgress | None = ...,
         error: Global___Error | None = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "nodes", b"nodes", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,17 +553,21 @@ class ReadPlan(_message.Message):
 
     DATASET_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
+    lease_s: _builtins.float
+    """so long without a read or a new plan, a replaced version is kept"""
     def __init__(
         self,
         *,
         dataset: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        lease_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -460,8 +622,11 @@ class ReadTicket(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    SHARD_FILE_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
+    shard_file: _builtins.int
+    """Instead: the file of this shard, in pieces of one large_binary column, for another node."""
     @_builtins.property
     def rows(self) -> Global___RowRange: ...
     @_builtins.property
@@ -473,12 +638,15 @@ class ReadTicket(_message.Message):
         fingerprint: _builtins.str = ...,
         rows: Global___RowRange | None = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
+        shard_file: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file", "rows", b"rows", "shard_file", b"shard_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shard_file: _TypeAlias = _typing.Literal["shard_file"]  # noqa: Y015
+    _WhichOneofArgType__shard_file: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard_file) -> _WhichOneofReturnType__shard_file | None: ...
 
 Global___ReadTicket: _TypeAlias = ReadTicket  # noqa: Y015
 
@@ -548,16 +716,24 @@ class CreateDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    REFRESH_FIELD_NUMBER: _builtins.int
+    refresh: _builtins.bool
+    """look at a source that cannot say whether it changed again"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
+    @_builtins.property
+    def secrets(self) -> Global___Secrets: ...
     def __init__(
         self,
         *,
         spec: Global___DatasetSpec | None = ...,
+        secrets: Global___Secrets | None = ...,
+        refresh: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refresh", b"refresh", "secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -589,18 +765,22 @@ class GetDatasetRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     fingerprint: _builtins.str
     """empty: the newest"""
+    lease: _builtins.bool
+    """to read its rows: it is kept for a while, even when it is replaced"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        lease: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,8 +954,8 @@ Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
 
 @_typing.final
 class Split(_message.Message):
-    """A piece of the source: the rows of one file that start in part "part" of "parts" equal byte
-    ranges of it.
+    """A piece of a table: the rows of one file that start in part "part" of "parts" equal byte ranges
+    of it, or what "piece" says of a table that is not made of files.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -786,12 +966,15 @@ class Split(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     NUM_ROWS_KNOWN_FIELD_NUMBER: _builtins.int
     ESTIMATED_BYTES_FIELD_NUMBER: _builtins.int
+    PIECE_FIELD_NUMBER: _builtins.int
     part: _builtins.int
     parts: _builtins.int
     num_rows: _builtins.int
     """before any filter"""
     num_rows_known: _builtins.bool
     estimated_bytes: _builtins.int
+    piece: _builtins.str
+    """in the words of the table's format"""
     @_builtins.property
     def file(self) -> Global___SourceFile: ...
     def __init__(
@@ -803,10 +986,11 @@ class Split(_message.Message):
         num_rows: _builtins.int = ...,
         num_rows_known: _builtins.bool = ...,
         estimated_bytes: _builtins.int = ...,
+        piece: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts", "piece", b"piece"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -821,23 +1005,95 @@ class SourceFile(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     MTIME_NS_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     path: _builtins.str
+    """or a URI, or what else names it to its table"""
     size: _builtins.int
     mtime_ns: _builtins.int
+    etag: _builtins.str
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         size: _builtins.int = ...,
         mtime_ns: _builtins.int = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mtime_ns", b"mtime_ns", "path", b"path", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "mtime_ns", b"mtime_ns", "path", b"path", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SourceFile: _TypeAlias = SourceFile  # noqa: Y015
+
+@_typing.final
+class PinnedTable(_message.Message):
+    """A table as it was pinned: enough to read any split of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SCHEMA_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    SPLITS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    format: _builtins.str
+    schema: _builtins.bytes
+    """Arrow IPC schema message"""
+    snapshot: _builtins.str
+    """in the words of the format"""
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that the query reads; empty: all"""
+
+    @_builtins.property
+    def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Split]:
+        """of a table that is read whole"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        format: _builtins.str = ...,
+        schema: _builtins.bytes = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        snapshot: _builtins.str = ...,
+        columns: _abc.Iterable[_builtins.str] | None = ...,
+        splits: _abc.Iterable[Global___Split] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "format", b"format", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "splits", b"splits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinnedTable: _TypeAlias = PinnedTable  # noqa: Y015
 
 @_typing.final
 class LoadPlan(_message.Message):
@@ -847,39 +1103,58 @@ class LoadPlan(_message.Message):
 
     DATASET_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
     SQL_FIELD_NUMBER: _builtins.int
-    SOURCE_SCHEMA_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     LOGICAL_SCHEMA_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     KEEPS_EVERY_ROW_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    TARGET_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    HAS_SECRETS_FIELD_NUMBER: _builtins.int
+    COMPARABLE_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
-    format: _builtins.str
     sql: _builtins.str
-    source_schema: _builtins.bytes
-    """Arrow IPC schema message of the table "source" """
     logical_schema: _builtins.bytes
     """Arrow IPC schema message of the stored columns"""
     attempt: _builtins.int
     """counts the loads of a version that failed and was asked for again"""
     keeps_every_row: _builtins.bool
     """the splits know how many rows will come of them"""
+    whole: _builtins.bool
+    """the query runs once, over all tables; its result is cut into shards"""
+    target_shard_bytes: _builtins.int
+    """of a whole query"""
+    has_secrets: _builtins.bool
+    """without which it cannot be loaded"""
+    comparable: _builtins.bool
+    """planning it again tells whether the source changed"""
+    joined: _builtins.bool
+    """the query also reads other tables, or subqueries"""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
+        """unless whole, the first is read split by split"""
+
     def __init__(
         self,
         *,
         dataset: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
-        format: _builtins.str = ...,
         sql: _builtins.str = ...,
-        source_schema: _builtins.bytes = ...,
+        tables: _abc.Iterable[Global___PinnedTable] | None = ...,
         logical_schema: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
         keeps_every_row: _builtins.bool = ...,
+        whole: _builtins.bool = ...,
+        target_shard_bytes: _builtins.int = ...,
+        has_secrets: _builtins.bool = ...,
+        comparable: _builtins.bool = ...,
+        joined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "dataset", b"dataset", "fingerprint", b"fingerprint", "format", b"format", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "source_schema", b"source_schema", "sql", b"sql"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -887,28 +1162,44 @@ Global___LoadPlan: _TypeAlias = LoadPlan  # noqa: Y015
 
 @_typing.final
 class DesiredShard(_message.Message):
-    """A shard that a node should hold."""
+    """A shard that a node should hold. It copies the file of another node where there is one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     SPLITS_FIELD_NUMBER: _builtins.int
     ROW_START_FIELD_NUMBER: _builtins.int
+    COPY_FROM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     row_start: _builtins.int
     """with rows_fixed of the dataset"""
+    num_bytes: _builtins.int
+    """of the file to copy"""
+    num_rows: _builtins.int
+    checksum: _builtins.str
     @_builtins.property
     def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Split]: ...
+    @_builtins.property
+    def copy_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Flight locations of the nodes that hold it"""
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         splits: _abc.Iterable[Global___Split] | None = ...,
         row_start: _builtins.int = ...,
+        copy_from: _abc.Iterable[_builtins.str] | None = ...,
+        num_bytes: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+        checksum: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "row_start", b"row_start", "splits", b"splits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,13 +1260,24 @@ class DesiredDataset(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     ROWS_FIXED_FIELD_NUMBER: _builtins.int
     NUM_ROWS_FIELD_NUMBER: _builtins.int
+    RUN_WHOLE_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
     rows_fixed: _builtins.bool
     """every shard is sealed somewhere, so row ids and num_rows are known"""
     num_rows: _builtins.int
+    run_whole: _builtins.bool
+    """this node runs the whole query, and keeps what of it is missing"""
     @_builtins.property
     def plan(self) -> Global___LoadPlan: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredShard]: ...
+    @_builtins.property
+    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """those shards; empty: all, and their number is not known yet"""
+
+    @_builtins.property
+    def secrets(self) -> Global___Secrets: ...
     def __init__(
         self,
         *,
@@ -983,10 +1285,13 @@ class DesiredDataset(_message.Message):
         shards: _abc.Iterable[Global___DesiredShard] | None = ...,
         rows_fixed: _builtins.bool = ...,
         num_rows: _builtins.int = ...,
+        run_whole: _builtins.bool = ...,
+        missing: _abc.Iterable[_builtins.int] | None = ...,
+        secrets: Global___Secrets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "secrets", b"secrets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "plan", b"plan", "rows_fixed", b"rows_fixed", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing", "num_rows", b"num_rows", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1000,9 +1305,21 @@ class ActualDataset(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    ROWS_LOADED_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
     attempt: _builtins.int
+    num_shards: _builtins.int
+    """Of a whole query that this node ran: how many shards came of it, once it is through."""
+    failure: _builtins.str
+    """the whole query failed for good"""
+    rows_loaded: _builtins.int
+    """of a whole query that runs"""
+    idle_s: _builtins.float
+    """since rows were last read here; unset: never"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     def __init__(
@@ -1012,12 +1329,23 @@ class ActualDataset(_message.Message):
         fingerprint: _builtins.str = ...,
         shards: _abc.Iterable[Global___ActualShard] | None = ...,
         attempt: _builtins.int = ...,
+        num_shards: _builtins.int | None = ...,
+        failure: _builtins.str = ...,
+        rows_loaded: _builtins.int = ...,
+        idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "idle_s", b"idle_s", "num_shards", b"num_shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "dataset", b"dataset", "fingerprint", b"fingerprint", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
+    _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
+    _WhichOneofReturnType__num_shards: _TypeAlias = _typing.Literal["num_shards"]  # noqa: Y015
+    _WhichOneofArgType__num_shards: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_shards) -> _WhichOneofReturnType__num_shards | None: ...
 
 Global___ActualDataset: _TypeAlias = ActualDataset  # noqa: Y015
 

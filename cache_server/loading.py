@@ -1,0 +1,286 @@
+"""What a node does to come by a shard: read its splits, run a whole query, or copy its file.
+
+Runs in the node's loading threads; each function does one job to its end, or leaves nothing behind.
+It knows no heartbeats: what is to be done is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+
+from cache_server import loader, peers, staging
+from cache_server.packing import ShardBuilder
+from cache_server.planning import PinnedTable, Split, VersionKey, max_rows
+from cache_server.store import ShardStore
+from cache_server.versions import split_from_proto, table_from_proto
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import LoadError, NodeUnavailableError
+from protos.layout import Layout, schema_from_bytes
+from protos.shards import SealedShard
+
+logger = logging.getLogger(__name__)
+
+
+class CancelledError(Exception):
+    """What is being loaded is not wanted any more."""
+
+
+@dataclass
+class Job:
+    """One load under way.
+
+    Attributes:
+        index: of the shard; None for the run of a whole query.
+        cancelled: set when it is not wanted any more.
+        rows: so far, for progress; written by the loading thread.
+    """
+
+    key: VersionKey
+    plan: pb.LoadPlan
+    secrets: pb.Secrets
+    index: int | None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    rows: int = 0
+
+    def secrets_of(self, table: PinnedTable) -> Mapping[str, str]:
+        """The secrets of one table of the plan."""
+        if table.name not in self.secrets.tables:
+            return {}
+        return dict(self.secrets.tables[table.name].values)
+
+    def check_secrets(self) -> None:
+        """Raises where the plan needs secrets that are not there any more."""
+        if self.plan.has_secrets and not self.secrets.tables:
+            raise LoadError(
+                f"the credentials of {self.key.dataset!r} were not kept over the restart of the "
+                "coordinator: load its spec again"
+            )
+
+
+class WholeTables:
+    """Tables that a query reads whole, as Arrow files of this node; written when first needed.
+
+    Thread-safe; `close` removes them.
+
+    Args:
+        directory: a folder of their own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._paths: dict[str, Path] = {}
+
+    def paths(self, job: Job, wanted: list[PinnedTable]) -> dict[str, Path]:
+        """The files of these tables.
+
+        Raises:
+            LoadError: naming table, file, split and reason.
+        """
+        with self._lock:
+            for table in wanted:
+                if table.name not in self._paths:
+                    path = self._directory / f"{table.name}.arrow"
+                    _spool(job, table, table.splits, path)
+                    self._paths[table.name] = path
+            return {table.name: self._paths[table.name] for table in wanted}
+
+    def close(self) -> None:
+        """Removes the files."""
+        with self._lock:
+            self._paths.clear()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: WholeTables) -> None:
+    """Reads the splits of one shard with the query, and seals it.
+
+    Args:
+        whole: the other tables of the query.
+
+    Raises:
+        LoadError: naming the file, the split and the reason. CancelledError.
+    """
+    job.check_secrets()
+    table, *others = [table_from_proto(table) for table in job.plan.tables]
+    splits = [split_from_proto(split) for split in shard.splits]
+    logical = schema_from_bytes(job.plan.logical_schema)
+    expected = max_rows(splits)
+    with ExitStack() as stack:
+        draft, matrices = None, None
+        if job.plan.keeps_every_row and expected:
+            layout = Layout(logical)
+            draft = stack.enter_context(store.draft(job.key, shard.index, layout, expected))
+            matrices = draft.matrices
+        builder = ShardBuilder(logical, expected, matrices)
+        if job.plan.joined:
+            rows = _joined_rows(job, table, splits, whole.paths(job, others), store.scratch)
+        else:
+            rows = _rows(job, table, splits, job.plan.sql, store.scratch)
+        for split, batch in rows:
+            _append(builder, batch, str(split))
+            job.rows = builder.num_rows
+        store.seal(job.key, shard.index, _finish(builder, ", ".join(map(str, splits))), draft)
+
+
+def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> int:
+    """Runs a whole query and cuts its result into shards.
+
+    The same tables give the same rows in the same order, so that lost shards can be made again.
+
+    Args:
+        missing: seal these shards only; None: all of them, whatever lies there.
+
+    Returns:
+        the number of shards of the result.
+
+    Raises:
+        LoadError: with the reason. CancelledError.
+    """
+    job.check_secrets()
+    if missing is None:
+        store.drop_version(job.key)
+    pinned = [table_from_proto(table) for table in job.plan.tables]
+    logical = schema_from_bytes(job.plan.logical_schema)
+    builder = ShardBuilder(logical)
+    num_shards = done = 0
+
+    def seal() -> None:
+        nonlocal num_shards, builder
+        if missing is None or num_shards in missing:
+            store.seal(job.key, num_shards, _finish(builder, f"the result of {job.plan.sql!r}"))
+        num_shards += 1
+        builder = ShardBuilder(logical)
+
+    with closing(WholeTables(store.scratch / uuid.uuid4().hex)) as whole:
+        for batch in loader.run_whole(job.plan.sql, whole.paths(job, pinned)):
+            _check_wanted(job)
+            for start, rows in _pieces(batch, logical, job.plan.target_shard_bytes):
+                if builder.num_rows and (
+                    builder.num_bytes + builder.num_bytes // builder.num_rows * rows
+                    > job.plan.target_shard_bytes
+                ):
+                    seal()
+                _append(builder, batch.slice(start, rows), f"the result of {job.plan.sql!r}")
+                done += rows
+                job.rows = done
+        if builder.num_rows:
+            seal()
+    _check_wanted(job)
+    return num_shards
+
+
+def copy_shard(store: ShardStore, job: Job, shard: pb.DesiredShard) -> None:
+    """Copies the file of a sealed shard from another node.
+
+    Raises:
+        NodeUnavailableError, CacheError: no node gave it; the coordinator will say what is next.
+        LoadError: it does not fit here. CancelledError.
+    """
+    sealed = SealedShard(shard.index, shard.num_rows, shard.num_bytes, shard.checksum)
+    for location in list(shard.copy_from)[:-1]:
+        try:
+            _copy(store, job, sealed, location)
+            return
+        except NodeUnavailableError as error:
+            logger.warning("copy failed dataset=%s %s", job.key.dataset, error)
+    _copy(store, job, sealed, shard.copy_from[-1])
+
+
+def _copy(store: ShardStore, job: Job, sealed: SealedShard, location: str) -> None:
+    with closing(peers.shard_file(location, job.key, sealed.index)) as chunks:
+        store.receive(job.key, sealed, _while_wanted(job, chunks))
+
+
+def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
+    for chunk in chunks:
+        _check_wanted(job)
+        yield chunk
+
+
+def _rows(
+    job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
+) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table, in row order."""
+    with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as files:
+        for file in files:
+            for batch in loader.read_split(file, sql, table):
+                _check_wanted(job)
+                yield file.split, batch
+
+
+def _joined_rows(
+    job: Job,
+    table: PinnedTable,
+    splits: Sequence[Split],
+    others: Mapping[str, Path],
+    scratch: Path,
+) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table and the whole of others."""
+    for split in splits:
+        path = scratch / f"{uuid.uuid4().hex}.arrow"
+        try:
+            _spool(job, table, [split], path)
+            for batch in loader.run_whole(job.plan.sql, {**others, table.name: path}):
+                _check_wanted(job)
+                yield split, batch
+        except LoadError as error:
+            raise LoadError(f"cannot load {split}: {error}") from None
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) -> None:
+    """Writes what a query reads of some splits as one Arrow file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ", ".join('"' + name.replace('"', '""') + '"' for name in table.read_schema.names)
+    rows = _rows(job, table, splits, f"SELECT {names} FROM {table.name}", path.parent)
+    with closing(rows):
+        try:
+            first = next(rows, None)
+            schema = table.read_schema if first is None else first[1].schema
+            batches = (batch for _, batch in rows)
+            staging.write_arrow(
+                path, schema, batches if first is None else chain([first[1]], batches)
+            )
+        except OSError as error:
+            raise LoadError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _pieces(
+    batch: pa.RecordBatch, logical: pa.Schema, target_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Runs of rows of a batch, each about a sixteenth of a shard at most: start and rows."""
+    row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), Layout(logical).fixed_row_bytes)
+    step = max(1, target_bytes // 16 // row_bytes)
+    for start in range(0, batch.num_rows, step):
+        yield start, min(step, batch.num_rows - start)
+
+
+def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: str) -> None:
+    try:
+        builder.append(batch)
+    except pa.ArrowInvalid as error:
+        raise LoadError(f"cannot store {what}: {error}") from None
+
+
+def _finish(builder: ShardBuilder, what: str) -> pa.RecordBatch:
+    try:
+        return builder.finish()
+    except LoadError as error:
+        raise LoadError(f"{what}: {error}") from None
+
+
+def _check_wanted(job: Job) -> None:
+    if job.cancelled.is_set():
+        raise CancelledError

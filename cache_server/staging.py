@@ -1,0 +1,114 @@
+"""Staging: whatever a table is made of, its splits become local files that the loader reads.
+
+A file of this machine is read where it lies. The bytes of an object that a split needs are fetched
+into a sparse file at their own places, so that it is cut and read like any other; the rows of any
+other table are written as an Arrow file. A few splits are staged ahead while one is read. Nothing
+is left behind. Knows neither queries nor shards.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+
+from cache_server import tables
+from cache_server.loader import LocalFile
+from cache_server.planning import PinnedTable, Split
+from cache_server.tables import files, parquet, stores
+from protos.errors import LoadError
+
+# Staged at once for one shard: enough to hide the latency of a store behind the reading.
+_AHEAD = 8
+_AHEAD_BYTES = 64 * 1024 * 1024
+# Below this, fetching a whole object costs less than asking where its columns are.
+_WHOLE_BYTES = 4 * 1024 * 1024
+
+
+def stage(
+    table: PinnedTable, splits: Sequence[Split], secrets: Mapping[str, str], directory: Path
+) -> Generator[LocalFile, None, None]:
+    """A local file with the rows of each split, in order; each is there until the next is asked.
+
+    Args:
+        table: whose splits they are.
+        directory: for what must be fetched; each call uses a folder of its own, and removes it.
+
+    Raises:
+        LoadError: naming file, split and reason; also when a file changed since it was planned.
+    """
+    if table.format in tables.FILE_FORMATS and not any(
+        stores.is_remote(split.file.path) for split in splits
+    ):
+        yield from _where_they_lie(table, splits)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=directory))
+    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="stage")
+    under_way: deque[tuple[int, Future[LocalFile]]] = deque()
+    waiting = deque(enumerate(splits))
+    staged_bytes = 0
+    try:
+        while waiting or under_way:
+            while waiting and (
+                not under_way or (len(under_way) < _AHEAD and staged_bytes < _AHEAD_BYTES)
+            ):
+                number, split = waiting.popleft()
+                size = split.file.size or split.estimated_bytes
+                target = folder / str(number)
+                under_way.append((size, pool.submit(_fetch, table, split, secrets, target)))
+                staged_bytes += size
+            size, future = under_way.popleft()
+            file = future.result()
+            yield file
+            file.path.unlink(missing_ok=True)
+            staged_bytes -= size
+    except OSError as error:
+        raise LoadError(f"cannot stage {table.name!r} in {directory}: {error.strerror}") from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Writes batches as one Arrow IPC file that the loader reads."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _where_they_lie(table: PinnedTable, splits: Sequence[Split]) -> Iterator[LocalFile]:
+    for split in splits:
+        files.check_unchanged(split.file)
+        yield LocalFile(Path(split.file.path), table.format, split)
+        files.check_unchanged(split.file)
+
+
+def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target: Path) -> LocalFile:
+    if table.format not in tables.FILE_FORMATS:
+        path = target.with_suffix(".arrow")
+        write_arrow(path, table.read_schema, tables.read(table, split, secrets))
+        return LocalFile(path, "arrow", split)
+    path = target.with_suffix(Path(urlsplit(split.file.path).path).suffix)
+    wanted = _wanted_ranges(table, split, secrets) if table.format == "parquet" else None
+    stores.download(split.file, path, table.options, secrets, wanted)
+    return LocalFile(path, table.format, split)
+
+
+def _wanted_ranges(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> list[parquet.Range] | None:
+    """Which bytes of a Parquet object are needed; None for all of it."""
+    if split.parts == 1 and (split.file.size <= _WHOLE_BYTES or table.columns is None):
+        return None
+    footer = files.read_remote_footer(
+        split.file, lambda size: stores.read_tail(split.file, size, table.options, secrets)
+    )
+    ranges = parquet.ranges(footer, split, table.columns)
+    return None if sum(b - a for a, b in ranges) > split.file.size * 0.75 else ranges

@@ -1,0 +1,93 @@
+"""Where tables live: one module a kind of table. `pin` and `read` choose the one that is meant.
+
+What needs a library of its own is imported when a table of that kind is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import cast
+
+import pyarrow as pa
+
+from cache_server.planning import Pin, PinnedTable, Split
+from cache_server.tables import files
+from protos.errors import RequestError
+from protos.spec import CATALOG_PREFIX, TableSpec
+
+FILE_FORMATS = frozenset(files.SUFFIXES.values())
+_POSTGRES = ("postgresql://", "postgres://")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A format with a module of its own, and the extra of this distribution that it needs."""
+
+    module: str
+    extra: str
+
+
+_KINDS = {
+    "iceberg": _Kind("cache_server.tables.iceberg", "iceberg"),
+    "delta": _Kind("cache_server.tables.delta", "delta"),
+    "postgres": _Kind("cache_server.tables.postgres", "postgres"),
+}
+
+
+def format_of(table: TableSpec) -> str | None:
+    """The format that was given, or that the source itself tells; None: by the names of files."""
+    if table.format is not None:
+        return table.format
+    if all(source.startswith(_POSTGRES) for source in table.source):
+        return "postgres"
+    if any(key.startswith(CATALOG_PREFIX) for key in (*table.options, *table.secrets)):
+        return "iceberg"
+    if all(source.endswith(".metadata.json") for source in table.source):
+        return "iceberg"
+    return None
+
+
+def pin(table: TableSpec) -> tuple[str, Pin]:
+    """The format of a table, and what it holds now.
+
+    Raises:
+        LoadError: it cannot be read; names it. RequestError: it can never be read as asked.
+    """
+    format = format_of(table)
+    if format in _KINDS:
+        if table.missing_columns != "refuse" or table.ignore:
+            raise RequestError(
+                f"table {table.name!r}: missing_columns and ignore are for files, not for {format}"
+            )
+        return format, cast(Pin, _module(format).pin(table))
+    if table.snapshot is not None:
+        raise RequestError(
+            f"table {table.name!r}: snapshot {table.snapshot} is for iceberg and delta tables"
+        )
+    return files.pin(table)
+
+
+def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a split of a table that is not made of files that DataFusion reads.
+
+    Returns:
+        batches of ``table.read_schema``, in row order.
+
+    Raises:
+        LoadError: naming the table, the split and the reason.
+    """
+    return cast(Iterator[pa.RecordBatch], _module(table.format).read(table, split, secrets))
+
+
+def _module(format: str) -> ModuleType:
+    kind = _KINDS[format]
+    try:
+        return import_module(kind.module)
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"format {format} needs the package {error.name!r} on every node: "
+            f"pip install 'trainer-data-cache[{kind.extra}]'"
+        ) from None

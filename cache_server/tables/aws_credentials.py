@@ -1,0 +1,133 @@
+"""Who signs the requests to S3: the keys of the dataset, or what AWS's own chain finds.
+
+The chain is boto3's, since object_store's neither reads profiles nor assumes a role, and takes
+minutes to say that a machine has no credentials. Never logged, never shown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import UTC, timedelta
+from typing import Any
+
+from cache_server.tables.store_errors import Place
+from protos.errors import LoadError, RequestError
+
+Credentials = Callable[[], Any]
+# Left to object_store, which has settings for them.
+_OWN_CHAIN = (
+    *("web_identity_token_file", "container_credentials_relative_uri", "imdsv1_fallback"),
+    *("container_credentials_full_uri", "container_authorization_token_file", "metadata_endpoint"),
+)
+_KEYS = ("access_key_id", "secret_access_key", "session_token")
+_ROLE = ("role_arn", "role_session_name", "external_id", "sts_endpoint")
+_FRESH_FOR = timedelta(minutes=5)  # boto3 renews ten minutes before keys expire
+
+
+def ANONYMOUS() -> None:
+    """In the place of credentials: requests are not signed."""
+
+
+def s3_credentials(
+    values: dict[str, str], environ: Mapping[str, str], endpoint: str, place: Place
+) -> Credentials | None:
+    """What signs the requests; the settings that it takes account of leave ``values``.
+
+    Returns:
+        `ANONYMOUS`, a credential provider for obstore, or None where obstore finds them itself.
+
+    Raises:
+        RequestError: for half a pair of keys.
+        LoadError: where there are no credentials at all.
+    """
+    keys = {name: values.pop(name) for name in _KEYS if name in values}
+    if ("access_key_id" in keys) != ("secret_access_key" in keys):
+        raise RequestError("access_key_id and secret_access_key must be given together")
+    skip = values.pop("skip_signature", "" if keys else environ.get("AWS_SKIP_SIGNATURE", ""))
+    if skip.lower() == "true":
+        for name in _ROLE:
+            values.pop(name, None)
+        return ANONYMOUS
+    if any(name in values for name in _OWN_CHAIN):
+        values.pop("external_id", None)
+        return None
+    role = {name: values.pop(name) for name in _ROLE if name in values}
+    if "role_arn" in role:
+        return _assumed(role, keys, environ, endpoint, values.get("region"))
+    if "access_key_id" in keys:
+        # A provider, so that the environment's session token is not mixed with them.
+        static = {
+            "access_key_id": keys["access_key_id"],
+            "secret_access_key": keys["secret_access_key"],
+            "token": keys.get("session_token"),
+            "expires_at": None,
+        }
+        return lambda: static
+    return _found(place)
+
+
+def _found(place: Place) -> Credentials:
+    boto3 = _boto3()
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]  # no stubs
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        session = boto3.Session()
+        found = session.get_credentials()
+    except BotoCoreError as error:  # such as a profile that does not exist
+        raise LoadError(f"no credentials for {place}: {error}") from None
+    if found is None:
+        raise LoadError(
+            f"no credentials for {place}: give access_key_id and secret_access_key in the storage "
+            "options or the node's environment, or skip_signature=true for public objects"
+        )
+    return Boto3CredentialProvider(session, ttl=_FRESH_FOR)
+
+
+def _assumed(
+    role: Mapping[str, str],
+    keys: Mapping[str, str],
+    environ: Mapping[str, str],
+    endpoint: str,
+    region: str | None,
+) -> Credentials:
+    session = _boto3().Session(
+        aws_access_key_id=keys.get("access_key_id"),
+        aws_secret_access_key=keys.get("secret_access_key"),
+        aws_session_token=keys.get("session_token"),
+        region_name=region,
+    )
+    # boto3 knows a variable for it.
+    other = None if environ.get("AWS_ENDPOINT_URL_STS") else endpoint or None
+    client = session.client(
+        "sts",
+        endpoint_url=role.get("sts_endpoint", other),
+        region_name=session.region_name or "us-east-1",
+    )
+    request = {
+        "RoleArn": role["role_arn"],
+        "RoleSessionName": role.get("role_session_name", "data-cache"),
+    }
+    if "external_id" in role:
+        request["ExternalId"] = role["external_id"]
+
+    def assume() -> dict[str, Any]:
+        found = client.assume_role(**request)["Credentials"]
+        return {
+            "access_key_id": found["AccessKeyId"],
+            "secret_access_key": found["SecretAccessKey"],
+            "token": found["SessionToken"],
+            # obstore takes no other implementation of UTC, and botocore has another.
+            "expires_at": found["Expiration"].astimezone(UTC),
+        }
+
+    return assume
+
+
+def _boto3() -> Any:
+    import boto3
+
+    # It logs the requests that it signs, with the access key, when everything is logged.
+    logging.getLogger("botocore").setLevel(logging.INFO)
+    return boto3

@@ -1,0 +1,322 @@
+"""How a bucket is reached: options, secrets and the environment -> a connection that is kept.
+
+An option beats the environment, and the environment obstore's defaults. obstore reads the usual
+variables by itself; what is done here is to keep them from being mixed with what was given.
+Connections must not be carried over a fork: they belong to threads of obstore.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
+from cache_server.tables.aws_credentials import ANONYMOUS, s3_credentials
+from cache_server.tables.object_client import Location, ObjectClient
+from cache_server.tables.options import number_setting, store_settings
+from cache_server.tables.store_errors import Place, redacted, secret_values
+from protos.errors import LoadError, RequestError
+
+_CLIENT = ("allow_http", "connect_timeout", "connect_timeout_s", "timeout", "proxy_url")
+_RETRY = ("max_retries", "retry_timeout_s")
+# The URI says which bucket it is.
+_UNUSED = ("bucket", "bucket_name", "container_name", "default_region")
+_S3 = (
+    *("access_key_id", "secret_access_key", "session_token", "region", "endpoint"),
+    *("skip_signature", "virtual_hosted_style_request", "path_style_access", "requester_pays"),
+    *("role_arn", "role_session_name", "external_id", "sts_endpoint", "web_identity_token_file"),
+    *("container_credentials_relative_uri", "container_credentials_full_uri"),
+    *("container_authorization_token_file", "imdsv1_fallback", "metadata_endpoint"),
+    *("unsigned_payload", "conditional_put", "checksum_algorithm", "s3_express"),
+    *("server_side_encryption", "sse_customer_key_base64"),
+)
+_GCS = (
+    *("application_credentials", "service_account", "service_account_key", "bearer_token"),
+    *("base_url", "endpoint", "skip_signature"),
+)
+_AZURE_CREDENTIALS = {
+    "account_key": "access_key",
+    "sas_token": "sas_token",
+    "session_token": "bearer_token",
+    "client_secret": "client_secret",
+    "federated_token_file": "workload_identity",
+}
+_AZURE = (
+    *("account_name", "client_id", "tenant_id", "authority_host", "endpoint", "use_emulator"),
+    *("use_fabric_endpoint", "use_azure_cli", "skip_signature", "msi_endpoint", "object_id"),
+    *("msi_resource_id", "encryption_key", *_AZURE_CREDENTIALS),
+)
+_HTTP = ("user", "password", "session_token", "bearer_token", "access_token")
+_SETTINGS = {"s3": _S3, "gs": _GCS, "az": _AZURE, "http": _HTTP}
+_FLAGS = {
+    *("allow_http", "skip_signature", "virtual_hosted_style_request", "path_style_access"),
+    *("requester_pays", "imdsv1_fallback", "unsigned_payload", "s3_express", "use_emulator"),
+    *("use_fabric_endpoint", "use_azure_cli"),
+}
+# What obstore, or we, read of the environment.
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
+_CONNECT_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 30.0  # without a byte
+_REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes come
+MAX_RETRIES = 10
+RETRY_TIMEOUT_S = 120.0
+MAX_BACKOFF_S = 15.0
+
+
+def client_for(
+    location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> ObjectClient:
+    """The client of a bucket; the same one for the same settings, so its connections are kept.
+
+    An option beats the environment.
+
+    Raises:
+        RequestError: for a setting that the store does not have, or that cannot be right.
+        LoadError: where there are no credentials.
+    """
+    settings = store_settings(options, secrets)
+    for name in _UNUSED:
+        settings.pop(name, None)
+    known = {*_CLIENT, *_RETRY, *_SETTINGS[location.kind]}
+    if unknown := sorted(settings.keys() - known):
+        raise RequestError(
+            f"the {location.kind} store has no option {', '.join(map(repr, unknown))}; "
+            f"it has {', '.join(sorted(known))}"
+        )
+    for name in _FLAGS & settings.keys():
+        settings[name] = settings[name].lower()
+        if settings[name] not in ("true", "false"):
+            raise RequestError(f"the option {name!r} must be true or false")
+    environ = from_env()
+    return _connect(
+        location._replace(key=""),
+        tuple(sorted(settings.items())),
+        tuple(sorted(environ.items())),
+        secret_values(secrets, environ),
+    )
+
+
+def from_env() -> dict[str, str]:
+    """The variables that decide how a store is reached."""
+    return {
+        name: text for name, text in os.environ.items() if name.upper().startswith(_ENVIRONMENT)
+    }
+
+
+@lru_cache(maxsize=64)
+def _connect(
+    location: Location,
+    settings: tuple[tuple[str, str], ...],
+    environ: tuple[tuple[str, str], ...],
+    secret: frozenset[str],
+) -> ObjectClient:
+    values = dict(settings)
+    common = {
+        "client_options": _client_options(values),
+        "retry_config": {
+            "max_retries": int(number_setting(values, "max_retries", MAX_RETRIES)),
+            "retry_timeout": _seconds(values, "retry_timeout_s", RETRY_TIMEOUT_S),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+                "base": 2,
+            },
+        },
+    }
+    for name in (*_CLIENT, *_RETRY):
+        values.pop(name, None)
+    try:
+        store, place = _MAKERS[location.kind](location, values, dict(environ), common)
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        # Their text quotes values, which may stand under the wrong name.
+        text = str(error).partition("\n\n")[0]
+        given = [value for _, value in settings if len(value) > 1]
+        raise RequestError(
+            f"the settings of the {location.kind} store ({', '.join(name for name, _ in settings)})"
+            f" are not right: {redacted(text, {*given, *secret})}"
+        ) from None
+    return ObjectClient(location, store, place, secret)
+
+
+def _s3(
+    location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
+) -> tuple[Any, Place]:
+    endpoint = values.pop("endpoint", "") or next(
+        (
+            environ[name]
+            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+            if environ.get(name)
+        ),
+        "",
+    )
+    region = values.get("region") or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+    place = Place(
+        location.bucket, _shown(endpoint or f"https://s3.{region or 'us-east-1'}.amazonaws.com")
+    )
+    if endpoint:
+        _allow_http(common, endpoint)
+    if bundle := environ.get("AWS_CA_BUNDLE"):
+        common["client_options"]["root_certificate"] = _certificates(bundle)
+    provider = s3_credentials(values, environ, endpoint, place)
+    if values.pop("path_style_access", "true") == "false":
+        values.setdefault("virtual_hosted_style_request", "true")
+    if payer := values.pop("requester_pays", ""):
+        values["request_payer"] = payer
+    if endpoint:
+        if values.get("virtual_hosted_style_request") == "true":
+            endpoint = _with_bucket(endpoint, location.bucket)
+        # A variable for S3 alone would beat a plain endpoint.
+        values |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
+    if provider is not None:
+        # Said either way, before a variable says something else.
+        values["skip_signature"] = "true" if provider is ANONYMOUS else "false"
+    signer = None if provider is ANONYMOUS else provider
+    config = _config(values)
+    return S3Store(location.bucket, config=config, credential_provider=signer, **common), place
+
+
+def _gcs(
+    location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
+) -> tuple[Any, Place]:
+    if endpoint := values.pop("endpoint", ""):
+        values.setdefault("base_url", endpoint)
+    endpoint = (
+        values.get("base_url")
+        or environ.get("GOOGLE_BASE_URL", "")
+        or _account_url(
+            values.get("service_account")
+            or environ.get("GOOGLE_SERVICE_ACCOUNT")
+            or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH", "")
+        )
+    )
+    if endpoint:
+        _allow_http(common, endpoint)
+    place = Place(location.bucket, _shown(endpoint or "https://storage.googleapis.com"))
+    return GCSStore(location.bucket, config=_config(values), **common), place
+
+
+def _certificates(path: str) -> bytes:
+    """Of a store with a certificate authority of its own; obstore does not know the variable."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise LoadError(f"cannot read AWS_CA_BUNDLE {path}: {error.strerror}") from None
+
+
+def _account_url(path: str) -> str:
+    """The address that a service account's file names; object_store knows how to read one."""
+    try:
+        account = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return ""  # obstore's own complaint is the one to show
+    return str(account.get("gcs_base_url") or "") if isinstance(account, dict) else ""
+
+
+def _azure(
+    location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
+) -> tuple[Any, Place]:
+    container, _, host = location.bucket.partition("@")
+    if host:
+        account, _, domain = host.partition(".")
+        values.setdefault("account_name", account)
+        if domain.endswith("fabric.microsoft.com"):
+            values.setdefault("use_fabric_endpoint", "true")
+        elif domain and not domain.endswith("core.windows.net"):
+            values.setdefault("endpoint", f"https://{account}.{domain.replace('dfs.', 'blob.', 1)}")
+    for name, kind in _AZURE_CREDENTIALS.items():
+        if name in values:
+            values["credential_type"] = kind  # before any that the environment has
+            break
+    for ours, theirs in (("session_token", "token"), ("sas_token", "sas_key")):
+        if ours in values:
+            values[theirs] = values.pop(ours)
+    endpoint = (
+        values.get("endpoint")
+        or environ.get("AZURE_STORAGE_ENDPOINT")
+        or environ.get("AZURE_ENDPOINT", "")
+    )
+    if endpoint:
+        _allow_http(common, endpoint)
+    account = values.get("account_name") or environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+    place = Place(container, _shown(endpoint or f"https://{account}.blob.core.windows.net"))
+    return AzureStore(container, config=_config(values), **common), place
+
+
+def _http(
+    location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
+) -> tuple[Any, Place]:
+    del environ  # only the proxies, which obstore looks up
+    user, at, host = location.bucket.rpartition("@")
+    origin = f"{location.base.partition('://')[0]}://{host}"
+    user = unquote(user) if at else values.get("user", "")
+    token = values.get("bearer_token") or values.get("access_token") or values.get("session_token")
+    if user and (password := values.get("password")):
+        pair = base64.b64encode(f"{user}:{password}".encode()).decode()
+        common["client_options"]["default_headers"] = {"Authorization": f"Basic {pair}"}
+    elif token:
+        common["client_options"]["default_headers"] = {"Authorization": f"Bearer {token}"}
+    _allow_http(common, origin)
+    return HTTPStore(origin, **common), Place("", origin)
+
+
+_MAKERS: dict[
+    str,
+    Callable[
+        [Location, dict[str, str], dict[str, str], dict[str, Any]],
+        tuple[Any, Place],
+    ],
+] = {"s3": _s3, "gs": _gcs, "az": _azure, "http": _http}
+
+
+def _config(values: Mapping[str, str]) -> Any:
+    return dict(values)  # of whichever of obstore's typed dictionaries it is
+
+
+def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
+    connect = "connect_timeout_s" if "connect_timeout_s" in values else "connect_timeout"
+    options: dict[str, Any] = {
+        "connect_timeout": _seconds(values, connect, _CONNECT_TIMEOUT_S),
+        "read_timeout": timedelta(seconds=_READ_TIMEOUT_S),
+        "timeout": _seconds(values, "timeout", _REQUEST_TIMEOUT_S),
+    }
+    if "allow_http" in values:
+        options["allow_http"] = values["allow_http"] == "true"
+    if "proxy_url" in values:
+        options["proxy_url"] = values["proxy_url"]
+    return options
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Before object_store, which panics over it."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname or " " in endpoint:
+        raise RequestError("the endpoint of a store must be an http:// or https:// address")
+
+
+def _allow_http(common: dict[str, Any], endpoint: str) -> None:
+    _check_endpoint(endpoint)
+    if endpoint.startswith("http://"):
+        common["client_options"].setdefault("allow_http", True)
+
+
+def _seconds(values: Mapping[str, str], name: str, default: float) -> timedelta:
+    return timedelta(seconds=number_setting(values, name, default))
+
+
+def _with_bucket(endpoint: str, bucket: str) -> str:
+    scheme, _, host = endpoint.partition("://")
+    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+
+
+def _shown(endpoint: str) -> str:
+    parts = urlsplit(endpoint)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -1,0 +1,428 @@
+"""Delta Lake tables: a root and a version -> the files of its log -> a split a file.
+
+The only importer of deltalake, which reads the log and the deletion vectors. The Parquet files are
+read one by one, so that their rows keep their order; what that path does not honour, such as column
+mapping, is refused here by name before a row is read. It does not know shards, nodes or SQL.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote, unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
+from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
+from deltalake.fs import DeltaStorageHandler
+
+from cache_server.planning import Pin, PinnedTable, SourceFile, Split
+from cache_server.tables.options import store_settings
+from protos.errors import CacheError, LoadError, RequestError
+from protos.layout import Layout
+from protos.spec import TableSpec
+
+# Reader features that reading the files as below honours, or that change nothing in them.
+_HONOURED_FEATURES = {
+    "deletionVectors",
+    "timestampNtz",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+    "columnMapping",  # where its mode is none
+}
+_MAPPING_MODE = "delta.columnMapping.mode"
+_MAX_READER_VERSION = 3
+# deltalake knows S3's settings by these names; those of the other stores by the plain ones.
+_S3_NAMES = {
+    "endpoint": "AWS_ENDPOINT_URL",
+    "role_arn": "AWS_IAM_ROLE_ARN",
+    "role_session_name": "AWS_IAM_ROLE_SESSION_NAME",
+    "access_key_id": "AWS_ACCESS_KEY_ID",
+    "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+    "session_token": "AWS_SESSION_TOKEN",
+    "region": "AWS_REGION",
+    "allow_http": "AWS_ALLOW_HTTP",
+    "skip_signature": "AWS_SKIP_SIGNATURE",
+    "virtual_hosted_style_request": "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
+    "unsigned_payload": "AWS_UNSIGNED_PAYLOAD",
+    "metadata_endpoint": "AWS_METADATA_ENDPOINT",
+    "imdsv1_fallback": "AWS_IMDSV1_FALLBACK",
+}
+_S3_SCHEMES = ("s3", "s3a")
+# Parquet's INT96 as what Delta means by it: nanoseconds would overflow for far dates.
+_PARQUET = ds.ParquetFileFormat(
+    read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
+)
+_FOOTER_THREADS = 8
+_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no log tells about
+_MAX_REASON = 600  # characters of a library's message
+_CACHED_VERSIONS = 8
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
+
+
+@dataclass(frozen=True)
+class _State:
+    """What finds a version again: kept in `PinnedTable.snapshot`, so no secret.
+
+    Attributes:
+        table_id: another table at the same place has another one.
+    """
+
+    uri: str
+    version: int
+    table_id: str
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True)
+
+    def __str__(self) -> str:
+        return f"{self.uri} version {self.version}"
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file of a version.
+
+    Attributes:
+        path: relative to the root of the table, as the store has it.
+        num_rows: before any deletion vector; None where the log does not tell.
+        partition: a value for each partition column, with its type.
+        keep: which rows are live, in order; rows past its end are. None for all.
+    """
+
+    path: str
+    size: int
+    num_rows: int | None
+    partition: Mapping[str, pa.Scalar]
+    keep: pa.BooleanArray | None
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version of a table with its files by the URI that a split has."""
+
+    schema: pa.Schema
+    files: Mapping[str, _File]
+    filesystem: pa.fs.FileSystem
+
+
+def pin(table: TableSpec) -> Pin:
+    """The version that ``table`` names, or the current one; splits are ordered by file path.
+
+    Raises:
+        LoadError: when there is no table, or its log cannot be read.
+        RequestError: for a version that the table does not have, and for a table that needs what
+            is not honoured here: column mapping, a type that Arrow lacks, an unknown feature.
+    """
+    if len(table.source) != 1:
+        raise RequestError(
+            f"a Delta table has one source, its root; got {len(table.source)}: "
+            f"{', '.join(table.source)}"
+        )
+    (uri,) = table.source
+    what = f"Delta table {uri}"
+    with _naming(what, table.options, table.secrets):
+        storage = _storage_options(uri, table.options, table.secrets)
+        opened = _open(uri, table.snapshot, storage)
+        version = _version(opened, storage, f"{what} version {opened.version()}")
+        state = _State(uri, opened.version(), str(opened.metadata().id))
+        files = _counted(version)
+
+    def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+        row_bytes = _row_bytes(stored_schema)
+        return tuple(
+            Split(SourceFile(path, size, 0), 0, 1, rows, rows * row_bytes)
+            for path, size, rows in files
+        )
+
+    return Pin(
+        schema=version.schema,
+        content=_content(state, version),
+        cut=cut,
+        snapshot=state.to_json(),
+        exact_rows=all(file.keep is None for file in version.files.values()),
+    )
+
+
+def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    """The live rows of one file, in its order. Safe to call from several threads.
+
+    Args:
+        secrets: of the store.
+
+    Raises:
+        LoadError: naming the file, when it or the log cannot be read, or when another table has
+            taken the place of the pinned one.
+    """
+    state = _State(**json.loads(table.snapshot))
+    with _naming(f"Delta table {state}", table.options, secrets):
+        version = _loaded(state, table.options, secrets)
+    file = version.files.get(split.file.path)
+    if file is None:
+        raise LoadError(f"Delta table {state} has no file {split.file.path}")
+    with _naming(f"file {split.file.path} of Delta table {state}", table.options, secrets):
+        yield from _rows(version, file, table.read_schema)
+
+
+def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
+    try:
+        return DeltaTable(uri, version=version, storage_options=storage)
+    except TableNotFoundError:
+        raise
+    except Exception:
+        if version is None:
+            raise
+        latest = DeltaTable(uri, storage_options=storage).version()
+        if version <= latest:  # its log is gone, or cannot be read
+            raise
+        raise RequestError(
+            f"Delta table {uri} has no version {version}; its versions go up to {latest}"
+        ) from None
+
+
+def _storage_options(
+    uri: str, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> dict[str, str]:
+    settings = store_settings(options, secrets)
+    if urlsplit(uri).scheme not in _S3_SCHEMES:
+        return settings
+    if settings.get("endpoint", "").startswith("http://"):
+        settings.setdefault("allow_http", "true")
+    if "endpoint" in settings:
+        settings.setdefault("region", "us-east-1")  # signed with, but nowhere looked up
+    return {_S3_NAMES.get(name, name): value for name, value in settings.items()}
+
+
+def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
+    """Everything that the log says about the version that is open."""
+    _check_features(table, what)
+    full = pa.schema(table.schema().to_arrow())
+    schema = pa.schema([pa.field(f.name, _plain_type(f.type), f.nullable) for f in full])
+    partition_columns = table.metadata().partition_columns
+    root = table.table_uri.rstrip("/")
+    vectors = _deletion_vectors(table)
+    files = {}
+    for add in pa.table(table.get_add_actions()).to_batches():
+        for i in range(add.num_rows):
+            logged = add.column("path")[i].as_py()
+            path = unquote(logged)
+            if urlsplit(path).scheme:
+                raise RequestError(
+                    f"{what} has a file outside of its root, {path}, which cannot be read here"
+                )
+            values = add.column("partition")[i] if partition_columns else {}
+            uri = f"{root}/{logged}"
+            files[uri] = _File(
+                path,
+                add.column("size_bytes")[i].as_py(),
+                add.column("num_records")[i].as_py(),
+                {name: values[name] for name in partition_columns},
+                vectors.pop(uri, None),
+            )
+    if vectors:
+        raise LoadError(f"{what} has a deletion vector for an unknown file: {min(vectors)}")
+    sizes = {file.path: file.size for file in files.values()}
+    store = DeltaStorageHandler(table.table_uri, storage, sizes)
+    return _Version(schema, dict(sorted(files.items())), pa.fs.PyFileSystem(store))
+
+
+def _deletion_vectors(table: DeltaTable) -> dict[str, pa.BooleanArray]:
+    """Rows to keep, by the URI of the file."""
+    vectors = {}
+    for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
+        for row in range(batch.num_rows):
+            uri = batch.column("filepath")[row].as_py()
+            vectors[uri] = batch.column("selection_vector")[row].values
+    return vectors
+
+
+def _check_features(table: DeltaTable, what: str) -> None:
+    protocol = table.protocol()
+    mode = table.metadata().configuration.get(_MAPPING_MODE, "none")
+    if mode != "none":
+        raise RequestError(
+            f"{what} has column mapping (mode {mode}), which is not honoured here: rewrite the "
+            "table without it"
+        )
+    if protocol.min_reader_version > _MAX_READER_VERSION:
+        raise RequestError(
+            f"{what} needs reader version {protocol.min_reader_version}; here it is at most "
+            f"{_MAX_READER_VERSION}"
+        )
+    unknown = sorted(set(protocol.reader_features or ()) - _HONOURED_FEATURES)
+    if unknown:
+        raise RequestError(
+            f"{what} needs reader features that are not honoured here: {', '.join(unknown)}"
+        )
+
+
+def _counted(version: _Version) -> list[tuple[str, int, int]]:
+    """URI, size and rows of each file; from its footer where the log does not tell."""
+
+    def rows(file: _File) -> int:
+        if file.num_rows is not None:
+            return file.num_rows
+        return int(_fragment(version, file).count_rows())
+
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        counts = pool.map(rows, version.files.values())
+        return [
+            (uri, file.size, count)
+            for (uri, file), count in zip(version.files.items(), counts, strict=True)
+        ]
+
+
+def _content(state: _State, version: _Version) -> list[object]:
+    files = [[file.path, file.size, file.keep is not None] for file in version.files.values()]
+    columns = [[field.name, str(field.type)] for field in version.schema]
+    return ["delta", state.table_id, state.version, columns, files]
+
+
+class _Slot:
+    """Of one version: whoever comes first opens it, the others wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.version: _Version | None = None
+
+
+_SLOTS_LOCK = threading.Lock()
+
+
+@functools.lru_cache(maxsize=_CACHED_VERSIONS)
+def _slot(
+    state: _State, options: tuple[tuple[str, str], ...], secrets: tuple[tuple[str, str], ...]
+) -> _Slot:
+    return _Slot()
+
+
+def _loaded(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Version:
+    """The pinned version, opened once for all its splits."""
+    with _SLOTS_LOCK:
+        slot = _slot(state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
+    with slot.lock:
+        if slot.version is None:
+            slot.version = _reopen(state, options, secrets)
+        return slot.version
+
+
+def _reopen(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Version:
+    storage = _storage_options(state.uri, options, secrets)
+    opened = _open(state.uri, state.version, storage)
+    found = str(opened.metadata().id)
+    if found != state.table_id:
+        raise LoadError(
+            f"Delta table {state} changed since the dataset was planned: its id was "
+            f"{state.table_id}, now {found}"
+        )
+    return _version(opened, storage, f"Delta table {state}")
+
+
+def _fragment(version: _Version, file: _File) -> ds.ParquetFileFragment:
+    return _PARQUET.make_fragment(file.path, filesystem=version.filesystem)
+
+
+def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The live rows of ``file``; a column that it lacks is null."""
+    fragment = _fragment(version, file)
+    names = set(fragment.physical_schema.names)
+    present = [f.name for f in schema if f.name in names and f.name not in file.partition]
+    start = 0
+    for batch in fragment.scanner(columns=present, use_threads=False).to_batches():
+        stop = start + batch.num_rows
+        if file.keep is not None:
+            keep = file.keep.slice(start, batch.num_rows)
+            if len(keep) < batch.num_rows:
+                rest = pa.repeat(pa.scalar(True), batch.num_rows - len(keep))
+                keep = pa.concat_arrays([keep, rest])
+            batch = batch.filter(keep)
+        start = stop
+        if batch.num_rows:
+            yield from _conform(batch, schema, file.partition)
+    if file.keep is not None and len(file.keep) > start:
+        raise LoadError(
+            f"the deletion vector of {file.path} is of {len(file.keep)} rows, the file of {start}"
+        )
+
+
+def _conform(
+    batch: pa.RecordBatch, schema: pa.Schema, partition: Mapping[str, pa.Scalar]
+) -> Iterator[pa.RecordBatch]:
+    """``batch`` with exactly ``schema``, in pieces where one would be too large for it."""
+    if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from _conform(batch.slice(0, half), schema, partition)
+        yield from _conform(batch.slice(half), schema, partition)
+        return
+    if not schema.names:
+        yield batch.select([])  # keeps the number of rows
+        return
+    names = set(batch.schema.names)
+    arrays = []
+    for field in schema:
+        if field.name in partition:
+            array = pa.repeat(partition[field.name], batch.num_rows)
+        elif field.name in names:
+            array = batch.column(field.name)
+        else:
+            array = pa.nulls(batch.num_rows, field.type)
+        arrays.append(array if array.type == field.type else array.cast(field.type))
+    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _row_bytes(stored_schema: pa.Schema) -> int:
+    layout = Layout(stored_schema)
+    plain = sum(column.kind == "plain" for column in layout.columns)
+    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
+
+
+def _plain_type(dtype: pa.DataType) -> pa.DataType:
+    """``dtype`` with small offsets, and no metadata inside."""
+    types = pa.types
+    if types.is_large_string(dtype) or types.is_string_view(dtype):
+        return pa.string()
+    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
+        return pa.binary()
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
+    if types.is_map(dtype):
+        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
+    if types.is_struct(dtype):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
+    return dtype
+
+
+@contextmanager
+def _naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
+    """Turns what the library raises into a `LoadError` of one line that names ``what``.
+
+    Every kind of exception, because deltalake and pyarrow have no common one, and any of them may
+    quote a credential.
+    """
+    try:
+        yield
+    except CacheError:
+        raise
+    except Exception as error:
+        endpoint = store_settings(options, {}).get("endpoint")
+        store = f" from {endpoint}" if endpoint else ""
+        reason = _redacted(str(error) or type(error).__name__, secrets)
+        raise LoadError(f"cannot read {what}{store}: {reason}") from None
+
+
+def _redacted(text: str, secrets: Mapping[str, str]) -> str:
+    hidden = {part for value in secrets.values() for part in (value, quote(value, safe=""))}
+    for part in sorted(hidden - {""}, key=len, reverse=True):
+        text = text.replace(part, "***")
+    text = re.sub(r"[\s↳]+", " ", _ANSI.sub("", text)).strip()
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."

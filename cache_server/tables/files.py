@@ -1,0 +1,312 @@
+"""Tables made of files: paths, globs and URIs -> files -> splits.
+
+Reads listings, footers and the first rows of texts, never more. Files of this machine are looked
+up here, others by `stores`. Knows neither shards nor nodes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import itertools
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_server import loader
+from cache_server.planning import PARTITION, Pin, SourceFile, Split, partition_texts
+from cache_server.tables import parquet, stores
+from protos.errors import LoadError, RequestError
+from protos.spec import TableSpec
+
+SUFFIXES = {
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".ipc": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+}
+_THREADS = 32  # that wait for stores most of the time
+_FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
+_HEAD_BYTES = 4 * 1024 * 1024  # of a text, to see its columns
+_DELTA_LOG = "_delta_log"
+_MAGIC = re.compile(r"[*?\[]")
+_INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+def pin(table: TableSpec) -> tuple[str, Pin]:
+    """The format of a table of files, and what the files hold now.
+
+    Raises:
+        LoadError: naming what is missing, unreadable or empty. RequestError: for a URI scheme that
+            is not served, or a format that cannot be told.
+    """
+    format, files, relative = find_files(table)
+    if format == "parquet":
+        footers = read_footers(files, table)
+        schema = parquet.common_schema(files, footers, missing=table.missing_columns)
+
+        def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+            return parquet.cut(files, footers, stored, target_bytes)
+
+    else:
+        schema = _inferred_schema(files, format, table)
+
+        def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+            return text_splits(files, format, target_bytes)
+
+    for field in _partition_fields(relative):
+        if field.name not in schema.names:  # a file's own column of that name counts
+            schema = schema.append(field)
+    content = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
+    return format, Pin(schema, content, cut, exact_rows=format == "parquet")
+
+
+def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str, ...]]:
+    """The format, the files and their paths below the source that names them, in row order.
+
+    Sources come as given, the files of each by name.
+
+    In a directory, hidden files and those that start with ``_`` are passed over, as everywhere in
+    the Parquet world; so are files of other formats. A glob passes over them too, unless it names
+    them.
+
+    Raises:
+        LoadError: naming a path that is missing or unreadable, or a source that holds no file.
+        RequestError: for a URI scheme that is not served, or a format that cannot be told.
+    """
+    format = table.format
+    suffixes = [suffix for suffix, kind in SUFFIXES.items() if format in (None, kind)]
+    files: list[SourceFile] = []
+    relative: list[str] = []
+    formats: dict[str, str] = {}
+    for source in table.source:
+        if stores.is_remote(source):
+            found = stores.expand(source, suffixes, table.options, table.secrets)
+        else:
+            found = [_stat(path) for path in _expand(source, suffixes)]
+        root = _root(source)
+        found = [file for file in found if not _ignored(file.path, root, table.ignore)]
+        if not found:
+            kind = f"{format} files" if format else "files of a known format"
+            raise LoadError(f"source {source!r} holds no {kind} ({', '.join(SUFFIXES)})")
+        files += found
+        relative += [file.path.removeprefix(root) for file in found]
+        for file in found:
+            formats.setdefault(format or _format_of(file.path), file.path)
+    if len(formats) > 1:
+        examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
+        raise RequestError(f"one dataset has one format, found several: {examples}")
+    return next(iter(formats)), tuple(files), tuple(relative)
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raises a `LoadError` when a file of this machine is not the one that was planned."""
+    now = _stat(file.path)
+    if now != file:
+        raise LoadError(
+            f"source file {file.path} changed since the dataset was planned: it had {file.size} "
+            f"bytes and mtime {file.mtime_ns} ns, now {now.size} bytes and {now.mtime_ns} ns"
+        )
+
+
+def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.FileMetaData, ...]:
+    """The Parquet footers of all files.
+
+    Raises:
+        LoadError: naming a file whose footer cannot be read.
+    """
+
+    def read(file: SourceFile) -> pq.FileMetaData:
+        if stores.is_remote(file.path):
+            return read_remote_footer(
+                file, lambda size: stores.read_tail(file, size, table.options, table.secrets)
+            )
+        try:
+            return pq.read_metadata(file.path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise LoadError(f"cannot read the Parquet footer of {file.path}: {error}") from None
+
+    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+        return tuple(pool.map(read, files))
+
+
+def read_remote_footer(file: SourceFile, read_tail: Callable[[int], bytes]) -> pq.FileMetaData:
+    """The Parquet footer of an object, in one request where it is of usual size.
+
+    Args:
+        read_tail: the last so many bytes of the object.
+
+    Raises:
+        LoadError: naming the object when it has no sound footer.
+    """
+    tail = read_tail(min(file.size, _FOOTER_BYTES))
+    length = int.from_bytes(tail[-parquet.MAGIC_BYTES : -4], "little") + parquet.MAGIC_BYTES
+    if tail[-4:] == b"PAR1" and len(tail) < length <= file.size:
+        tail = read_tail(length)
+    try:
+        return pq.read_metadata(pa.BufferReader(tail))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise LoadError(f"cannot read the Parquet footer of {file.path}: {error}") from None
+
+
+def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> tuple[Split, ...]:
+    """Splits of files without a footer to read: their rows are known only when loaded.
+
+    Newline JSON of this machine is cut at line ends anywhere. CSV is not cut, because a quoted
+    value may hold a newline; an Arrow file is not cut either, and no object of a store.
+    """
+    splits = []
+    for file in files:
+        divisible = format == "json" and not stores.is_remote(file.path)
+        parts = max(1, math.ceil(file.size / target_bytes)) if divisible else 1
+        if file.size:
+            splits += [Split(file, part, parts, None, file.size // parts) for part in range(parts)]
+    return tuple(splits)
+
+
+def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec) -> pa.Schema:
+    """The schema that all files share.
+
+    Rows of CSV and Arrow files are read by the position of their columns, so every file must name
+    the same ones. JSON is read by name, and a name that a file lacks is null.
+    """
+    filled = [file for file in files if file.size]
+    if not filled:
+        raise LoadError(f"{files[0].path} is empty: it does not even name its columns")
+
+    def infer(file: SourceFile) -> pa.Schema:
+        if not stores.is_remote(file.path):
+            return loader.infer_schema(Path(file.path), format, file.path)
+        with tempfile.TemporaryDirectory() as directory:
+            beginning = _beginning(file, format, table, Path(directory))
+            return loader.infer_schema(beginning, format, file.path)
+
+    compared = filled if format != "json" else filled[:1]
+    with ThreadPoolExecutor(min(_THREADS, len(compared))) as pool:
+        schemas = list(pool.map(infer, compared))
+    first = schemas[0]
+    for file, schema in zip(compared[1:], schemas[1:], strict=True):
+        # The types that a sample of a CSV suggests may differ; reading it will tell.
+        same = schema.names == first.names if format == "csv" else schema.equals(first)
+        if not same:
+            raise LoadError(
+                f"{file.path} has other columns than {filled[0].path}: "
+                f"{parquet.difference(first, schema)}"
+            )
+    return first
+
+
+def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path) -> Path:
+    """A local file that tells the columns of an object: its first lines, or both its ends."""
+    path = directory / f"beginning{Path(urlsplit(file.path).path).suffix}"
+    head = (0, min(file.size, _HEAD_BYTES))
+    tail = (max(head[1], file.size - _FOOTER_BYTES), file.size)
+    wanted = [head, tail] if format == "arrow" and tail[0] < tail[1] else [head]
+    whole = file.size <= _HEAD_BYTES
+    stores.download(file, path, table.options, table.secrets, None if whole else wanted)
+    if format != "arrow" and not whole:
+        data = path.read_bytes()[: head[1]]
+        path.write_bytes(data[: data.rfind(b"\n") + 1])
+    return path
+
+
+def _partition_fields(relative: Sequence[str]) -> list[pa.Field]:
+    """The columns that stand in the names of directories, as in Hive; where every file has them."""
+    texts = [partition_texts(path) for path in relative]
+    fields = []
+    for key in texts[0]:
+        if not all(key in found for found in texts):
+            continue
+        values = [value for found in texts if (value := found[key]) is not None]
+        integers = bool(values) and all(map(_INTEGER.fullmatch, values))
+        dtype = pa.int64() if integers else pa.string()
+        fields.append(pa.field(key, dtype, metadata={PARTITION: b"path"}))
+    return fields
+
+
+def _expand(source: str, suffixes: Collection[str]) -> list[str]:
+    path = _local_path(source)
+    if os.path.isdir(path):
+        if os.path.isdir(os.path.join(path, _DELTA_LOG)):
+            raise RequestError(f"source {source!r} is a Delta table: say format: delta")
+        return sorted(
+            str(child)
+            for child in Path(path).rglob("*")
+            if child.is_file()
+            and not _hidden(child.relative_to(path))
+            and child.suffix.lower() in suffixes
+        )
+    if os.path.exists(path):
+        return [path]
+    if glob.has_magic(path):
+        return _glob(path)
+    raise LoadError(f"source {source!r} does not exist on the node")
+
+
+def _glob(pattern: str) -> list[str]:
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
+    root = Path(*fixed)
+    names_hidden = _hidden(Path(pattern).relative_to(root))
+    return sorted(
+        found
+        for found in glob.glob(pattern, recursive=True)
+        if os.path.isfile(found) and (names_hidden or not _hidden(Path(found).relative_to(root)))
+    )
+
+
+def _ignored(path: str, root: str, patterns: Iterable[str]) -> bool:
+    names = (path.removeprefix(root), path.rpartition("/")[2])
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
+
+
+def _root(source: str) -> str:
+    """The directory, with a slash at its end, below which a source finds its files."""
+    path = source.replace("s3a://", "s3://", 1) if stores.is_remote(source) else _local_path(source)
+    magic = _MAGIC.search(path)
+    if magic is not None:
+        return path[: path.rfind("/", 0, magic.start()) + 1]
+    return path if path.endswith("/") else f"{path}/"
+
+
+def _local_path(source: str) -> str:
+    if "://" not in source:
+        return source
+    uri = urlsplit(source)
+    if uri.scheme != "file" or uri.netloc not in ("", "localhost"):
+        raise RequestError(f"source {source!r}: this is no file of the node's machine")
+    return unquote(uri.path)
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in relative.parts)
+
+
+def _format_of(path: str) -> str:
+    try:
+        return SUFFIXES[Path(path).suffix.lower()]
+    except KeyError:
+        raise RequestError(
+            f"cannot tell the format of {path} by its name; give format= one of "
+            f"{', '.join(sorted(set(SUFFIXES.values())))}"
+        ) from None
+
+
+def _stat(path: str) -> SourceFile:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise LoadError(f"cannot read source file {path}: {error.strerror}") from None
+    return SourceFile(path, stat.st_size, stat.st_mtime_ns)

@@ -1,0 +1,179 @@
+"""Files of the Hugging Face Hub, through huggingface_hub's filesystem and fsspec's registry.
+
+fsspec is asked for the filesystem of ``hf``, so that another one registered under that name takes
+its place. huggingface_hub itself retries some requests, and not others: all are retried here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from http import HTTPStatus
+from typing import Any
+
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from cache_server.planning import SourceFile
+from cache_server.tables.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
+from cache_server.tables.object_client import Location, check_unchanged
+from cache_server.tables.options import number_setting, store_settings
+from cache_server.tables.store_errors import Place, secret_values, store_error
+from protos.errors import LoadError, RequestError
+
+SCHEME = "hf"
+_HOST = "https://huggingface.co"
+_KINDS = ("datasets", "spaces", "models", "buckets")
+_SETTINGS = (
+    *("revision", "endpoint", "session_token", "access_token", "hf_token"),
+    *("max_retries", "retry_timeout_s"),
+)
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+def hub_location(uri: str, options: Mapping[str, str]) -> Location:
+    """The repository and the path of a URI; ``hf://org/name`` is a dataset.
+
+    Raises:
+        RequestError: for a URI without a repository.
+    """
+    parts = uri.partition("://")[2].split("/")
+    if parts[0] not in _KINDS:
+        parts.insert(0, "datasets")
+    if len(parts) < 3 or not all(parts[1:3]):
+        raise RequestError(f"source {uri!r} names no repository: hf://datasets/ORG/NAME/PATH")
+    if "@" not in parts[2] and (revision := options.get("revision")):
+        parts[2] += f"@{revision.replace('/', '%2F')}"
+    repository = "/".join(parts[:3])
+    return Location("hf", f"hf://{repository}/", repository, "/".join(parts[3:]))
+
+
+class HubClient:
+    """Reads one repository; the counterpart of `ObjectClient`."""
+
+    lists = True
+
+    def __init__(
+        self, location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
+    ) -> None:
+        settings = store_settings(options, secrets)
+        if unknown := sorted(settings.keys() - set(_SETTINGS)):
+            raise RequestError(
+                f"the hf store has no option {', '.join(map(repr, unknown))}; it has "
+                f"{', '.join(_SETTINGS)}"
+            )
+        self._base = location.base
+        names = ("access_token", "session_token", "hf_token")
+        self._token = next((settings[name] for name in names if name in settings), None)
+        self._endpoint = settings.get("endpoint")
+        self._place = Place(location.bucket, self._endpoint or _HOST, "repository")
+        self._retrying = Retrying(
+            stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
+            | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),
+            wait=wait_random_exponential(multiplier=0.2, max=MAX_BACKOFF_S),
+            retry=retry_if_exception(_is_passing),
+            reraise=True,
+        )
+        self._secret = secret_values(secrets, {})
+
+    def __repr__(self) -> str:
+        return f"HubClient({self._base!r})"
+
+    def head(self, key: str) -> SourceFile | None:
+        """The file of that path; None where there is none, or a directory."""
+        uri = self._base + key
+        files = self._files()
+        # It would answer from its last listing; and only the expanded answer names the content.
+        files.invalidate_cache()
+        try:
+            info = self._retrying(files.info, _path(uri), refresh=True, expand_info=True)
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failure(error, uri) from None
+        return _file(info) if info["type"] == "file" else None
+
+    def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
+        """The files below ``prefix``, in no order."""
+        uri = (self._base + prefix).rstrip("/")
+        depth = None if deep else 1
+        try:
+            found = self._retrying(
+                self._files().find, _path(uri), maxdepth=depth, detail=True, refresh=True
+            )
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise self._failure(error, uri) from None
+        yield from (_file(info) for info in found.values())
+
+    def read(self, file: SourceFile, span: tuple[int, int] | None) -> Iterator[bytes]:
+        """The bytes of ``file``, or of a half-open range, in pieces; one request each.
+
+        Raises:
+            LoadError: also when the file is not the one that was planned.
+        """
+        now = self.head(file.path.removeprefix(self._base))
+        if now is None:
+            raise LoadError(f"source {file.path} does not exist in {self._place}")
+        check_unchanged(file, now)
+        return self._pieces(file, *(span or (0, file.size)))
+
+    def _pieces(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
+        try:
+            # A cache would read ahead of the range; the size saves a listing of the directory.
+            with self._files().open(
+                _path(file.path), "rb", cache_type="none", size=file.size
+            ) as opened:
+                opened.seek(start)
+                while start < stop:
+                    piece = self._retrying(opened.read, min(_PIECE_BYTES, stop - start))
+                    if not piece:
+                        break
+                    start += len(piece)
+                    yield piece
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            raise self._failure(error, file.path) from None
+
+    def _files(self) -> Any:
+        import fsspec
+
+        # It keeps one for each thread and token.
+        settings = {"token": self._token, "endpoint": self._endpoint}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return fsspec.filesystem(SCHEME, **given)
+
+    def _failure(self, error: Exception, uri: str) -> LoadError:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        text = f"status code: {status}" if status else f"{type(error).__name__}: {error}"
+        return store_error(OSError(text), uri, self._place, self._secret)
+
+
+def _is_passing(error: BaseException) -> bool:
+    """Whether it may work the next time."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500)
+    # By name: which HTTP library huggingface_hub speaks through depends on its version.
+    lost = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    return lost or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _path(uri: str) -> str:
+    return uri.partition("://")[2]
+
+
+def _file(info: Mapping[str, Any]) -> SourceFile:
+    lfs = info.get("lfs") or {}
+    etag = lfs.get("sha256") or info.get("blob_id") or info.get("xet_hash") or ""
+    moment = info.get("mtime") or info.get("created") or 0
+    seconds = moment.timestamp() if isinstance(moment, datetime) else moment
+    mtime_ns = 0 if etag else int(seconds) * 10**9
+    return SourceFile(f"hf://{info['name'].lstrip('/')}", info["size"], mtime_ns, etag)

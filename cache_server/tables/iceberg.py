@@ -1,0 +1,480 @@
+"""Iceberg tables: a metadata file, or a name in a catalogue -> one snapshot -> a split a data file.
+
+The only importer of pyiceberg, whose scan decides what a row is: evolved columns, partition values,
+positional deletes and deletion vectors. What it cannot honour is refused here, by name, before a
+row is read. It does not know shards, nodes or SQL.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote, urlsplit
+
+import pyarrow as pa
+from pyiceberg.catalog import load_catalog
+from pyiceberg.catalog.noop import NoopCatalog
+from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import (
+    ArrowScan,
+    PyArrowFileIO,
+    _read_all_delete_files,
+    schema_to_pyarrow,
+)
+from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent
+from pyiceberg.schema import Schema
+from pyiceberg.serializers import FromInputFile
+from pyiceberg.table import FileScanTask, StaticTable
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.name_mapping import NameMapping
+
+from cache_server.planning import Pin, PinnedTable, SourceFile, Split
+from cache_server.tables.options import catalog_settings, store_settings
+from protos.errors import CacheError, LoadError, RequestError
+from protos.layout import Layout
+from protos.spec import TableSpec
+
+# pyiceberg's names of what `store_settings` calls otherwise.
+_STORE_PROPERTIES = {
+    "endpoint": "s3.endpoint",
+    "access_key_id": "s3.access-key-id",
+    "secret_access_key": "s3.secret-access-key",
+    "session_token": "s3.session-token",
+    "region": "s3.region",
+    "role_arn": "s3.role-arn",
+    "role_session_name": "s3.role-session-name",
+    "skip_signature": "s3.anonymous",
+    "connect_timeout": "s3.connect-timeout",
+    "request_timeout": "s3.request-timeout",
+    "proxy_uri": "s3.proxy-uri",
+    "virtual_hosted_style_request": "s3.force-virtual-addressing",
+    "account_name": "adls.account-name",
+    "account_key": "adls.account-key",
+    "sas_token": "adls.sas-token",
+    "sas_key": "adls.sas-token",
+    "tenant_id": "adls.tenant-id",
+    "client_id": "adls.client-id",
+    "client_secret": "adls.client-secret",
+}
+_OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # names that are pyiceberg's already
+_UNTRANSLATED = ("application_credentials",)  # pyarrow takes it from the environment alone
+_DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
+_DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
+_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no manifest tells about
+_MAX_LISTED = 20  # snapshots in a message
+_MAX_REASON = 600  # characters of a library's message
+_CACHED_PLANS = 8
+_PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
+_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
+
+
+@dataclass(frozen=True)
+class _State:
+    """What finds a snapshot again: kept in `PinnedTable.snapshot`, so no secret.
+
+    Attributes:
+        metadata_location: of the table as it was pinned.
+        identifier: in the catalogue; None without one.
+        snapshot_id: None for a table that has no snapshot yet.
+        schema_id: of the columns as the query sees them.
+    """
+
+    metadata_location: str
+    identifier: str | None
+    snapshot_id: int | None
+    schema_id: int
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True)
+
+    def __str__(self) -> str:
+        where = self.metadata_location
+        return f"{self.identifier} ({where})" if self.identifier else where
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A snapshot with its data files by path, and what applies to each of them."""
+
+    table: StaticTable
+    schema: Schema
+    tasks: Mapping[str, FileScanTask]
+    made_s: float
+
+
+def pin(table: TableSpec) -> Pin:
+    """The snapshot that ``table`` names, or the current one; splits are ordered by file path.
+
+    Columns are those of the snapshot where one is named, and those of the table now where not: as
+    pyiceberg's own scan has it.
+
+    Raises:
+        LoadError: when the table, its metadata or its manifests cannot be read.
+        RequestError: for a snapshot that the table does not have, for equality deletes and for
+            data or delete files of a format that cannot be read.
+    """
+    if len(table.source) != 1:
+        raise RequestError(
+            f"an Iceberg table has one source, a metadata location or a name in a catalogue; "
+            f"got {len(table.source)}: {', '.join(table.source)}"
+        )
+    (source,) = table.source
+    what = f"Iceberg table {source}"
+    with _naming(what, table.options, table.secrets):
+        opened, identifier = _find(source, table.options, table.secrets)
+        metadata = opened.metadata
+        snapshot_id = _snapshot_id(metadata, table.snapshot, what)
+        schema = _schema(metadata, snapshot_id if table.snapshot is not None else None, what)
+        state = _State(opened.metadata_location, identifier, snapshot_id, schema.schema_id)
+        tasks = _tasks(opened, snapshot_id, what)
+    files = [
+        (SourceFile(task.file.file_path, task.file.file_size_in_bytes, 0), task.file.record_count)
+        for task in tasks
+    ]
+
+    def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+        row_bytes = _row_bytes(stored_schema)
+        return tuple(Split(file, 0, 1, rows, rows * row_bytes) for file, rows in files)
+
+    return Pin(
+        schema=_arrow_schema(schema),
+        content=_content(metadata, state, schema, tasks),
+        cut=cut,
+        snapshot=state.to_json(),
+        exact_rows=not any(task.delete_files for task in tasks),
+    )
+
+
+def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    """The live rows of one data file, in its order. Safe to call from several threads.
+
+    Args:
+        secrets: of the store and the catalogue.
+
+    Raises:
+        LoadError: naming the data file, when it or the metadata cannot be read.
+    """
+    state = _State(**json.loads(table.snapshot))
+    with _naming(f"Iceberg table {state}", table.options, secrets):
+        plan = _planned(state, table.options, secrets)
+    path = split.file.path
+    task = plan.tasks.get(path)
+    if task is None:
+        raise LoadError(
+            f"Iceberg table {state}: snapshot {state.snapshot_id} has no data file {path}"
+        )
+    schema = table.read_schema
+    wanted = set(schema.names) or {plan.schema.fields[0].name}  # a count needs some column
+    projected = Schema(*(field for field in plan.schema.fields if field.name in wanted))
+    with _naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
+        scan = ArrowScan(plan.table.metadata, plan.table.io, projected, AlwaysTrue())
+        # `to_record_batches`, its public form, decodes the whole file before it gives a batch.
+        deletes = _read_all_delete_files(plan.table.io, [task])
+        for batch in scan._record_batches_from_scan_tasks_and_deletes([task], deletes):
+            yield from _conform(batch, schema)
+
+
+def _find(
+    source: str, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> tuple[StaticTable, str | None]:
+    """The table as it is now, and its name in the catalogue where it was found in one."""
+    properties = _store_properties(options, secrets)
+    catalog = catalog_settings(options, secrets)
+    if not catalog:
+        if ".json" not in source:
+            raise RequestError(
+                f"Iceberg source {source!r} is neither the location of a metadata file "
+                "(...metadata.json) nor, without a catalog, a name in one"
+            )
+        return _static(source, source, PyArrowFileIO(properties)), None
+    location, io = _ask_catalog(source, catalog, properties)
+    return _static(source, location, io), source
+
+
+def _ask_catalog(
+    identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
+) -> tuple[str, FileIO]:
+    """Where the table's metadata lies now, and what reads it: a catalogue may lend credentials."""
+    properties: dict[str, str] = {**catalog, **store}
+    properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
+    name = properties.pop("name", "default")
+    with closing(load_catalog(name, **properties)) as opened:
+        found = opened.load_table(identifier)
+        return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+
+
+def _static(name: str, location: str, io: FileIO) -> StaticTable:
+    """The table that the metadata at ``location`` describes: planned here, never by a server."""
+    metadata = FromInputFile.table_metadata(io.new_input(location))
+    return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
+
+
+def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
+    """The plan of ``state``, made once for all its splits."""
+    with _SLOTS_LOCK:
+        slot = _slot(state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
+    with slot.lock:
+        if slot.plan is None or time.monotonic() - slot.plan.made_s > _PLAN_AGE_S:
+            slot.plan = _make_plan(state, options, secrets)
+        return slot.plan
+
+
+class _Slot:
+    """Of one plan: whoever comes first makes it, the others wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.plan: _Plan | None = None
+
+
+_SLOTS_LOCK = threading.Lock()
+
+
+@functools.lru_cache(maxsize=_CACHED_PLANS)
+def _slot(
+    state: _State, options: tuple[tuple[str, str], ...], secrets: tuple[tuple[str, str], ...]
+) -> _Slot:
+    return _Slot()
+
+
+def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
+    store = _store_properties(options, secrets)
+    catalog = catalog_settings(options, secrets)
+    io: FileIO = PyArrowFileIO(store)
+    # The other catalogues say where the metadata lies and no more: a node need not reach them.
+    if state.identifier is not None and _is_rest(catalog):
+        _, io = _ask_catalog(state.identifier, catalog, store)
+    elif catalog:
+        io = PyArrowFileIO({**catalog, **store})
+    table = _static(state.identifier or state.metadata_location, state.metadata_location, io)
+    what = f"Iceberg table {state}"
+    schema = _schema_by_id(table.metadata, state.schema_id, what)
+    tasks = {task.file.file_path: task for task in _tasks(table, state.snapshot_id, what)}
+    return _Plan(table, schema, tasks, time.monotonic())
+
+
+def _is_rest(catalog: Mapping[str, str]) -> bool:
+    kind = catalog.get("type")
+    return kind == "rest" if kind else urlsplit(catalog.get("uri", "")).scheme in ("http", "https")
+
+
+def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the store by pyiceberg's names.
+
+    Raises:
+        RequestError: naming a setting that pyiceberg has no property for, and that matters.
+    """
+    settings = store_settings(options, secrets)
+    for name in _UNTRANSLATED:
+        if name in settings:
+            raise RequestError(
+                f"{name} cannot be set for one Iceberg table: set it in the environment of the "
+                "nodes (GOOGLE_APPLICATION_CREDENTIALS)"
+            )
+    properties = {
+        key: value for key, value in {**options, **secrets}.items() if key.startswith(_OWN_PREFIXES)
+    }
+    properties |= {
+        _STORE_PROPERTIES[name]: value
+        for name, value in settings.items()
+        if name in _STORE_PROPERTIES
+    }
+    if "s3.endpoint" in properties and "client.region" not in properties:
+        # Without a region pyiceberg asks Amazon where the bucket lies, which is not theirs.
+        properties.setdefault("s3.region", "us-east-1")
+    return properties
+
+
+def _snapshot_id(metadata: TableMetadata, wanted: int | None, what: str) -> int | None:
+    if wanted is None:
+        current = metadata.current_snapshot()
+        return current.snapshot_id if current is not None else None
+    known = [snapshot.snapshot_id for snapshot in metadata.snapshots]
+    if wanted not in known:
+        listed = ", ".join(str(number) for number in known[-_MAX_LISTED:]) or "none"
+        more = f" (the last {_MAX_LISTED} of {len(known)})" if len(known) > _MAX_LISTED else ""
+        raise RequestError(f"{what} has no snapshot {wanted}; there are{more}: {listed}")
+    return wanted
+
+
+def _schema(metadata: TableMetadata, snapshot_id: int | None, what: str) -> Schema:
+    """The columns of a snapshot; of the table as it is now for None."""
+    snapshot = metadata.snapshot_by_id(snapshot_id) if snapshot_id is not None else None
+    if snapshot is None or snapshot.schema_id is None:  # format 1 need not say it
+        return metadata.schema()
+    return _schema_by_id(metadata, snapshot.schema_id, what)
+
+
+def _schema_by_id(metadata: TableMetadata, schema_id: int, what: str) -> Schema:
+    for schema in metadata.schemas:
+        if schema.schema_id == schema_id:
+            return schema
+    raise LoadError(f"{what}: its metadata has no schema {schema_id}, which the snapshot names")
+
+
+def _tasks(table: StaticTable, snapshot_id: int | None, what: str) -> tuple[FileScanTask, ...]:
+    """The data files of a snapshot by path, each with the deletes that apply to it."""
+    if snapshot_id is None:
+        return ()
+    try:
+        planned = list(table.scan(snapshot_id=snapshot_id).plan_files())
+    except ValueError:
+        deletes = _equality_deletes(table, snapshot_id)
+        if deletes is None:
+            raise
+        raise RequestError(
+            f"{what}: snapshot {snapshot_id} has equality deletes ({deletes}), which cannot be "
+            "honoured here; rewrite the table's data files to apply them"
+        ) from None
+    tasks = tuple(sorted(planned, key=lambda task: str(task.file.file_path)))
+    for task in tasks:
+        _check_readable(task, what)
+    for task, following in itertools.pairwise(tasks):
+        if task.file.file_path == following.file.file_path and (
+            task.delete_files != following.delete_files
+        ):
+            raise RequestError(
+                f"{what} lists data file {task.file.file_path} twice, with different deletes"
+            )
+    return tasks
+
+
+def _equality_deletes(table: StaticTable, snapshot_id: int) -> str | None:
+    """The first file of equality deletes in a snapshot."""
+    snapshot = table.metadata.snapshot_by_id(snapshot_id)
+    for manifest in snapshot.manifests(table.io) if snapshot is not None else ():
+        if manifest.content == ManifestContent.DELETES:
+            for entry in manifest.fetch_manifest_entry(table.io):
+                if entry.data_file.content == DataFileContent.EQUALITY_DELETES:
+                    return str(entry.data_file.file_path)
+    return None
+
+
+def _check_readable(task: FileScanTask, what: str) -> None:
+    if task.file.file_format not in _DATA_FORMATS:
+        raise RequestError(
+            f"{what}: data file {task.file.file_path} is {task.file.file_format.value}, which "
+            "cannot be read here"
+        )
+    for delete in task.delete_files:
+        if delete.content != DataFileContent.POSITION_DELETES:
+            raise RequestError(
+                f"{what}: {delete.file_path} holds {delete.content.name.lower()}, which cannot be "
+                "honoured here"
+            )
+        if delete.file_format not in _DELETE_FORMATS:
+            raise RequestError(
+                f"{what}: positional deletes {delete.file_path} are {delete.file_format.value}, "
+                "which cannot be read here"
+            )
+
+
+def _content(
+    metadata: TableMetadata, state: _State, schema: Schema, tasks: tuple[FileScanTask, ...]
+) -> list[object]:
+    # Metadata that names no uuid gets a new one each time it is read.
+    given = "table_uuid" in metadata.model_fields_set
+    names: NameMapping | None = metadata.name_mapping()
+    files = [
+        [
+            task.file.file_path,
+            task.file.file_size_in_bytes,
+            sorted(str(delete.file_path) for delete in task.delete_files),
+        ]
+        for task in tasks
+    ]
+    return [
+        "iceberg",
+        str(metadata.table_uuid) if given else metadata.location,
+        state.snapshot_id,
+        [[field.field_id, field.name, str(field.field_type)] for field in schema.fields],
+        names.model_dump_json() if names is not None else None,
+        files,
+    ]
+
+
+def _row_bytes(stored_schema: pa.Schema) -> int:
+    layout = Layout(stored_schema)
+    plain = sum(column.kind == "plain" for column in layout.columns)
+    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
+
+
+def _arrow_schema(schema: Schema) -> pa.Schema:
+    arrow = schema_to_pyarrow(schema, include_field_ids=False)
+    return pa.schema(
+        [pa.field(field.name, _plain_type(field.type), field.nullable) for field in arrow]
+    )
+
+
+def _plain_type(dtype: pa.DataType) -> pa.DataType:
+    """``dtype`` with small offsets, and no extension types or metadata inside."""
+    types = pa.types
+    if isinstance(dtype, pa.BaseExtensionType):
+        return _plain_type(dtype.storage_type)
+    if types.is_large_string(dtype):
+        return pa.string()
+    if types.is_large_binary(dtype):
+        return pa.binary()
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
+    if types.is_map(dtype):
+        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
+    if types.is_struct(dtype):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
+    return dtype
+
+
+def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """``batch`` with exactly ``schema``, in pieces where one would be too large for it."""
+    if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from _conform(batch.slice(0, half), schema)
+        yield from _conform(batch.slice(half), schema)
+        return
+    if not schema.names:
+        yield batch.select([])  # keeps the number of rows
+        return
+    arrays = []
+    for field in schema:
+        array = batch.column(field.name)
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        arrays.append(array if array.type == field.type else array.cast(field.type))
+    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@contextmanager
+def _naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
+    """Turns what the library raises into a `LoadError` of one line that names ``what``.
+
+    Every kind of exception, because pyiceberg, its catalogues and their clients have no common
+    one, and any of them may quote a credential.
+    """
+    try:
+        yield
+    except CacheError:
+        raise
+    except Exception as error:
+        endpoint = store_settings(options, {}).get("endpoint")
+        store = f" from {endpoint}" if endpoint else ""
+        reason = _redacted(str(error) or type(error).__name__, secrets)
+        raise LoadError(f"cannot read {what}{store}: {reason}") from None
+
+
+def _redacted(text: str, secrets: Mapping[str, str]) -> str:
+    hidden = set()
+    for value in secrets.values():
+        password = urlsplit(value).password if "://" in value else None
+        hidden |= {part for part in (value, quote(value, safe=""), password) if part}
+    for part in sorted(hidden, key=len, reverse=True):
+        text = text.replace(part, "***")
+    text = re.sub(r"\s+", " ", text).strip()
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."

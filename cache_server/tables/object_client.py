@@ -1,0 +1,193 @@
+"""A bucket of an object store, through obstore, which is the object_store library of DataFusion.
+
+Turns its objects and failures into ours. It does not know which objects make a table, nor by
+which settings the bucket is reached: see `connections`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+import obstore
+from obstore import exceptions
+
+from cache_server.planning import SourceFile
+from cache_server.tables.store_errors import Place, store_error
+from protos.errors import LoadError, RequestError
+
+_KINDS = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gs"),
+    **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
+    **dict.fromkeys(("http", "https"), "http"),
+}
+_PLAIN = "/!$&'()*+,;=:@~"  # stand for themselves in the path of a URL
+_LISTED_AT_ONCE = 1000
+_CHUNK_BYTES = 4 * 1024 * 1024
+_FAILURES = (exceptions.BaseError, OSError, ValueError)
+_REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+
+
+class RangesNotServedError(Exception):
+    """The server answers a request for a range with the whole object."""
+
+
+class Location(NamedTuple):
+    """A URI taken apart: ``base`` and ``key`` together are its normal form.
+
+    Attributes:
+        kind: ``s3``, ``gs``, ``az``, ``http``.
+        base: with the slash after the bucket or the host.
+        bucket: and, for Azure, the account where the URI names it; for HTTP the host.
+        key: not escaped; of HTTP the path without escapes.
+    """
+
+    kind: str
+    base: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def of(cls, uri: str) -> Location:
+        """The parts of ``uri``.
+
+        Raises:
+            RequestError: for a scheme that is not served, a missing bucket, or a query.
+        """
+        scheme, _, rest = uri.partition("://")
+        scheme = scheme.lower()
+        kind = _KINDS.get(scheme)
+        if kind is None:
+            raise RequestError(
+                f"source {uri!r}: the scheme {scheme!r} is not served, only file, hf, "
+                f"{', '.join(_KINDS)}"
+            )
+        bucket, _, key = rest.partition("/")
+        if not bucket:
+            raise RequestError(f"source {uri!r} names no {'host' if kind == 'http' else 'bucket'}")
+        if kind == "http":
+            if "?" in rest or "#" in rest:
+                raise RequestError(
+                    f"source {uri.partition('?')[0]!r}: over HTTP an object is named by its path, "
+                    "without a query, a fragment or a glob"
+                )
+            key = unquote(key)
+        scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
+        return cls(kind, f"{scheme}://{bucket}/", bucket, key)
+
+
+class ObjectClient:
+    """Reads one bucket, or the objects of one HTTP server. Thread-safe.
+
+    Attributes:
+        lists: whether the server can say which objects it has.
+    """
+
+    def __init__(
+        self, location: Location, store: Any, place: Place, secret: frozenset[str]
+    ) -> None:
+        self.lists = location.kind != "http"
+        self._base = location.base
+        self._escaped = location.kind == "http"
+        self._store = store
+        self._place = place
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"ObjectClient({self._base!r})"
+
+    def head(self, key: str) -> SourceFile | None:
+        """The object of that key; None where there is none."""
+        try:
+            return self._file(obstore.head(self._store, key))
+        except FileNotFoundError:
+            return None
+        except _FAILURES as error:
+            raise self._failure(error, self._uri(key)) from None
+
+    def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
+        """The objects below ``prefix``, which ends with a slash or is empty, in no order.
+
+        Args:
+            deep: those of the "directories" below it, too.
+        """
+        try:
+            if deep:
+                for page in obstore.list(self._store, prefix or None, chunk_size=_LISTED_AT_ONCE):
+                    yield from map(self._file, page)
+            else:
+                found = obstore.list_with_delimiter(self._store, prefix or None)
+                yield from map(self._file, found["objects"])
+        except _FAILURES as error:
+            raise self._failure(error, self._uri(prefix)) from None
+
+    def read(self, file: SourceFile, span: tuple[int, int] | None) -> Iterator[Any]:
+        """The bytes of ``file``, or of a half-open range of it, in pieces of a few MiB.
+
+        One request; a connection that breaks is taken up again where it broke.
+
+        Raises:
+            LoadError: also when the object is not the one that was planned.
+            RangesNotServedError: before the first piece.
+        """
+        try:
+            result = obstore.get(
+                self._store, self._key(file), options={"range": span} if span else None
+            )
+            check_unchanged(file, self._file(result.meta))
+            stream = result.stream(min_chunk_size=_CHUNK_BYTES)
+        except exceptions.NotSupportedError:
+            raise RangesNotServedError from None
+        except _FAILURES as error:
+            raise self._failure(error, file.path) from None
+        return self._pieces(stream, file)
+
+    def _pieces(self, stream: Iterable[Any], file: SourceFile) -> Iterator[Any]:
+        try:
+            yield from stream
+        except _FAILURES as error:
+            # obstore does not go on with another object, but does not say so either.
+            if (now := self.head(self._key(file))) is not None:
+                check_unchanged(file, now)
+            raise self._failure(error, file.path) from None
+
+    def _file(self, meta: Any) -> SourceFile:
+        # Some servers list with fractions of seconds, and without the quotes of an etag.
+        seconds = int(meta["last_modified"].timestamp())
+        etag = (meta["e_tag"] or "").strip('"')
+        return SourceFile(self._uri(meta["path"]), meta["size"], seconds * 10**9, etag)
+
+    def _uri(self, key: str) -> str:
+        return self._base + (quote(key, safe=_PLAIN) if self._escaped else key)
+
+    def _key(self, file: SourceFile) -> str:
+        key = file.path.removeprefix(self._base)
+        return unquote(key) if self._escaped else key
+
+    def _failure(self, error: Exception, uri: str) -> LoadError:
+        if isinstance(error, FileNotFoundError):
+            return LoadError(f"source {uri} does not exist in {self._place}")
+        refused = isinstance(error, _REFUSALS)
+        return store_error(error, uri, self._place, self._secret, refused=refused)
+
+
+def check_unchanged(planned: SourceFile, now: SourceFile) -> None:
+    """Raises a `LoadError` when ``now`` is not the object that was planned."""
+    if planned.size == now.size:
+        if planned.etag and now.etag:
+            if planned.etag == now.etag:
+                return
+        elif planned.mtime_ns == now.mtime_ns:
+            return
+    raise LoadError(
+        f"source file {planned.path} changed since the dataset was planned: it had "
+        f"{_state(planned)}, now {_state(now)}"
+    )
+
+
+def _state(file: SourceFile) -> str:
+    return f"{file.size} bytes and " + (
+        f"etag {file.etag}" if file.etag else f"mtime {file.mtime_ns} ns"
+    )

@@ -1,0 +1,79 @@
+"""The settings of a store by one name each, whichever of its usual names a user took. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from protos.errors import RequestError
+from protos.spec import CATALOG_PREFIX
+
+_PREFIXES = ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls.")
+_MAX_NUMBER = 1_000_000
+_SAME = {
+    "default_region": "region",
+    "endpoint_url_s3": "endpoint",
+    "endpoint_url": "endpoint",
+    "path": "application_credentials",
+    # Not the same as application_credentials: only this one may name another endpoint.
+    "service_account_path": "service_account",
+    "oauth2.token": "bearer_token",
+    "account": "account_name",
+    "key": "account_key",
+    "access_key": "account_key",
+    "master_key": "account_key",
+    "sas_key": "sas_token",
+    "authority_id": "tenant_id",
+    "endpoint_url_sts": "sts_endpoint",
+    "request_payer": "requester_pays",
+    "force_virtual_addressing": "virtual_hosted_style_request",
+    "proxy_uri": "proxy_url",
+    "request_timeout": "timeout",
+    "token": "session_token",
+    "anonymous": "skip_signature",
+}
+
+
+def store_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Settings of the store, without the ones of a catalogue.
+
+    Returns:
+        plain names, such as ``access_key_id``, ``secret_access_key``, ``session_token``,
+        ``region``, ``endpoint``, ``allow_http``, ``skip_signature``, ``role_arn``; for the names
+        that `object_store` knows, what is left of them without ``aws_`` and the like.
+    """
+    settings = {}
+    for key, value in {**options, **secrets}.items():
+        if key.startswith(CATALOG_PREFIX):
+            continue
+        name = key.replace("-", "_")
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        settings[_SAME.get(name, name)] = value
+    return settings
+
+
+def catalog_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """Properties of the catalogue, by the names that the user gave them."""
+    return {
+        key.removeprefix(CATALOG_PREFIX): value
+        for key, value in {**options, **secrets}.items()
+        if key.startswith(CATALOG_PREFIX)
+    }
+
+
+def number_setting(settings: Mapping[str, str], name: str, default: float) -> float:
+    """A setting that is a number, such as a time in seconds; ``5s`` is one, too.
+
+    Raises:
+        RequestError: naming it, without its value.
+    """
+    text = settings.get(name)
+    if text is None:
+        return default
+    try:
+        number = float(text.removesuffix("s"))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= _MAX_NUMBER:
+        raise RequestError(f"the option {name!r} must be a number from 0 to {_MAX_NUMBER}")
+    return number

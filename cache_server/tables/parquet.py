@@ -1,0 +1,157 @@
+"""Parquet files: their footers, the schema of the table they make, and how they are cut.
+
+Reads footers, never rows. Knows neither stores nor listings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_server.planning import SourceFile, Split
+from protos.errors import LoadError
+from protos.layout import Layout
+
+MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
+_VARIABLE_WIDTH_BYTES = 32  # of a string or list that no footer tells about
+
+Range = tuple[int, int]
+
+
+def common_schema(
+    files: Sequence[SourceFile], footers: Sequence[pq.FileMetaData], *, missing: str
+) -> pa.Schema:
+    """The columns of the table that the files make: those of the first file, then the others.
+
+    Columns are found by name, so their order may differ between files. One that may be null in
+    some file, or that some file lacks, may be null.
+
+    Args:
+        missing: what becomes of a column that some files lack: ``refuse`` or ``null``.
+
+    Raises:
+        LoadError: naming a file whose columns differ in type, or that lacks some.
+    """
+    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+    fields: dict[str, pa.Field] = {}
+    for file, schema in zip(files, schemas, strict=True):
+        for field in schema:
+            known = fields.setdefault(field.name, field)
+            if not known.type.equals(field.type):
+                raise LoadError(
+                    f"{file.path} has other columns than {files[0].path}: "
+                    f"{difference(schemas[0], schema) or f'{field.name} is {field.type}'}"
+                )
+            if field.nullable and not known.nullable:
+                fields[field.name] = field
+    for file, schema in zip(files, schemas, strict=True):
+        absent = [name for name in fields if name not in schema.names]
+        if absent and missing == "refuse":
+            other = next(f for f, s in zip(files, schemas, strict=True) if absent[0] in s.names)
+            raise LoadError(
+                f"{file.path} has other columns than {other.path}: "
+                f"{', '.join(absent)} missing; missing_columns: null makes them null"
+            )
+        fields |= {name: fields[name].with_nullable(True) for name in absent}
+    return pa.schema([field.remove_metadata() for field in fields.values()])
+
+
+def cut(
+    files: Sequence[SourceFile],
+    footers: Sequence[pq.FileMetaData],
+    stored: pa.Schema,
+    target_bytes: int,
+) -> tuple[Split, ...]:
+    """Splits of about ``target_bytes`` decoded: whole files, or byte ranges of large ones.
+
+    DataFusion gives a row group to the byte range in which its first page starts, so the rows of
+    each split are known from the footer. Ranges without a row group are left out.
+
+    Args:
+        stored: the logical schema that is kept; says what a row costs.
+    """
+    splits: list[Split] = []
+    layout = Layout(stored)
+    for file, footer in zip(files, footers, strict=True):
+        groups = _groups(footer)
+        sizes = [_decoded_bytes(group, layout) for group in groups]
+        wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))
+        part_bytes = math.ceil(file.size / wanted)
+        parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
+        rows, decoded = [0] * parts, [0] * parts
+        for group, size in zip(groups, sizes, strict=True):
+            part = _start(group) // part_bytes
+            rows[part] += group.num_rows
+            decoded[part] += size
+        splits += [
+            Split(file, part, parts, rows[part], decoded[part])
+            for part in range(parts)
+            if rows[part]
+        ]
+    return tuple(splits)
+
+
+def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None) -> list[Range]:
+    """The bytes of a file that reading a split touches, in their order: its pages, then the end.
+
+    Args:
+        columns: that are read; None for all.
+    """
+    part_bytes = math.ceil(split.file.size / split.parts)
+    wanted = set(columns) if columns is not None else None
+    found: list[Range] = []
+    data_end = 0
+    for group in _groups(footer):
+        chunks = [group.column(i) for i in range(group.num_columns)]
+        for chunk in chunks:
+            start = _chunk_start(chunk)
+            stop = start + chunk.total_compressed_size
+            data_end = max(data_end, stop)
+            name = chunk.path_in_schema.split(".")[0]
+            if _start(group) // part_bytes == split.part and (wanted is None or name in wanted):
+                found.append((start, stop))
+    return [*sorted(found), (data_end, split.file.size)]
+
+
+def difference(first: pa.Schema, other: pa.Schema) -> str:
+    """What ``other`` has that ``first`` has not, and the other way round, in words."""
+    expected = {field.name: str(field.type) for field in first}
+    found = {field.name: str(field.type) for field in other}
+    notes = [
+        f"{name} is {found.get(name, 'missing')} instead of {expected.get(name, 'absent')}"
+        for name in {**expected, **found}
+        if expected.get(name) != found.get(name)
+    ]
+    if not notes and first.names != other.names:
+        notes = [f"they stand as {', '.join(other.names)} instead of {', '.join(first.names)}"]
+    return "; ".join(notes) or "they differ in where nulls are allowed"
+
+
+def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:
+    return [footer.row_group(i) for i in range(footer.num_row_groups)]
+
+
+def _start(group: pq.RowGroupMetaData) -> int:
+    return _chunk_start(group.column(0))
+
+
+def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
+    offset = chunk.dictionary_page_offset
+    return int(offset if offset is not None else chunk.data_page_offset)
+
+
+def _decoded_bytes(group: pq.RowGroupMetaData, layout: Layout) -> int:
+    encoded: dict[str, int] = {}
+    for i in range(group.num_columns):
+        column = group.column(i)
+        name = column.path_in_schema.split(".")[0]
+        encoded[name] = encoded.get(name, 0) + column.total_uncompressed_size
+    # Of strings and lists the footer knows more than the type.
+    rows: int = group.num_rows
+    plain = [column.names[0] for column in layout.columns if column.kind == "plain"]
+    return rows * layout.fixed_row_bytes + sum(
+        encoded.get(name, rows * _VARIABLE_WIDTH_BYTES) for name in plain
+    )

@@ -1,0 +1,157 @@
+"""Where to cut a relation into splits of a size: asks the server for samples, quantiles and counts.
+
+It runs in the transaction that pinned the relation, so that what it counts is what will be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from cache_server.planning import SourceFile, Split
+from cache_server.tables.postgres_quoting import array_literal
+from cache_server.tables.postgres_ranges import (
+    CTID,
+    KeyRange,
+    block_bounds,
+    distinct,
+    even_ranges,
+    quantiles,
+)
+from cache_server.tables.postgres_relation import Relation
+from cache_server.tables.postgres_session import Session
+from protos.layout import Layout
+
+_SAMPLED_ROWS = 200_000  # for the bounds of ranges
+_MEASURED_ROWS = 10_000  # for the lengths of texts
+_BUCKETS_PER_SPLIT = 8  # so that buckets of unequal sizes still make even splits
+_MAX_BUCKETS = 4096
+_VARIABLE_WIDTH_BYTES = 32  # of a text or list that is not measured
+_OFFSET_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """A relation and how its rows are told apart.
+
+    Attributes:
+        columns: name -> SQL expression.
+        key: the SQL expression that ranges are of; empty: there is one split.
+        estimate: of the rows.
+        is_counted: rows are counted, by a scan or two; else estimated, from the sizes of ranges.
+    """
+
+    session: Session
+    relation: Relation
+    columns: Mapping[str, str]
+    key: str
+    estimate: int
+    is_counted: bool
+
+    def splits(self, stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+        """Every row in one of them; ``Pin.cut``.
+
+        Raises:
+            LoadError: when the server does not answer, or the snapshot has ended.
+        """
+        row_bytes = self._row_bytes(stored)
+        num_rows = self.estimate
+        if self.is_counted:
+            num_rows = self.session.rows(f"SELECT count(*) FROM {self.relation.sql} AS q")[0][0]
+        wanted = min(_MAX_BUCKETS, math.ceil(num_rows * row_bytes / target_bytes))
+        ranges = [(KeyRange(), num_rows)]
+        if self.key and wanted > 1:
+            ranges = self._ranges(num_rows, wanted)
+        if self.is_counted:
+            ranges = [(piece, rows) for piece, rows in ranges if rows]
+        file = SourceFile(self.relation.path, 0, 0)
+        return tuple(
+            Split(
+                file,
+                part,
+                len(ranges),
+                rows if self.is_counted else None,
+                math.ceil(rows * row_bytes),
+                piece.to_json(),
+            )
+            for part, (piece, rows) in enumerate(ranges)
+        )
+
+    def _ranges(self, num_rows: int, num_ranges: int) -> list[tuple[KeyRange, int]]:
+        num_buckets = min(_MAX_BUCKETS, num_ranges * _BUCKETS_PER_SPLIT)
+        nulls = 0
+        if self.key == CTID:
+            bounds = block_bounds(self.relation.blocks or 0, num_buckets)
+        else:
+            bounds, null_share = self._sampled_bounds(num_rows, num_buckets)
+            nulls = round(num_rows * null_share)
+        if self.is_counted:
+            counts, nulls = self._counts(bounds)
+        else:
+            counts = [(num_rows - nulls) // (len(bounds) + 1)] * (len(bounds) + 1)
+        ranges = even_ranges(self.key, bounds, counts, num_ranges)
+        if self.key != CTID:
+            ranges.append((KeyRange(self.key, nulls=True), nulls))
+        return ranges
+
+    def _sampled_bounds(self, num_rows: int, num_buckets: int) -> tuple[list[str], float]:
+        """Texts of the values between equal parts, and the share of rows without a value."""
+        fractions = ", ".join(map(str, quantiles(num_buckets)))
+        texts, rows, keyed = self.session.rows(
+            "SELECT pg_catalog.array_to_json(pg_catalog.percentile_disc("
+            f"ARRAY[{fractions}]::float8[]) WITHIN GROUP (ORDER BY {self.key})::text[])::text, "
+            f"count(*), count({self.key}) FROM {self._sample(num_rows, _SAMPLED_ROWS)}"
+        )[0]
+        bounds = distinct(json.loads(texts)) if keyed else []
+        return bounds, (rows - keyed) / max(1, rows)
+
+    def _counts(self, bounds: list[str]) -> tuple[list[int], int]:
+        """Rows of each bucket, and rows without a key."""
+        bucket = f"pg_catalog.width_bucket({self.key}, {array_literal(bounds)})"
+        found = self.session.rows(
+            f"SELECT {bucket} AS bucket, count(*) FROM {self.relation.sql} AS q GROUP BY 1"
+        )
+        buckets: dict[int | None, int] = dict(found)
+        return [buckets.get(index, 0) for index in range(len(bounds) + 1)], buckets.get(None, 0)
+
+    def _row_bytes(self, stored: pa.Schema) -> float:
+        """Decoded bytes of a row; texts and lists as long as in a sample of the table."""
+        layout = Layout(stored)
+        plain = [column.field for column in layout.columns if column.kind == "plain"]
+        if not plain:
+            return max(1, layout.fixed_row_bytes)
+        if not self.relation.is_stored:
+            return layout.fixed_row_bytes + _VARIABLE_WIDTH_BYTES * len(plain)
+        sizes = ", ".join(self._average_bytes(field) for field in plain)
+        source = self._sample(self.estimate, _MEASURED_ROWS)
+        return layout.fixed_row_bytes + float(
+            sum(self.session.rows(f"SELECT {sizes} FROM {source}")[0])
+        )
+
+    def _average_bytes(self, field: pa.Field) -> str:
+        column = self.columns[field.name]
+        if pa.types.is_list(field.type):
+            size = f"{_value_bytes(field.type.value_type)} * pg_catalog.cardinality({column})"
+        elif pa.types.is_string(field.type):
+            size = f"pg_catalog.octet_length({column}::text)"
+        else:
+            size = f"pg_catalog.octet_length({column})"
+        return f"{_OFFSET_BYTES} + coalesce(avg({size}), 0)::float8"
+
+    def _sample(self, num_rows: int, wanted: int) -> str:
+        """SQL for about ``wanted`` rows of a stored table, in whole blocks; else for all rows."""
+        source = f"{self.relation.sql} AS q"
+        if not self.relation.is_stored or num_rows <= wanted:
+            return source
+        return f"{source} TABLESAMPLE SYSTEM ({100 * wanted / num_rows:.6f}) REPEATABLE (0)"
+
+
+def _value_bytes(dtype: pa.DataType) -> int:
+    try:
+        return max(1, int(dtype.bit_width) // 8)
+    except ValueError:  # it has no one width
+        return _VARIABLE_WIDTH_BYTES

@@ -1,0 +1,287 @@
+"""One connection to a PostgreSQL server: where it is, what it says, and never its password.
+
+A `Session` is one read-only transaction; whoever opens it closes it. This module does not know
+which rows anybody wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from urllib.parse import quote, unquote, urlsplit
+
+import adbc_driver_postgresql.dbapi as adbc
+import pyarrow as pa
+
+from cache_server.tables.postgres_quoting import literal
+from protos.errors import CacheError, LoadError, RequestError
+
+DEFAULT_CONNECT_TIMEOUT_S = 10
+_LOCK_TIMEOUT_MS = 60_000
+_MAX_REASON = 400
+
+# libpq's key words, but for the ones that would change what a session means or where it logs.
+_KEYWORDS = {
+    *("host", "hostaddr", "port", "dbname", "user", "password", "passfile", "connect_timeout"),
+    *("sslmode", "sslcompression", "sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl"),
+    *("sslcrldir", "sslsni", "requirepeer", "ssl_min_protocol_version", "sslnegotiation"),
+    *("ssl_max_protocol_version", "krbsrvname", "gsslib", "gssencmode", "gssdelegation"),
+    *("channel_binding", "require_auth", "target_session_attrs", "load_balance_hosts"),
+    *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count"),
+    *("tcp_user_timeout", "application_name"),
+}
+_OTHER_NAMES = {"database": "dbname", "connect_timeout_s": "connect_timeout", "username": "user"}
+# A dead server is noticed within about a minute, even in the middle of a long answer.
+_DEFAULTS = {
+    "connect_timeout": str(DEFAULT_CONNECT_TIMEOUT_S),
+    "keepalives_idle": "30",
+    "keepalives_interval": "10",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "60000",
+    "application_name": "cache_server",
+    "client_encoding": "utf8",
+}
+# Values must have one text form, whatever the role, the database and the environment prefer.
+_SETTINGS = {
+    "TimeZone": "UTC",
+    "DateStyle": "ISO, YMD",
+    "IntervalStyle": "iso_8601",
+    "bytea_output": "hex",
+    "extra_float_digits": "1",
+    "standard_conforming_strings": "on",
+    "synchronize_seqscans": "off",  # or a scan begins wherever another one happens to be
+    "lock_timeout": str(_LOCK_TIMEOUT_MS),
+}
+# Where a server has them, they would end a load that is only long.
+_TIMEOUTS = ("statement_timeout", "idle_in_transaction_session_timeout", "transaction_timeout")
+# What a server says of a snapshot that nobody holds any more.
+_SNAPSHOT_GONE = {"22023", "42704", "55000"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A database, without secrets.
+
+    Attributes:
+        parameters: libpq's key words.
+    """
+
+    parameters: Mapping[str, str]
+
+    def __str__(self) -> str:
+        known = self.parameters
+        hosts = known.get("host", known.get("hostaddr", "")).split(",")
+        ports = known.get("port", "").split(",")
+        ports = ports * len(hosts) if len(ports) == 1 else ports
+        places = [
+            (f"[{host}]" if ":" in host else quote(host, safe="")) + (port and f":{port}")
+            for host, port in zip(hosts, ports, strict=False)
+        ]
+        user = f"{quote(known['user'], safe='')}@" if "user" in known else ""
+        return f"postgresql://{user}{','.join(places)}/{quote(known.get('dbname', ''), safe='')}"
+
+    def uri(self, secrets: Mapping[str, str]) -> str:
+        """For libpq, with the secrets that are its key words."""
+        given = {name: value for name, value in secrets.items() if name in _KEYWORDS}
+        words = {**_DEFAULTS, **self.parameters, **given}
+        return "postgresql:///?" + "&".join(
+            f"{name}={quote(value, safe='')}" for name, value in words.items()
+        )
+
+
+def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Libpq's key words of a URI, and its other parameters.
+
+    Percent signs mean what they mean to libpq: ``%20`` is a space, ``+`` is a plus.
+
+    Raises:
+        RequestError: when it names no database server, or has a fragment.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme not in ("postgresql", "postgres"):
+        raise RequestError(f"source {uri!r} is not a postgresql:// URI")
+    if parts.fragment:
+        raise RequestError(f"source {uri!r}: write '#' as %23")
+    user, _, place = parts.netloc.rpartition("@")
+    hosts, ports = [], []
+    for item in place.split(",") if place else []:
+        host, colon, port = item.rpartition(":")
+        bare = not colon or item.endswith("]")  # an IPv6 address has colons of its own
+        hosts.append(unquote(item if bare else host).strip("[]"))
+        ports.append("" if bare else port)
+    found = {
+        "user": unquote(user.partition(":")[0]),
+        "host": ",".join(hosts),
+        "port": ",".join(ports) if any(ports) else "",
+        "dbname": unquote(parts.path.removeprefix("/")),
+    }
+    words = {name: value for name, value in found.items() if value}
+    others: dict[str, str] = {}
+    for item in parts.query.split("&") if parts.query else []:
+        name, _, value = item.partition("=")
+        name = _OTHER_NAMES.get(name, name)
+        target = words if name in _KEYWORDS else others
+        if target.setdefault(name, unquote(value)) != unquote(value):
+            raise RequestError(f"source {uri.partition('?')[0]!r} gives {name} twice")
+    return words, others
+
+
+def keywords_of(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Libpq's key words among options, by libpq's own names, and the other options."""
+    named = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
+    words = {name: value for name, value in named.items() if name in _KEYWORDS}
+    return words, {name: value for name, value in named.items() if name not in words}
+
+
+class Session:
+    """A read-only transaction that sees one state of the database from beginning to end.
+
+    Safe to use from several threads, one statement at a time.
+
+    Args:
+        address: of the database.
+        secrets: of which libpq's key words are used. Nothing that this class raises shows one.
+        snapshot: exported by another session: see the state that it sees.
+        search_path: for the names in a query.
+        what: that is read, for messages.
+
+    Raises:
+        LoadError: naming the database and the reason; or that the snapshot has ended.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        secrets: Mapping[str, str],
+        *,
+        snapshot: str | None = None,
+        search_path: str | None = None,
+        what: str = "",
+    ) -> None:
+        self.what = what or str(address)
+        self._secrets = secrets
+        self._lock = threading.Lock()
+        self._is_closed = False
+        try:
+            self._connection = adbc.connect(address.uri(secrets), autocommit=True)
+        except adbc.Error as error:
+            reason = self._reason(error)
+            raise LoadError(f"cannot connect to {address} to read {self.what}: {reason}") from None
+        try:
+            self._begin(snapshot, search_path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, snapshot: str | None, search_path: str | None) -> None:
+        self.execute("BEGIN TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        if snapshot is not None:
+            try:
+                self._run(f"SET TRANSACTION SNAPSHOT {literal(snapshot)}")
+            except adbc.Error as error:
+                if error.sqlstate in _SNAPSHOT_GONE:
+                    raise LoadError(
+                        f"the snapshot of {self.what} has ended: load it again with --refresh"
+                    ) from None
+                self._fail(error)
+        settings = dict(_SETTINGS)
+        if search_path is not None:
+            settings["search_path"] = search_path
+        values = [f"({literal(name)}, {literal(value)})" for name, value in settings.items()]
+        names = ", ".join(literal(name) for name in _TIMEOUTS)
+        self.rows(
+            "SELECT pg_catalog.set_config(name, value, true) "
+            f"FROM (VALUES {', '.join(values)}) AS wanted (name, value)"
+        )
+        self.rows(
+            "SELECT pg_catalog.set_config(name, '0', true) "
+            f"FROM pg_catalog.pg_settings WHERE name IN ({names})"
+        )
+
+    def execute(self, statement: str) -> None:
+        """Runs a statement without an answer."""
+        try:
+            self._run(statement)
+        except adbc.Error as error:
+            self._fail(error)
+
+    def rows(self, query: str) -> list[tuple[Any, ...]]:
+        """The whole answer of a query that has a small one."""
+        try:
+            return self._run(query)
+        except adbc.Error as error:
+            self._fail(error)
+
+    def schema(self, query: str) -> pa.Schema:
+        """What the batches of `stream` look like, with the metadata of the driver."""
+        try:
+            with self._lock, self._cursor() as cursor:
+                cursor.execute(f"SELECT * FROM ({query}\n) AS answer LIMIT 0")
+                return cursor.fetch_arrow_table().schema
+        except adbc.Error as error:
+            self._fail(error)
+
+    def stream(self, query: str) -> Iterator[pa.RecordBatch]:
+        """The answer of a query as it comes; the session is busy until the last batch."""
+        try:
+            with self._lock, self._cursor() as cursor:
+                cursor.execute(query)
+                with cursor.fetch_record_batch() as reader:
+                    yield from reader
+        except (adbc.Error, pa.ArrowException, OSError) as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Ends the transaction and the connection; never raises, even when the server is gone.
+
+        A statement of another thread is waited for.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self._connection.close()
+            except adbc.Error as error:
+                logger.warning("connection lost what=%s reason=%s", self.what, self._reason(error))
+
+    @contextlib.contextmanager
+    def _cursor(self) -> Iterator[adbc.Cursor]:
+        if self._is_closed:
+            raise LoadError(f"the snapshot of {self.what} has ended: load it again with --refresh")
+        with self._connection.cursor() as cursor:
+            yield cursor
+
+    def _run(self, query: str) -> list[tuple[Any, ...]]:
+        with self._lock, self._cursor() as cursor:
+            # COPY, which is for large answers, takes no EXPLAIN.
+            cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
+            cursor.execute(query)
+            return list(cursor.fetchall()) if cursor.description else []
+
+    def _reason(self, error: BaseException) -> str:
+        text = str(error).partition("\n\nQuery was:")[0].partition("\nLINE ")[0]
+        text = text.partition(". SQLSTATE")[0]
+        for mark in ("ERROR:  ", "FATAL:  ", "Failed to connect: ", "[libpq] "):
+            _, found, rest = text.partition(mark)
+            if found:
+                text = rest
+                break
+        for value in self._secrets.values():
+            if value:
+                text = text.replace(value, "***").replace(quote(value, safe=""), "***")
+        text = " ".join(text.split())
+        return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        state = getattr(error, "sqlstate", None) or ""
+        # 42: what the SQL names is not there, or it is no SQL; but for a privilege that is missing.
+        refused = (state.startswith("42") and state != "42501") or state == "25006"
+        kind: type[CacheError] = RequestError if refused else LoadError
+        raise kind(f"cannot read {self.what}: {self._reason(error)}") from None

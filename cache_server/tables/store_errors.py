@@ -1,0 +1,100 @@
+"""What an object store's failure means, in one line and without a secret.
+
+Libraries put whole bodies and addresses into their errors, and a body of S3 names the access key:
+only what is understood is quoted, and even that without any value of the secrets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from http import HTTPStatus
+from typing import NamedTuple
+
+from protos.errors import LoadError
+
+_HIDDEN = "***"
+_MIN_SECRET_CHARS = 4  # a shorter one would garble every message, and guards nothing
+_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA|GOOG)[A-Za-z0-9]{12,}")
+_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
+_STATUS = re.compile(r"status code: (\d{3})")
+_RETRIES = re.compile(r"after (\d+) retries")
+_CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
+_SYSTEM = re.compile(r'message: "([^"]+)"')
+_DETAIL = " Debug source: "  # obstore's, after `redacted`
+_PROVIDER = "credential provider: "
+_REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+
+
+class Place(NamedTuple):
+    """Where an object is, for messages: a bucket, or what stands for one, and its endpoint."""
+
+    bucket: str
+    endpoint: str
+    noun: str = "bucket"
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.bucket!r} at {self.endpoint}" if self.bucket else self.endpoint
+
+
+def secret_values(secrets: Mapping[str, str], environ: Mapping[str, str]) -> frozenset[str]:
+    """The values that no message may hold: every secret, and those of the environment."""
+    private = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS")
+    values = [*secrets.values(), *(environ[name] for name in environ if private.search(name))]
+    return frozenset(value for value in values if len(value) >= _MIN_SECRET_CHARS)
+
+
+def redacted(text: str, secret: Collection[str]) -> str:
+    """``text`` in one line, without the secrets, access keys and queries of addresses."""
+    for value in sorted(secret, key=len, reverse=True):
+        text = text.replace(value, _HIDDEN)
+    return " ".join(_ACCESS_KEY.sub(_HIDDEN, _QUERY.sub(r"\1", text)).split())
+
+
+def store_error(
+    error: Exception, uri: str, place: Place, secret: Collection[str], *, refused: bool = False
+) -> LoadError:
+    """The `LoadError` for a failure of a store.
+
+    Args:
+        uri: what was read.
+        refused: the library says that it is a matter of credentials.
+    """
+    text, _, detail = redacted(str(error), secret).partition(_DETAIL)
+    status = _first(_STATUS, text)
+    code = _first(_CODE, text)
+    tries = f" after {n} retries" if (n := _first(_RETRIES, text)) else ""
+    number = int(status) if status else 0
+    if _PROVIDER in text:
+        reason = f"no credentials for {place}: {text.partition(_PROVIDER)[2]}"
+    elif "169.254." in text or "token request" in text:
+        reason = f"no credentials for {place}: none were given, and the machine has none"
+    elif refused or number in _REFUSED:
+        # A message may name the key, the code cannot.
+        answer = " ".join(filter(None, [status or "unauthenticated", code]))
+        reason = f"access to {place} was refused ({answer}): check the credentials"
+    elif code == "NoSuchBucket":
+        reason = f"{place} does not exist"
+    elif status:
+        said = ": ".join(filter(None, [code, _first(_MESSAGE, text)]))
+        answer = f"{place} answered {status} {_phrase(number)}{tries}"
+        reason = f"{answer} ({said})" if said else answer
+    elif "error sending request" in text:
+        system = "timed out" if "TimedOut" in detail else "no connection"
+        reason = f"no answer from {place}{tries}: {_first(_SYSTEM, detail) or system}"
+    else:
+        reason = f"{place}: {text}"
+    return LoadError(f"cannot read {uri}: {reason}")
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return found[1] if found else ""
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""

@@ -1,0 +1,270 @@
+"""Where the files of a remote table are: URIs -> objects -> their bytes.
+
+The same for every store: which objects a URI means, and which bytes are worth one request. How a
+store is spoken to is a matter of `connections`, `object_client` and `hub`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+from cache_server.planning import SourceFile
+from cache_server.tables.connections import client_for
+from cache_server.tables.hub import SCHEME, HubClient, hub_location
+from cache_server.tables.object_client import Location, RangesNotServedError
+from protos.errors import LoadError, RequestError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_MAGIC = re.compile(r"[*?\[]")
+_GAP_BYTES = 1024 * 1024  # to read it costs less than another request
+_WHOLE_BYTES = 64 * 1024 * 1024  # up to here an object is one request
+_PART_BYTES = 32 * 1024 * 1024
+_THREADS = 4
+
+
+class _Client(Protocol):
+    @property
+    def lists(self) -> bool: ...
+    def head(self, key: str) -> SourceFile | None: ...
+    def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]: ...
+    def read(self, file: SourceFile, span: tuple[int, int] | None) -> Iterator[Any]: ...
+
+
+def is_remote(source: str) -> bool:
+    """Whether ``source`` is a URI of something else than a local file."""
+    found = _SCHEME.match(source)
+    return found is not None and found[1].lower() != "file"
+
+
+def expand(
+    source: str,
+    suffixes: Collection[str],
+    options: Mapping[str, str],
+    secrets: Mapping[str, str],
+) -> list[SourceFile]:
+    """The objects that a URI means, by key: one object, those below a prefix, or those of a glob.
+
+    A glob has ``*``, ``?`` and ``[...]`` within a name, and ``**`` for any number of directories.
+    Below a prefix and in a glob, names that start with ``.`` or ``_`` are passed over, unless the
+    glob has such a name itself; below a prefix, so are those without one of ``suffixes``. Over
+    HTTP there is only one object. One object is found without the right to list.
+
+    Args:
+        suffixes: in lower case, with the dot.
+        options: settings of the store, by any of their usual names.
+        secrets: the other ones.
+
+    Returns:
+        URIs in normal form (``s3a`` is ``s3``), sizes, times in whole seconds, etags without
+        quotes. Empty where nothing matches.
+
+    Raises:
+        LoadError: naming a source that does not exist, or a store that fails or refuses.
+        RequestError: for a URI or an option that can never be right.
+    """
+    location = _location(source, options)
+    client = _client(location, options, secrets)
+    key = location.key
+    if not client.lists:
+        if not key or key.endswith("/") or "*" in key:
+            raise RequestError(
+                f"source {source!r}: over HTTP a directory cannot be listed; give the URI of each "
+                "file"
+            )
+    elif _MAGIC.search(key):
+        return _glob(client, location)
+    if key and not key.endswith("/"):
+        found = client.head(key)
+        # Some stores have empty objects in the place of directories.
+        if found is not None and (found.size or not client.lists):
+            return [found]
+        below = _below(client, location, f"{key}/", suffixes) if client.lists else None
+        if below is not None:
+            return below
+        if found is not None:
+            return [found]
+    elif (below := _below(client, location, key, suffixes)) is not None:
+        return below
+    raise LoadError(f"source {source!r} does not exist")
+
+
+def read_tail(
+    file: SourceFile, num_bytes: int, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> bytes:
+    """The last ``num_bytes`` of an object, or all of a smaller one, in one request.
+
+    Raises:
+        LoadError: also when the object is not the one that was planned.
+    """
+    client = _client(_location(file.path, options), options, secrets)
+    wanted = min(num_bytes, file.size)
+    if not wanted:
+        return b""
+    whole = wanted == file.size
+    tail = bytearray()
+    try:
+        pieces = client.read(file, None if whole else (file.size - wanted, file.size))
+    except RangesNotServedError:
+        pieces = client.read(file, None)
+    for piece in pieces:
+        tail += piece
+        del tail[:-wanted]
+    if len(tail) != wanted:
+        raise LoadError(f"cannot read {file.path}: only {len(tail)} of {wanted} bytes came")
+    return bytes(tail)
+
+
+def download(
+    file: SourceFile,
+    target: Path,
+    options: Mapping[str, str],
+    secrets: Mapping[str, str],
+    ranges: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Writes an object to a file, or some of its bytes to where they stand in it.
+
+    Never more than a few MiB are in memory. A small object is one request; a large one, and
+    ranges that are not close together, are several at a time.
+
+    Args:
+        target: of the object's full size afterwards, with holes where nothing was asked for. It
+            is the caller's, but not left behind after a failure.
+        ranges: half-open; None for everything.
+
+    Raises:
+        LoadError: also when the object is not the one that was planned.
+        OSError: when the file cannot be written.
+    """
+    client = _client(_location(file.path, options), options, secrets)
+    spans = _spans(file.size, ranges)
+    try:
+        with open(target, "wb") as output:
+            output.truncate(file.size)
+            try:
+                _fetch(client, file, spans, output.fileno())
+            except RangesNotServedError:
+                _fetch(client, file, [(0, file.size)], output.fileno())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
+
+
+def _fetch(
+    client: _Client, file: SourceFile, spans: Sequence[tuple[int, int]], output: int
+) -> None:
+    def fetch(span: tuple[int, int]) -> None:
+        start, stop = span
+        for piece in client.read(file, None if span == (0, file.size) else span):
+            view = memoryview(piece)
+            while view:
+                written = os.pwrite(output, view, start)
+                start += written
+                view = view[written:]
+        if start != stop:
+            raise LoadError(f"cannot read {file.path}: it ended at byte {start} of {stop}")
+
+    if len(spans) == 1:
+        fetch(spans[0])
+    elif spans:
+        with ThreadPoolExecutor(min(_THREADS, len(spans)), "download") as pool:
+            for _ in pool.map(fetch, spans):
+                pass
+
+
+def _spans(size: int, ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
+    """What is asked for in one request each: ranges that are close together, large ones cut."""
+    if ranges is None:
+        if size <= _WHOLE_BYTES:
+            return [(0, size)]
+        ranges = [(0, size)]
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"ranges must be within 0 and {size}, got {(start, stop)}")
+        if start == stop:
+            continue
+        if joined and start <= joined[-1][1] + _GAP_BYTES:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        else:
+            joined.append((start, stop))
+    return [
+        (part, min(part + _PART_BYTES, stop))
+        for start, stop in joined
+        for part in range(start, stop, _PART_BYTES)
+    ]
+
+
+def _location(uri: str, options: Mapping[str, str]) -> Location:
+    if uri.lower().startswith(f"{SCHEME}://"):
+        return hub_location(uri, options)
+    return Location.of(uri)
+
+
+def _client(location: Location, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Client:
+    if location.kind == SCHEME:
+        return HubClient(location, options, secrets)
+    return client_for(location, options, secrets)
+
+
+def _below(
+    client: _Client, location: Location, prefix: str, suffixes: Collection[str]
+) -> list[SourceFile] | None:
+    """The files of a table below a prefix; None where there is no object at all."""
+    prefix = _directory(prefix)
+    base = location.base + prefix
+    seen = False
+    files = []
+    for file in client.walk(prefix, deep=True):
+        name = file.path.removeprefix(base)
+        if file.path.rstrip("/") == base.rstrip("/"):
+            continue  # the directory itself
+        seen = True
+        if not _hidden(name.split("/")) and PurePosixPath(name).suffix.lower() in suffixes:
+            files.append(file)
+    return _sorted(files) if seen else None
+
+
+def _glob(client: _Client, location: Location) -> list[SourceFile]:
+    parts = location.key.split("/")
+    first = next(i for i, part in enumerate(parts) if _MAGIC.search(part))
+    prefix, patterns = "/".join([*parts[:first], ""]), parts[first:]
+    base = location.base + prefix
+    every = _hidden(patterns)
+    found = []
+    # One level is listed alone: below it there may be a million others.
+    for file in client.walk(prefix, deep=len(patterns) > 1 or patterns == ["**"]):
+        names = file.path.removeprefix(base).split("/")
+        is_directory = not file.size and "." not in names[-1]
+        if is_directory or not (every or not _hidden(names)):
+            continue
+        if _matches(names, patterns):
+            found.append(file)
+    return _sorted(found)
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    if patterns[0] == "**":
+        return any(_matches(names[i:], patterns[1:]) for i in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def _directory(prefix: str) -> str:
+    """With one slash at the end, or empty for the whole bucket."""
+    stripped = prefix.strip("/")
+    return f"{stripped}/" if stripped else ""
+
+
+def _hidden(names: Iterable[str]) -> bool:
+    return any(name.startswith((".", "_")) for name in names)
+
+
+def _sorted(files: Iterable[SourceFile]) -> list[SourceFile]:
+    return sorted(files, key=lambda file: file.path)

@@ -1,0 +1,386 @@
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import boto3
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from moto.server import ThreadedMotoServer
+
+from cache_server.planning import Pin, PinnedTable
+from cache_server.tables import delta
+from protos.errors import LoadError, RequestError
+from protos.layout import Layout
+from protos.spec import DatasetSpec, TableSpec
+
+SECRET = "hush-hush-key"
+
+
+def _rows(start: int, count: int, **more: list[Any]) -> pa.Table:
+    ids = range(start, start + count)
+    columns = {
+        "id": pa.array(ids, pa.int64()),
+        "part": pa.array([(None, "a b", "c/d%é")[i % 3] for i in ids]),
+        "day": pa.array([date(2024, 1, 1 + i % 2) for i in ids]),
+        "score": pa.array([i / 2 if i % 4 else None for i in ids], pa.float32()),
+        "tags": pa.array([[f"t{i}"] * (i % 3) for i in ids], pa.list_(pa.string())),
+        "at": pa.array([datetime(2024, 1, 1, tzinfo=UTC)] * count, pa.timestamp("us", "UTC")),
+    }
+    return pa.table({**columns, **more})
+
+
+def _evolve(uri: str, storage: dict[str, str] | None = None) -> DeltaTable:
+    """Two partition columns; versions 0 to 3: a write, an append, an added column, deletes."""
+    options = {"storage_options": storage, "mode": "append"}
+    write_deltalake(uri, _rows(0, 30), partition_by=["part", "day"], **options)
+    write_deltalake(uri, _rows(100, 7), **options)
+    extra = pa.array([None, 1, 2, 3], pa.int32())
+    write_deltalake(uri, _rows(200, 4, extra=extra), schema_mode="merge", **options)
+    table = DeltaTable(uri, storage_options=storage)
+    table.delete("id >= 5 and id < 11")
+    return table
+
+
+def _spec(source: str, **arguments: Any) -> TableSpec:
+    return DatasetSpec("d", source, format="delta", **arguments).tables[0]
+
+
+def _pinned(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> PinnedTable:
+    return PinnedTable(
+        table.name, "delta", pin.schema, table.options, pin.snapshot, columns=columns
+    )
+
+
+def _read(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> pa.Table:
+    pinned = _pinned(table, pin, columns)
+    batches = []
+    for split in pin.cut(pa.schema([("id", pa.int64())]), 1 << 20):
+        rows = list(delta.read(pinned, split, table.secrets))
+        assert split.num_rows is not None
+        assert sum(batch.num_rows for batch in rows) <= split.num_rows
+        batches += rows
+    return pa.Table.from_batches(batches, pinned.read_schema)
+
+
+def _multiset(table: pa.Table) -> Counter[str]:
+    return Counter(repr(row) for row in table.to_pylist())
+
+
+def _same(found: pa.Table, expected: pa.Table) -> None:
+    assert found.column_names == expected.column_names
+    assert _multiset(found) == _multiset(expected)
+
+
+def test_each_version_is_what_deltalake_reads(tmp_path: Path) -> None:
+    uri = str(tmp_path / "a table")
+    latest = _evolve(uri).version()
+    assert latest == 3
+    for version in range(latest + 1):
+        spec = _spec(uri, snapshot=version)
+        pin = delta.pin(spec)
+        found = _read(spec, pin)
+        _same(found, DeltaTable(uri, version=version).to_pyarrow_table())
+        assert found.equals(_read(spec, delta.pin(spec)))  # in the same order
+        assert pin.exact_rows and pin.comparable and json.dumps(pin.content)
+        rows = sum(split.num_rows or 0 for split in pin.cut(pa.schema([]), 1))
+        assert rows == found.num_rows
+    assert delta.pin(_spec(uri)).content == pin.content
+    assert delta.pin(_spec(f"file://{tmp_path}/a%20table")).content == pin.content
+
+
+def test_the_schema_is_plain(tmp_path: Path) -> None:
+    _evolve(str(tmp_path / "t"))
+    schema = delta.pin(_spec(str(tmp_path / "t"))).schema
+    assert dict(zip(schema.names, schema.types, strict=True)) == {
+        "id": pa.int64(),
+        "part": pa.string(),
+        "day": pa.date32(),
+        "score": pa.float32(),
+        "tags": pa.list_(pa.field("element", pa.string())),
+        "at": pa.timestamp("us", "UTC"),
+        "extra": pa.int32(),
+    }
+    assert not schema.metadata and not any(field.metadata for field in schema)
+
+
+def test_splits_are_the_files_by_path(tmp_path: Path) -> None:
+    uri = str(tmp_path / "t")
+    table = _evolve(uri)
+    stored = pa.schema([("id", pa.int64()), ("score", pa.float32()), ("part", pa.string())])
+    splits = delta.pin(_spec(uri)).cut(stored, 1)
+    adds = {add["path"]: add for add in pa.table(table.get_add_actions()).to_pylist()}
+    assert [split.file.path for split in splits] == sorted(f"file://{uri}/{path}" for path in adds)
+    for split in splits:
+        add = adds[split.file.path.removeprefix(f"file://{uri}/")]
+        assert (split.file.size, split.num_rows) == (add["size_bytes"], add["num_records"])
+        assert (split.part, split.parts) == (0, 1)
+        assert split.estimated_bytes == add["num_records"] * (Layout(stored).fixed_row_bytes + 32)
+
+
+def test_only_the_columns_of_the_query_are_read(tmp_path: Path) -> None:
+    uri = str(tmp_path / "t")
+    table = _evolve(uri)
+    spec = _spec(uri)
+    pin = delta.pin(spec)
+    for columns in (("part", "extra"), ("day",), ("id",)):
+        _same(_read(spec, pin, columns), table.to_pyarrow_table(columns=list(columns)))
+    pinned = _pinned(spec, pin, ())
+    splits = pin.cut(pa.schema([]), 1)
+    counted = sum(b.num_rows for split in splits for b in delta.read(pinned, split, {}))
+    assert counted == table.count()
+
+
+def test_a_pinned_table_stays_as_it_was(tmp_path: Path) -> None:
+    uri = str(tmp_path / "t")
+    expected = _evolve(uri).to_pyarrow_table()
+    spec = _spec(uri)
+    pin = delta.pin(spec)
+    write_deltalake(uri, _rows(300, 3), mode="append", schema_mode="merge")
+    _same(_read(spec, pin), expected)
+    assert delta.pin(spec).content != pin.content
+
+
+def test_splits_are_read_at_once_and_the_log_once(tmp_path: Path) -> None:
+    uri = str(tmp_path / "t")
+    expected = _evolve(uri).to_pyarrow_table()
+    spec = _spec(uri)
+    pin = delta.pin(spec)
+    pinned = _pinned(spec, pin)
+    splits = pin.cut(pa.schema([]), 1)
+    with (
+        patch.object(delta, "_reopen", wraps=delta._reopen) as reopened,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        parts = list(pool.map(lambda split: list(delta.read(pinned, split, {})), splits * 2))
+    assert reopened.call_count == 1
+    _same(pa.Table.from_batches([b for part in parts[: len(splits)] for b in part]), expected)
+
+
+def test_rows_are_counted_where_the_log_does_not_tell(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), _rows(0, 9), configuration={"delta.dataSkippingNumIndexedCols": "0"})
+    _rewrite_log(uri, 0, lambda action: action.get("add", {}).update(stats=None))
+    assert pa.table(DeltaTable(str(uri)).get_add_actions()).column("num_records").null_count == 1
+    (split,) = delta.pin(_spec(str(uri))).cut(pa.schema([]), 1)
+    assert split.num_rows == 9
+
+
+def _rewrite_log(uri: Path, version: int, change: Any) -> None:
+    path = uri / "_delta_log" / f"{version:020}.json"
+    actions = [json.loads(line) for line in path.read_text().splitlines()]
+    for action in actions:
+        change(action)
+    path.write_text("\n".join(map(json.dumps, actions)))
+
+
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+
+
+def _inline_vector(rows: list[int]) -> dict[str, Any]:
+    """A deletion vector of one roaring array container, as Delta's protocol lays it out."""
+    bitmap = struct.pack(f"<IIHHI{len(rows)}H", 12346, 1, 0, len(rows) - 1, 16, *rows)
+    data = struct.pack("<IqI", 1681511377, 1, 0) + bitmap
+    text = ""
+    for (word,) in struct.iter_unpack(">I", data + bytes(-len(data) % 4)):
+        text += "".join(_Z85[word // 85**power % 85] for power in (4, 3, 2, 1, 0))
+    return {
+        "storageType": "i",
+        "pathOrInlineDv": text,
+        "sizeInBytes": len(data),
+        "cardinality": len(rows),
+    }
+
+
+def _commit(uri: Path, version: int, *actions: dict[str, Any]) -> None:
+    path = uri / "_delta_log" / f"{version:020}.json"
+    path.write_text("\n".join(map(json.dumps, actions)))
+
+
+def _protocol(*features: str) -> dict[str, Any]:
+    names = list(features)
+    return {
+        "protocol": {
+            "minReaderVersion": 3,
+            "minWriterVersion": 7,
+            "readerFeatures": names,
+            "writerFeatures": names,
+        }
+    }
+
+
+def _delete_by_vector(uri: Path, rows: list[int]) -> None:
+    first = (uri / "_delta_log" / f"{0:020}.json").read_text().splitlines()
+    add = next(json.loads(line)["add"] for line in first if "add" in json.loads(line))
+    remove = {"path": add["path"], "dataChange": True, "deletionTimestamp": 1}
+    kept = {**add, "deletionVector": _inline_vector(rows)}
+    _commit(uri, 1, _protocol("deletionVectors"), {"remove": remove}, {"add": kept})
+
+
+def test_deletion_vectors_are_honoured(tmp_path: Path) -> None:
+    uri = tmp_path / "a table"
+    rows = pa.table({"id": range(10), "part": ["a b%"] * 10})
+    write_deltalake(str(uri), rows, partition_by=["part"])
+    before = delta.pin(_spec(str(uri)))
+    _delete_by_vector(uri, [1, 3, 4])
+    spec = _spec(str(uri))
+    pin = delta.pin(spec)
+    assert _read(spec, pin).column("id").to_pylist() == [0, 2, 5, 6, 7, 8, 9]
+    assert _read(spec, pin, ("part",)).num_rows == 7
+    assert before.exact_rows and not pin.exact_rows
+    assert [split.num_rows for split in pin.cut(pa.schema([]), 1)] == [10]
+    assert pin.content != before.content
+    old = _spec(str(uri), snapshot=0)
+    assert _read(old, delta.pin(old)).num_rows == 10
+
+
+def test_deletion_vectors_span_batches(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), pa.table({"id": range(300_000)}))
+    gone = [0, 7, 60_000]
+    _delete_by_vector(uri, gone)
+    spec = _spec(str(uri))
+    found = _read(spec, delta.pin(spec))
+    assert found.num_rows == 300_000 - len(gone)
+    assert found.column("id").to_pylist() == [i for i in range(300_000) if i not in gone]
+
+
+@pytest.mark.parametrize("mode", ["name", "id"])
+def test_column_mapping_is_refused_by_name(tmp_path: Path, mode: str) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), _rows(0, 3))
+
+    def map_columns(action: dict[str, Any]) -> None:
+        if "protocol" in action:
+            action["protocol"] = {"minReaderVersion": 2, "minWriterVersion": 5}
+        if "metaData" in action:
+            schema = json.loads(action["metaData"]["schemaString"])
+            for number, field in enumerate(schema["fields"]):
+                field["metadata"] = {
+                    "delta.columnMapping.id": number + 1,
+                    "delta.columnMapping.physicalName": f"col-{number}",
+                }
+            action["metaData"]["schemaString"] = json.dumps(schema)
+            action["metaData"]["configuration"] = {"delta.columnMapping.mode": mode}
+
+    _rewrite_log(uri, 0, map_columns)
+    with pytest.raises(RequestError, match=rf"version 0 has column mapping \(mode {mode}\)"):
+        delta.pin(_spec(str(uri)))
+
+
+def test_other_reader_features_are_refused_by_name(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), _rows(0, 3))
+    _commit(uri, 1, _protocol("typeWidening"))
+    with pytest.raises((RequestError, LoadError), match=r"(?i)typeWidening"):
+        delta.pin(_spec(str(uri)))
+
+
+def test_a_widened_column_is_cast(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), pa.table({"id": pa.array([1, 2], pa.int64())}))
+    (file,) = uri.glob("*.parquet")
+    pq.write_table(pa.table({"id": pa.array([1, 2], pa.int32())}), file)
+    size = file.stat().st_size
+    _rewrite_log(uri, 0, lambda action: action.get("add", {}).update(size=size))
+    spec = _spec(str(uri))
+    assert _read(spec, delta.pin(spec)).column("id").to_pylist() == [1, 2]
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    absent = str(tmp_path / "absent")
+    with pytest.raises(LoadError, match=f"cannot read Delta table {absent}"):
+        delta.pin(_spec(absent))
+    assert not Path(absent).exists()
+    uri = str(tmp_path / "t")
+    _evolve(uri)
+    with pytest.raises(RequestError, match="no version 9; its versions go up to 3"):
+        delta.pin(_spec(uri, snapshot=9))
+    several = DatasetSpec("d", ["/a", "/b"], format="delta").tables[0]
+    with pytest.raises(RequestError, match="one source"):
+        delta.pin(several)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), _rows(0, 3))
+    spec = _spec(str(uri))
+    pin = delta.pin(spec)
+    (split,) = pin.cut(pa.schema([]), 1)
+    next(uri.glob("*.parquet")).unlink()
+    with pytest.raises(LoadError) as caught:
+        list(delta.read(_pinned(spec, pin), split, {}))
+    assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_table_at_the_same_place_is_refused(tmp_path: Path) -> None:
+    uri = tmp_path / "t"
+    write_deltalake(str(uri), _rows(0, 3))
+    spec = _spec(str(uri))
+    pin = delta.pin(spec)
+    (split,) = pin.cut(pa.schema([]), 1)
+    (uri / "_delta_log" / f"{0:020}.json").unlink()
+    write_deltalake(str(uri), _rows(0, 3))
+    with pytest.raises(LoadError, match="changed since the dataset was planned"):
+        list(delta.read(_pinned(spec, pin), split, {}))
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    client = boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="access",
+        aws_secret_access_key=SECRET,
+    )
+    client.create_bucket(Bucket="lake")
+    client.close()
+    yield endpoint
+    server.stop()
+
+
+def _options(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "access",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+
+
+def test_a_table_in_s3(s3: str) -> None:
+    storage = {**_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+    table = _evolve("s3://lake/a table", {**storage, "aws_conditional_put": "etag"})
+    for scheme in ("s3", "s3a"):
+        spec = _spec(f"{scheme}://lake/a table", storage_options=_options(s3))
+        pin = delta.pin(spec)
+        _same(_read(spec, pin), table.to_pyarrow_table())
+        assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
+
+
+def test_a_missing_object_names_itself_and_no_key(s3: str) -> None:
+    for uri in ("s3://lake/none", "s3://absent/t"):
+        with pytest.raises(LoadError) as caught:
+            delta.pin(_spec(uri, storage_options=_options(s3)))
+        message = str(caught.value)
+        assert uri in message and s3 in message and SECRET not in message and "\n" not in message
+
+
+def test_a_secret_in_a_message_of_the_library_is_hidden() -> None:
+    spec = _spec("s3://lake/t", storage_options=_options("http://h"))
+    with (
+        patch.object(delta, "_open", side_effect=ValueError(f"denied\n  \x1b[31m↳ for {SECRET}")),
+        pytest.raises(LoadError, match=r": denied for \*\*\*$"),
+    ):
+        delta.pin(spec)

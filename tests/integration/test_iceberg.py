@@ -1,0 +1,566 @@
+import json
+import struct
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import boto3
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from moto.server import ThreadedMotoServer
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+    ManifestEntryStatus,
+    ManifestFile,
+    ManifestWriterV2,
+)
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import StaticTable, Table
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Record
+from pyiceberg.types import (
+    BinaryType,
+    DecimalType,
+    DoubleType,
+    IntegerType,
+    ListType,
+    LongType,
+    MapType,
+    NestedField,
+    StringType,
+    StructType,
+    TimestamptzType,
+    UUIDType,
+)
+from pyroaring import BitMap
+
+from cache_server.planning import Pin, PinnedTable
+from cache_server.tables import iceberg
+from protos.errors import LoadError, RequestError
+from protos.layout import Layout
+from protos.spec import DatasetSpec, TableSpec
+
+SECRET = "hush-hush-key"
+SCHEMA = Schema(
+    NestedField(1, "id", LongType(), required=False),
+    NestedField(2, "part", StringType(), required=False),
+    NestedField(3, "score", DoubleType(), required=False),
+    NestedField(4, "tags", ListType(9, StringType(), element_required=False), required=False),
+)
+BY_PART = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "part"))
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[SqlCatalog]:
+    opened = SqlCatalog(
+        "default", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{tmp_path}/warehouse"
+    )
+    with closing(opened):
+        opened.create_namespace("ns")
+        yield opened
+
+
+def _rows(start: int, count: int, **more: list[Any]) -> pa.Table:
+    ids = range(start, start + count)
+    columns = {
+        "id": pa.array(ids, pa.int64()),
+        "part": pa.array([f"p{i % 3}" for i in ids]),
+        "score": pa.array([i / 2 if i % 4 else None for i in ids], pa.float64()),
+        "tags": pa.array([[f"t{i}"] * (i % 3) for i in ids], pa.list_(pa.string())),
+    }
+    return pa.table({**columns, **more})
+
+
+def _evolve(catalog: SqlCatalog, name: str = "ns.t") -> Table:
+    """Three partitions; an append, an added column, deletes, a renamed column."""
+    table = catalog.create_table(name, SCHEMA, partition_spec=BY_PART)
+    table.append(_rows(0, 30))
+    with table.update_schema() as update:
+        update.add_column("extra", IntegerType())
+    table.append(_rows(100, 9, extra=pa.array(range(9), pa.int32())))
+    table.delete("id >= 5 and id < 11")
+    with table.update_schema() as update:
+        update.rename_column("score", "points")
+    renamed = _rows(200, 4, extra=pa.array([None, 1, 2, 3], pa.int32()))
+    table.append(renamed.rename_columns(["id", "part", "points", "tags", "extra"]))
+    return table
+
+
+def _spec(source: str, **arguments: Any) -> TableSpec:
+    return DatasetSpec("d", source, format="iceberg", **arguments).tables[0]
+
+
+def _pinned(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> PinnedTable:
+    return PinnedTable(
+        table.name, "iceberg", pin.schema, table.options, pin.snapshot, columns=columns
+    )
+
+
+def _read(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> pa.Table:
+    pinned = _pinned(table, pin, columns)
+    batches = []
+    for split in pin.cut(pa.schema([("id", pa.int64())]), 1 << 20):
+        rows = list(iceberg.read(pinned, split, table.secrets))
+        assert split.num_rows is not None
+        assert sum(batch.num_rows for batch in rows) <= split.num_rows
+        batches += rows
+    return pa.Table.from_batches(batches, pinned.read_schema)
+
+
+def _multiset(table: pa.Table) -> Counter[str]:
+    return Counter(repr(row) for row in table.to_pylist())
+
+
+def _same(found: pa.Table, expected: pa.Table) -> None:
+    assert found.column_names == expected.column_names
+    assert _multiset(found) == _multiset(expected)
+
+
+def test_each_snapshot_is_what_pyiceberg_scans(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    assert len(table.metadata.snapshots) >= 4
+    for snapshot in table.metadata.snapshots:
+        spec = _spec(table.metadata_location, snapshot=snapshot.snapshot_id)
+        pin = iceberg.pin(spec)
+        found = _read(spec, pin)
+        _same(found, table.scan(snapshot_id=snapshot.snapshot_id).to_arrow())
+        assert found.equals(_read(spec, iceberg.pin(spec)))  # in the same order
+        assert pin.exact_rows and pin.comparable
+        rows = sum(split.num_rows or 0 for split in pin.cut(pin.schema.empty_table().schema, 1))
+        assert rows == found.num_rows
+
+
+def test_the_current_state_has_the_current_columns(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    with table.update_schema() as update:
+        update.add_column("later", StringType())
+        update.update_column("extra", LongType())
+        update.delete_column("tags")
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    assert pin.schema.names == ["id", "part", "points", "extra", "later"]
+    assert pin.schema.field("extra").type == pa.int64()
+    _same(_read(spec, pin), table.scan().to_arrow())
+
+
+def test_a_sql_catalogue_finds_the_table(catalog: SqlCatalog, tmp_path: Path) -> None:
+    table = _evolve(catalog)
+    arguments = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
+    for snapshot in (None, table.metadata.snapshots[1].snapshot_id):
+        spec = _spec("ns.t", catalog=arguments, snapshot=snapshot)
+        pin = iceberg.pin(spec)
+        _same(_read(spec, pin), table.scan(snapshot_id=snapshot).to_arrow())
+        static = _spec(table.metadata_location, snapshot=snapshot)
+        assert iceberg.pin(static).content == pin.content
+    with pytest.raises(LoadError, match=r"Iceberg table ns\.absent: .*ns\.absent"):
+        iceberg.pin(_spec("ns.absent", catalog=arguments))
+
+
+def test_a_pinned_table_stays_as_it_was(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    expected = table.scan().to_arrow()
+    table.append(_rows(300, 3).select(["id", "part"]))
+    _same(_read(spec, pin), expected)
+    newer = iceberg.pin(_spec(table.metadata_location))
+    assert newer.content != pin.content
+    assert json.dumps(newer.content)
+
+
+def test_splits_are_the_data_files_by_path(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    stored = pa.schema([("id", pa.int64()), ("points", pa.float64()), ("part", pa.string())])
+    splits = iceberg.pin(spec).cut(stored, 1)
+    files = {task.file.file_path: task.file for task in table.scan().plan_files()}
+    assert [split.file.path for split in splits] == sorted(files)
+    for split in splits:
+        file = files[split.file.path]
+        assert (split.file.size, split.num_rows) == (file.file_size_in_bytes, file.record_count)
+        assert (split.part, split.parts, split.file.mtime_ns) == (0, 1, 0)
+        assert split.estimated_bytes == file.record_count * (Layout(stored).fixed_row_bytes + 32)
+
+
+def test_only_the_columns_of_the_query_are_read(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    columns = ("part", "extra")
+    _same(_read(spec, pin, columns), table.scan(selected_fields=columns).to_arrow())
+    pinned = _pinned(spec, pin, ())
+    splits = pin.cut(pa.schema([]), 1)
+    counted = sum(b.num_rows for split in splits for b in iceberg.read(pinned, split, {}))
+    assert counted == table.scan().count()
+
+
+def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog) -> None:
+    schema = Schema(
+        NestedField(1, "id", LongType(), required=True),
+        NestedField(2, "at", TimestamptzType(), required=False),
+        NestedField(3, "price", DecimalType(9, 2), required=False),
+        NestedField(4, "blob", BinaryType(), required=False),
+        NestedField(5, "key", UUIDType(), required=False),
+        NestedField(
+            6,
+            "pair",
+            StructType(
+                NestedField(7, "s", StringType(), required=True),
+                NestedField(8, "n", ListType(9, StringType(), True), required=False),
+            ),
+            required=False,
+        ),
+        NestedField(
+            10, "m", MapType(11, StringType(), 12, StringType(), value_required=False), False
+        ),
+    )
+    table = catalog.create_table("ns.types", schema)
+    rows = [
+        {
+            "id": i,
+            "blob": b"b" * i,
+            "key": bytes(range(16)),
+            "pair": {"s": "x", "n": ["y", "z"]},
+            "m": [("k", "v")],
+        }
+        for i in range(3)
+    ]
+    table.append(pa.Table.from_pylist(rows, table.schema().as_arrow()))
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    assert pin.schema.types == [
+        pa.int64(),
+        pa.timestamp("us", "UTC"),
+        pa.decimal128(9, 2),
+        pa.binary(),
+        pa.binary(16),
+        pa.struct([("s", pa.string()), ("n", pa.list_(pa.field("element", pa.string())))]),
+        pa.map_(pa.string(), pa.string()),
+    ]
+    assert not any(field.metadata for field in pin.schema) and not pin.schema.metadata
+    found = _read(spec, pin)
+    assert found.column("pair").to_pylist() == [row["pair"] for row in rows]
+    assert found.column("key").to_pylist() == [row["key"] for row in rows]
+    assert found.column("m").to_pylist() == [row["m"] for row in rows]
+
+
+def test_a_table_without_a_snapshot_has_no_rows(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.empty", SCHEMA)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    assert pin.schema.names == ["id", "part", "score", "tags"]
+    assert pin.cut(pin.schema.empty_table().select(["id"]).schema, 1) == ()
+    assert _read(spec, pin).num_rows == 0
+
+
+def test_an_unknown_snapshot_is_refused_with_the_known_ones(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    known = table.metadata.snapshots[0].snapshot_id
+    with pytest.raises(RequestError, match=rf"no snapshot 77; there are: .*{known}"):
+        iceberg.pin(_spec(table.metadata_location, snapshot=77))
+
+
+def test_a_source_that_is_no_metadata_file(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="neither the location of a metadata file"):
+        iceberg.pin(_spec(str(tmp_path)))
+    with pytest.raises(LoadError, match=r"cannot read Iceberg table .*v9\.metadata\.json"):
+        iceberg.pin(_spec(str(tmp_path / "v9.metadata.json")))
+    (tmp_path / "bad.metadata.json").write_text("{}")
+    with pytest.raises(LoadError, match=r"cannot read Iceberg table .*bad\.metadata\.json"):
+        iceberg.pin(_spec(str(tmp_path / "bad.metadata.json")))
+    several = DatasetSpec("d", ["/a.metadata.json", "/b.metadata.json"], format="iceberg")
+    with pytest.raises(RequestError, match="one source"):
+        iceberg.pin(several.tables[0])
+
+
+def test_a_missing_data_file_is_named(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    split = pin.cut(pa.schema([("id", pa.int64())]), 1)[0]
+    Path(split.file.path.removeprefix("file://")).unlink()
+    with pytest.raises(LoadError) as caught:
+        list(iceberg.read(_pinned(spec, pin), split, {}))
+    assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
+
+
+def _with_deletes(table: Table, deletes: list[DataFile]) -> tuple[str, int]:
+    """The metadata location and id of a snapshot that also has these delete files.
+
+    pyiceberg writes none, so its manifest writer is told that this manifest holds deletes.
+    """
+
+    class DeleteManifestWriter(ManifestWriterV2):
+        def content(self) -> ManifestContent:
+            return ManifestContent.DELETES
+
+        @property
+        def _meta(self) -> dict[str, str]:
+            return {**super()._meta, "content": "deletes"}
+
+    with table.transaction() as transaction:
+        append = transaction.update_snapshot().fast_append()
+        path = f"{table.location()}/metadata/deletes.avro"
+        writer = DeleteManifestWriter(
+            table.spec(),
+            table.schema(),
+            table.io.new_output(path),
+            append.snapshot_id,
+            "gzip",
+        )
+        with writer:
+            for delete in deletes:
+                entry = ManifestEntry.from_args(
+                    status=ManifestEntryStatus.ADDED,
+                    snapshot_id=append.snapshot_id,
+                    sequence_number=None,
+                    file_sequence_number=None,
+                    data_file=delete,
+                )
+                writer.add_entry(entry)
+        added: ManifestFile = writer.to_manifest_file()
+        existing = append._existing_manifests
+
+        with patch.object(append, "_existing_manifests", lambda: [*existing(), added]):
+            append.commit()
+    snapshot = table.refresh().current_snapshot()
+    assert snapshot is not None
+    return table.metadata_location, snapshot.snapshot_id
+
+
+def _delete_file(table: Table, content: DataFileContent, rows: pa.Table, part: str) -> DataFile:
+    path = f"{table.location()}/data/{content.name}-{part}.parquet"
+    pq.write_table(rows, path.removeprefix("file://"))
+    return DataFile.from_args(
+        content=content,
+        file_path=path,
+        file_format=FileFormat.PARQUET,
+        partition=Record(part),
+        record_count=rows.num_rows,
+        file_size_in_bytes=Path(path.removeprefix("file://")).stat().st_size,
+        equality_ids=[1] if content == DataFileContent.EQUALITY_DELETES else None,
+    )
+
+
+def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.mor", SCHEMA, partition_spec=BY_PART)
+    table.append(_rows(0, 30))
+    table.append(_rows(30, 12))
+    tasks = {task.file.partition[0]: task.file for task in table.scan().plan_files()}
+    gone = pa.table(
+        {
+            "file_path": pa.array([tasks["p1"].file_path] * 2),
+            "pos": pa.array([0, 2], pa.int64()),
+        }
+    )
+    before = iceberg.pin(_spec(table.metadata_location))
+    deletes = _delete_file(table, DataFileContent.POSITION_DELETES, gone, "p1")
+    location, _ = _with_deletes(table, [deletes])
+    spec = _spec(location)
+    pin = iceberg.pin(spec)
+    found = _read(spec, pin)
+    _same(found, StaticTable.from_metadata(location).scan().to_arrow())
+    assert found.num_rows == 42 - 2
+    assert before.exact_rows and not pin.exact_rows
+    assert sum(s.num_rows or 0 for s in pin.cut(pa.schema([]), 1)) == 42  # before the deletes
+    assert deletes.file_path in json.dumps(pin.content)
+
+
+def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.dv", SCHEMA)
+    table.append(_rows(0, 10))
+    (task,) = table.scan().plan_files()
+    bitmaps = struct.pack("<QI", 1, 0) + BitMap([0, 3, 9]).serialize()
+    framed = b"\xd1\xd3\x39\x64" + bitmaps
+    blob = struct.pack(">I", len(framed)) + framed + struct.pack(">I", zlib.crc32(framed))
+    described = {
+        "type": "deletion-vector-v1",
+        "fields": [],
+        "snapshot-id": -1,
+        "sequence-number": -1,
+        "offset": 4,
+        "length": len(blob),
+        "properties": {"referenced-data-file": task.file.file_path, "cardinality": "3"},
+    }
+    footer = json.dumps({"blobs": [described]}).encode()
+    path = Path(table.location().removeprefix("file://")) / "data" / "deletes.puffin"
+    path.write_bytes(
+        b"PFA1" + blob + b"PFA1" + footer + struct.pack("<I", len(footer)) + bytes(4) + b"PFA1"
+    )
+    deletes = DataFile.from_args(
+        content=DataFileContent.POSITION_DELETES,
+        file_path=f"file://{path}",
+        file_format=FileFormat.PUFFIN,
+        partition=Record(),
+        record_count=3,
+        file_size_in_bytes=path.stat().st_size,
+    )
+    location, _ = _with_deletes(table, [deletes])
+    spec = _spec(location)
+    pin = iceberg.pin(spec)
+    assert _read(spec, pin).column("id").to_pylist() == [1, 2, 4, 5, 6, 7, 8]
+    assert not pin.exact_rows
+
+
+def test_equality_deletes_are_refused_by_name(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.eq", SCHEMA, partition_spec=BY_PART)
+    table.append(_rows(0, 30))
+    gone = pa.table({"id": pa.array([1], pa.int64())})
+    deletes = _delete_file(table, DataFileContent.EQUALITY_DELETES, gone, "p1")
+    location, snapshot = _with_deletes(table, [deletes])
+    with pytest.raises(RequestError) as caught:
+        iceberg.pin(_spec(location))
+    message = str(caught.value)
+    assert "equality deletes" in message and location in message
+    assert str(snapshot) in message and deletes.file_path in message
+
+
+def test_splits_are_read_at_once_and_planned_once(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    pinned = _pinned(spec, pin)
+    splits = pin.cut(pa.schema([("id", pa.int64())]), 1)
+    with (
+        patch.object(iceberg, "_make_plan", wraps=iceberg._make_plan) as planned,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        parts = list(pool.map(lambda split: list(iceberg.read(pinned, split, {})), splits * 2))
+    assert planned.call_count == 1
+    once = pa.Table.from_batches([batch for part in parts[: len(splits)] for batch in part])
+    _same(once, table.scan().to_arrow())
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    client = boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="access",
+        aws_secret_access_key=SECRET,
+    )
+    client.create_bucket(Bucket="lake")
+    client.close()
+    yield endpoint
+    server.stop()
+
+
+def _s3_catalog(tmp_path: Path, endpoint: str) -> SqlCatalog:
+    return SqlCatalog(
+        "default",
+        **{
+            "uri": f"sqlite:///{tmp_path}/s3.db",
+            "warehouse": f"s3://lake/{tmp_path.name}",
+            "s3.endpoint": endpoint,
+            "s3.access-key-id": "access",
+            "s3.secret-access-key": SECRET,
+            "s3.region": "us-east-1",
+        },
+    )
+
+
+def _options(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "access",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+    }
+
+
+def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
+    with closing(_s3_catalog(tmp_path, s3)) as catalog:
+        catalog.create_namespace("ns")
+        table = _evolve(catalog)
+        location = table.metadata_location.replace("s3://", "s3a://")
+        spec = _spec(location, storage_options=_options(s3))
+        pin = iceberg.pin(spec)
+        _same(_read(spec, pin), table.scan().to_arrow())
+        assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
+
+
+def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
+    for location in ("s3://lake/none.metadata.json", "s3://absent/v1.metadata.json"):
+        with pytest.raises(LoadError) as caught:
+            iceberg.pin(_spec(location, storage_options=_options(s3)))
+        assert location in str(caught.value) and s3 in str(caught.value)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_secret_in_a_message_of_the_library_is_hidden(tmp_path: Path) -> None:
+    spec = _spec(str(tmp_path / "v1.metadata.json"), storage_options=_options("http://h"))
+    with (
+        patch.object(iceberg, "_find", side_effect=ValueError(f"denied\n  for {SECRET}")),
+        pytest.raises(LoadError, match=r": denied for \*\*\*$"),
+    ):
+        iceberg.pin(spec)
+
+
+def test_credentials_of_google_cannot_be_given_for_one_table() -> None:
+    options = {"GOOGLE_APPLICATION_CREDENTIALS": "/key.json"}
+    with pytest.raises(RequestError, match="application_credentials"):
+        iceberg.pin(_spec("gs://lake/v1.metadata.json", storage_options=options))
+
+
+def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None:
+    with closing(_s3_catalog(tmp_path, s3)) as catalog:
+        catalog.create_namespace("ns")
+        table = _evolve(catalog)
+        expected = table.scan().to_arrow()
+    answers = {
+        "/v1/config": {"defaults": {}, "overrides": {}},
+        "/v1/namespaces/ns/tables/t": {
+            "metadata-location": table.metadata_location,
+            "metadata": json.loads(table.metadata.model_dump_json()),
+            "config": {
+                "s3.endpoint": s3,
+                "s3.access-key-id": "lent",
+                "s3.secret-access-key": SECRET,
+                "s3.region": "us-east-1",
+            },
+        },
+    }
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers[self.path.partition("?")[0]]).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            arguments = {"type": "rest", "uri": f"http://127.0.0.1:{server.server_port}"}
+            spec = _spec("ns.t", catalog={**arguments, "token": "rest-token"})
+            pin = iceberg.pin(spec)
+            _same(_read(spec, pin), expected)
+        finally:
+            server.shutdown()
+            serving.join()
+    assert SECRET not in pin.snapshot + json.dumps(pin.content)
+    assert "rest-token" not in pin.snapshot + json.dumps(pin.content)

@@ -1,0 +1,256 @@
+"""Queries with one answer for the whole table: run once, cut into shards, spread over the nodes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datafusion import SessionContext
+
+from cache_client import CacheClient, DatasetSpec
+from cache_server import LocalCluster
+from protos.errors import LoadError
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+NUM_ORDERS, NUM_CUSTOMERS = 3000, 40
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Orders in several files and row groups, and the customers who made them."""
+    directory = tmp_path_factory.mktemp("lake")
+    rng = np.random.default_rng(7)
+    orders = pa.table(
+        {
+            "id": np.arange(NUM_ORDERS),
+            "customer": rng.integers(0, NUM_CUSTOMERS + 10, NUM_ORDERS),
+            "price": np.round(rng.uniform(0, 100, NUM_ORDERS)),
+            "day": rng.integers(0, 30, NUM_ORDERS).astype(np.int32),
+            "note": [f"note {n % 11}" for n in range(NUM_ORDERS)],
+        }
+    )
+    (directory / "orders").mkdir()
+    for index, start in enumerate(range(0, NUM_ORDERS, 1000)):
+        path = directory / "orders" / f"{index}.parquet"
+        pq.write_table(orders.slice(start, 1000), path, row_group_size=250)
+    customers = pa.table(
+        {
+            "customer": np.arange(NUM_CUSTOMERS),
+            "segment": [f"segment {n % 4}" for n in range(NUM_CUSTOMERS)],
+            "discount": rng.integers(0, 5, NUM_CUSTOMERS),
+        }
+    )
+    pq.write_table(customers, directory / "customers.parquet")
+    return directory
+
+
+def sources(lake: Path) -> dict[str, object]:
+    return {"orders": str(lake / "orders"), "customers": str(lake / "customers.parquet")}
+
+
+def by_datafusion_alone(lake: Path, sql: str) -> list[dict[str, Any]]:
+    context = SessionContext()
+    context.register_parquet("orders", str(lake / "orders"))
+    context.register_parquet("customers", str(lake / "customers.parquet"))
+    return [row for batch in context.sql(sql).collect() for row in batch.to_pylist()]
+
+
+def cached(client: CacheClient, name: str) -> list[dict[str, Any]]:
+    return client.head(name, 10**9).to_pylist()
+
+
+def multiset(rows: list[dict[str, Any]]) -> Counter[tuple[object, ...]]:
+    return Counter(tuple(row.values()) for row in rows)
+
+
+def queries() -> Iterator[str]:
+    """Forty queries, some of each kind, with constants drawn anew for each."""
+    rng = random.Random(4)
+    for low, day in zip(rng.sample(range(90), 4), rng.sample(range(30), 4), strict=True):
+        top = rng.randrange(3, 200)
+        yield f"SELECT id, price * 2 AS double, note FROM orders WHERE price > {low}"
+        yield (
+            "SELECT customer, count(*) AS n, sum(price) AS total FROM orders "
+            f"WHERE day < {day} GROUP BY customer HAVING count(*) > 2"
+        )
+        yield (
+            "SELECT o.id, o.price, c.segment FROM orders o JOIN customers c "
+            f"ON o.customer = c.customer WHERE o.day >= {day}"
+        )
+        yield (
+            "SELECT o.id, c.segment, COALESCE(c.discount, -1) AS d FROM orders o "
+            "LEFT JOIN customers c ON o.customer = c.customer AND c.discount > 1 "
+            f"WHERE o.price < {low}"
+        )
+        yield (
+            "SELECT id, day, row_number() OVER (PARTITION BY day ORDER BY price, id) AS place "
+            f"FROM orders WHERE price > {low}"
+        )
+        yield f"SELECT id, price FROM orders ORDER BY price DESC, id LIMIT {top} OFFSET {day}"
+        yield f"SELECT DISTINCT customer, day FROM orders WHERE price > {low}"
+        yield (
+            f"SELECT id FROM orders WHERE price > {low} UNION ALL "
+            f"SELECT customer AS id FROM customers WHERE discount < 3"
+        )
+        yield (
+            f"SELECT id FROM orders WHERE customer IN (SELECT customer FROM customers "
+            f"WHERE discount = {day % 5}) AND day < {day} "
+            "AND price >= (SELECT avg(price) FROM orders)"
+        )
+        yield (
+            "SELECT c.segment, q.day, q.n FROM customers c JOIN (SELECT customer, day, "
+            f"count(*) AS n FROM orders WHERE day <> {day} GROUP BY customer, day) q "
+            "ON c.customer = q.customer"
+        )
+
+
+def test_there_are_forty_different_queries() -> None:
+    assert len(set(queries())) == 40
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_cache_gives_the_rows_that_datafusion_alone_gives(
+    client: CacheClient, dataset_name: str, lake: Path, number: int
+) -> None:
+    for sql in itertools.islice(queries(), 5 * number, 5 * number + 5):
+        used = {name: at for name, at in sources(lake).items() if f" {name}" in sql}
+        info = client.load(
+            DatasetSpec(
+                dataset_name, sources=used, sql=sql, allow_unordered=True,
+                target_shard_bytes="4KiB",
+            )
+        )  # fmt: skip
+
+        expected = by_datafusion_alone(lake, sql)
+        assert multiset(cached(client, dataset_name)) == multiset(expected), sql
+        assert info.num_rows == len(expected)
+
+
+def test_a_sorted_result_keeps_its_order_and_is_spread_over_the_nodes(
+    client: CacheClient, cluster: LocalCluster, dataset_name: str, lake: Path
+) -> None:
+    sql = "SELECT id, price FROM source ORDER BY price DESC, id"
+
+    info = client.load(
+        DatasetSpec(dataset_name, lake / "orders", sql=sql, target_shard_bytes="2KiB")
+    )
+
+    expected = by_datafusion_alone(lake, sql.replace("source", "orders"))
+    assert cached(client, dataset_name) == expected
+    assert info.num_shards > 8
+    wait_until(
+        lambda: (
+            {n for ids in client.describe(dataset_name).placement.values() for n in ids}
+            == {node.node_id for node in cluster.nodes}
+        ),
+        WAIT_S,
+        "shards on both nodes",
+    )
+    assert cached(client, dataset_name) == expected
+
+
+def test_the_same_whole_query_is_the_same_version(
+    client: CacheClient, dataset_name: str, lake: Path
+) -> None:
+    spec = DatasetSpec(dataset_name, lake / "orders", sql="SELECT count(*) AS n FROM source")
+
+    first, again = client.load(spec), client.load(spec)
+
+    assert first.fingerprint == again.fingerprint
+    assert cached(client, dataset_name) == [{"n": NUM_ORDERS}]
+
+
+def test_a_result_without_rows_is_a_ready_dataset(
+    client: CacheClient, dataset_name: str, lake: Path
+) -> None:
+    sql = "SELECT id FROM source WHERE price < -1 ORDER BY id"
+
+    info = client.load(DatasetSpec(dataset_name, lake / "orders", sql=sql))
+
+    assert (info.state, info.num_rows, info.num_shards) == ("ready", 0, 0)
+
+
+def test_a_whole_query_that_fails_leaves_nothing_behind_and_can_be_tried_again(
+    client: CacheClient, cluster: LocalCluster, dataset_name: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"a": [1, 0], "b": ["1", "x"]}), tmp_path / "t.parquet")
+    sql = "SELECT a, CAST(b AS BIGINT) AS b FROM source ORDER BY a"
+    spec = DatasetSpec(dataset_name, tmp_path / "t.parquet", sql=sql)
+
+    for _ in range(2):
+        with pytest.raises(LoadError, match="x"):
+            client.load(spec)
+
+    info = client.describe(dataset_name)
+    assert info.state == "failed" and info.error is not None and "'x'" in info.error
+    wait_until(lambda: not left_behind(cluster, dataset_name), WAIT_S, "nothing left")
+    pq.write_table(pa.table({"a": [1, 0], "b": ["1", "7"]}), tmp_path / "t.parquet")
+    assert client.load(spec).num_rows == 2
+
+
+def left_behind(cluster: LocalCluster, dataset: str) -> list[Path]:
+    found: list[Path] = []
+    for node in cluster.nodes:
+        found += node.cache_dir.glob(f"{dataset}/**/*")
+        found += node.cache_dir.glob(".scratch/*")
+    return found
+
+
+def test_lost_shards_of_a_result_are_made_again_as_they_were(tmp_path: Path, lake: Path) -> None:
+    sql = "SELECT day, id, price FROM source ORDER BY day"  # with ties
+    with LocalCluster(2, tmp_path / "cache", node_timeout_s=1.0) as cluster:
+        client = CacheClient(cluster.endpoint)
+        spec = DatasetSpec("t", lake / "orders", sql=sql, target_shard_bytes="2KiB")
+        client.load(spec)
+        before = cached(client, "t")
+        ids = {node.node_id for node in cluster.nodes}
+        wait_until(
+            lambda: {n for held in client.describe("t").placement.values() for n in held} == ids,
+            WAIT_S,
+            "shards on both nodes",
+        )
+
+        cluster.nodes[1].kill()
+        wait_until(
+            lambda: (
+                all(
+                    held == (cluster.nodes[0].node_id,)
+                    for held in client.describe("t").placement.values()
+                )
+                and client.describe("t").state == "ready"
+            ),
+            WAIT_S,
+            "everything on the node that is left",
+        )
+
+        assert cached(client, "t") == before
+
+
+def test_a_node_that_is_killed_while_it_runs_a_whole_query_is_replaced(
+    tmp_path: Path, lake: Path
+) -> None:
+    sql = "SELECT o.id, p.id AS other FROM orders o, orders2 p WHERE o.day = p.day ORDER BY 1, 2"
+    with LocalCluster(2, tmp_path / "cache", node_timeout_s=1.0) as cluster:
+        client = CacheClient(cluster.endpoint)
+        spec = DatasetSpec(
+            "t",
+            sources={"orders": str(lake / "orders"), "orders2": str(lake / "orders")},
+            sql=sql,
+            target_shard_bytes="64KiB",
+        )
+        client.load(spec, wait=False)
+        cluster.nodes[1].kill()
+
+        info = client.load(spec, timeout_s=WAIT_S)
+
+        counts = Counter(row["day"] for row in by_datafusion_alone(lake, "SELECT day FROM orders"))
+        assert info.num_rows == sum(count * count for count in counts.values())
