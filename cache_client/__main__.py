@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_client.client import CacheClient, DatasetInfo
+from cache_client.forecast import LoadForecast
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
+from protos.spec import parse_bytes
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -38,15 +40,17 @@ Endpoint = Annotated[
 ]
 TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+SpecFile = Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")]
 Name = Annotated[str, typer.Argument(help="Name of a dataset.")]
 
+_MOST_NAMES = 6  # of columns in one line
 # In a pipe there is no width to keep to.
 _console = Console(width=None if sys.stdout.isatty() else 250)
 
 
 @app.command()
 def load(
-    spec: Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")],
+    spec: SpecFile,
     endpoint: Endpoint = None,
     wait: Annotated[bool, typer.Option(help="Until the dataset is ready.")] = True,
     timeout_s: Annotated[
@@ -61,6 +65,50 @@ def load(
     client = CacheClient(endpoint)
     info = client.load(spec, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh)
     _show_dataset(info, as_json)
+
+
+@app.command()
+def plan(
+    spec: SpecFile,
+    endpoint: Endpoint = None,
+    nodes: Annotated[int | None, typer.Option(help="Default: those that are alive.")] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Of each node, such as 8GiB; default: theirs.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Trainer processes.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Rows of a rank in a step.")] = 1024,
+    timeout_s: TimeoutS = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a load would come to: rows, bytes, nodes, steps. Loads nothing."""
+    try:
+        limit = parse_bytes(memory_limit) if memory_limit is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit {error}") from None
+    forecast = CacheClient(endpoint).plan(
+        spec,
+        num_nodes=nodes,
+        memory_limit_bytes=limit,
+        world_size=ranks,
+        batch_size=batch_size,
+        timeout_s=timeout_s,
+    )
+    if as_json:
+        _print_json(_forecast_json(forecast))
+    else:
+        _show_facts(forecast.name, _forecast_facts(forecast))
+
+
+@app.command()
+def explain(
+    spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
+) -> None:
+    """Say which way the query of a spec goes, and why: split by split, or whole on one node."""
+    forecast = CacheClient(endpoint).plan(spec, timeout_s=timeout_s)
+    if as_json:
+        _print_json(_forecast_json(forecast))
+    else:
+        _show_facts(forecast.name, _way_facts(forecast))
 
 
 @app.command("ls")
@@ -191,6 +239,78 @@ def _show_dataset(info: DatasetInfo, as_json: bool) -> None:
     _console.print(Padding(_table(fields, header=["column", "type", "made from"]), (0, 1)))
 
 
+def _way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    order = "their own" if forecast.ordered else "none: allow_unordered"
+    facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
+    for table in forecast.tables:
+        how = "split by split" if table.by_split else "whole"
+        rows = "rows unknown" if table.num_rows is None else f"{table.num_rows:,} rows"
+        files = f" in {_count(table.num_files, 'file')} of {_size(table.source_bytes)}"
+        facts.append(
+            (
+                f"reads {table.name}",
+                f"{how}: {table.format}, {rows}{files if table.source_bytes else ''}, "
+                f"{_size(table.num_bytes)} decoded, {_column_names(table.columns)}",
+            )
+        )
+    return facts
+
+
+def _forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    facts = _way_facts(forecast)
+    if forecast.whole:
+        facts.append(("result", "not known before the query has run"))
+        facts.append(("memory to run it", _size(forecast.num_bytes)))
+        return facts
+    exact = "" if forecast.rows_exact else " before the query"
+    rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
+    facts.append(("rows", rows))
+    if forecast.filtered_rows is not None:
+        share = forecast.filtered_rows / forecast.num_rows if forecast.num_rows else 0.0
+        facts.append(
+            (
+                "after the filter",
+                f"about {forecast.filtered_rows:,} rows, "
+                f"{_size(round(forecast.num_bytes * share))}, by statistics",
+            )
+        )
+    facts.append(
+        ("decoded", f"{_size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}")
+    )
+    facts.append(("replicas", str(forecast.replicas)))
+    if forecast.node_bytes:
+        nodes = _count(len(forecast.node_bytes), "node")
+        facts.append(("on each node", f"{_size(max(forecast.node_bytes))} at most, on {nodes}"))
+    if forecast.memory_limit_bytes is not None:
+        needed = forecast.nodes_needed or "no number of nodes is enough: a shard is larger"
+        fits = "" if forecast.fits else "; it does not fit"
+        facts.append(
+            ("nodes needed", f"{needed}, of {_size(forecast.memory_limit_bytes)} each{fits}")
+        )
+    job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
+    if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
+        about = "" if forecast.rows_exact else "about "
+        facts.append(("steps", f"{about}{forecast.steps_per_epoch:,} an epoch, for {job}"))
+        facts.append(("a step", f"{_size(forecast.step_bytes)} for each rank"))
+    return facts
+
+
+def _column_names(columns: Sequence[str]) -> str:
+    if len(columns) > _MOST_NAMES:
+        return f"{len(columns)} columns"
+    return f"columns {', '.join(columns)}"
+
+
+def _forecast_json(forecast: LoadForecast) -> dict[str, Any]:
+    columns = {field.name: str(field.type) for field in forecast.schema}
+    return {**asdict(replace(forecast, schema=None)), "schema": columns, "fits": forecast.fits}
+
+
+def _show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
+    _console.print(Text(title, style="bold"))
+    _console.print(Padding(_table(facts), (0, 1)))
+
+
 def _dataset_json(info: DatasetInfo) -> dict[str, Any]:
     return {
         "name": info.name,
@@ -259,6 +379,10 @@ def _json_value(value: object) -> object:
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _size(num_bytes: int) -> str:

@@ -28,12 +28,14 @@ from rich.progress import (
 )
 
 from cache_client.connections import Connection
+from cache_client.forecast import LoadForecast
+from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
-from protos.errors import LoadError, NotReadyError
+from protos.errors import ConfigError, LoadError, NotReadyError
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
@@ -139,6 +141,54 @@ class CacheClient:
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return _dataset_info(info)
+
+    def plan(
+        self,
+        spec: DatasetSpec | str | os.PathLike[str],
+        *,
+        num_nodes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        world_size: int = 1,
+        batch_size: int = 1024,
+        timeout_s: float = 600.0,
+    ) -> LoadForecast:
+        """What loading ``spec`` would come to, from metadata alone; loads nothing.
+
+        Args:
+            spec: a spec, or the path of one in YAML.
+            num_nodes: over which it is spread; None for the nodes that are alive.
+            memory_limit_bytes: of each node; None for the smallest of those alive.
+            world_size: ranks of the job.
+            batch_size: rows of a rank in a full step.
+            timeout_s: of the whole call: there may be many footers to read.
+
+        Raises:
+            ConfigError: an argument is out of range. LoadError, RequestError: as for `load`.
+        """
+        if not isinstance(spec, DatasetSpec):
+            spec = DatasetSpec.from_yaml(Path(spec))
+        given = {
+            "num_nodes": num_nodes,
+            "memory_limit_bytes": memory_limit_bytes,
+            "world_size": world_size,
+            "batch_size": batch_size,
+        }
+        bad = [
+            f"{key} must be at least 1, got {n}"
+            for key, n in given.items()
+            if n is not None and n < 1
+        ]
+        if bad:
+            raise ConfigError("; ".join(bad))
+        request = pb.PlanDatasetRequest(
+            spec=spec.to_proto(),
+            secrets=spec.secrets_to_proto(),
+            num_nodes=num_nodes or 0,
+            memory_limit_bytes=memory_limit_bytes or 0,
+        )
+        with self._coordinator() as stub:
+            response = _call(stub.PlanDataset, request, timeout_s)
+        return forecast_from_proto(response.forecast, world_size, batch_size)
 
     def datasets(self) -> list[DatasetInfo]:
         """The newest version of every dataset, by name."""

@@ -10,6 +10,7 @@ held one meets `ConnectionClosedError` and opens another.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -151,6 +152,17 @@ class Connection:
             info = self._client.value.get_flight_info(descriptor, _options(timeout_s))
         return _shard_map(info)
 
+    def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
+        """Tells the cache that somebody still reads this version; `read_plan` and reads do too.
+
+        Raises:
+            StaleVersionError, DatasetNotFoundError: it is gone. NodeUnavailableError.
+        """
+        request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint)
+        descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
+        with self._running():
+            self._client.value.get_schema(descriptor, _options(timeout_s))
+
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""
         with self._running():
@@ -290,6 +302,7 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
         tuple(refs),
         tuple(replicas),
         tuple(files),
+        plan.lease_s or math.inf,
     )
 
 

@@ -40,6 +40,7 @@ REQUEST_TIMEOUT_S = 10.0
 FETCH_THREADS = 2  # more cost processor time and bring no rows
 # A node that failed is passed over for so long where another replica is; longer at each failure.
 _FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
+_RENEWALS = 4  # of a lease in its time
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 
 # A stale version is final only when the coordinator says so, not a node that has just restarted.
@@ -156,6 +157,7 @@ class Reader:
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[GatherStream] = set()
         self._closed = False
+        self._leased_at = time.monotonic()  # by whoever read the shard map
 
     def __enter__(self) -> Reader:
         return self
@@ -194,6 +196,7 @@ class Reader:
             StaleVersionError: the version is gone.
             RequestError: a node refused the request for good.
         """
+        self._renew_lease()
         answers: list[tuple[Part, pa.RecordBatch]] = []
         missing: list[Part] = self._router.route(row_ids)
         trouble = ""
@@ -221,6 +224,21 @@ class Reader:
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {trouble}"
             ) from None
         return self._assemble(len(row_ids), answers)
+
+    def _renew_lease(self) -> None:
+        """Says now and then that the version is in use: reading its files tells no node so."""
+        shards, now = self._router.shards, time.monotonic()
+        with self._lock:
+            if self._local is None or now - self._leased_at < shards.lease_s / _RENEWALS:
+                return
+            self._leased_at = now
+        try:
+            self._connection(self._endpoint).renew_lease(
+                shards.dataset, shards.fingerprint, self._request_timeout_s
+            )
+        except CacheError as error:
+            # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
+            logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, error)
 
     # -- requests ------------------------------------------------------------------------------
 

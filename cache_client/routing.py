@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class ShardMap:
         nodes: every node that holds a shard.
         replicas: for each shard indices into ``nodes``, in order of preference.
         files: for each shard its files, for whoever runs on the machine of a node.
+        lease_s: so long after its last use the version is kept when it is replaced.
     """
 
     dataset: str
@@ -68,6 +70,7 @@ class ShardMap:
     nodes: tuple[NodeRef, ...]
     replicas: tuple[tuple[int, ...], ...]
     files: tuple[tuple[ShardFile, ...], ...] = ()
+    lease_s: float = math.inf
 
     @property
     def layout(self) -> Layout:

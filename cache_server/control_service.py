@@ -110,6 +110,18 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             info = self._coordinator.create(spec, refresh=request.refresh)
             return pb.CreateDatasetResponse(dataset=info)
 
+    def PlanDataset(
+        self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
+    ) -> pb.PlanDatasetResponse:
+        """What a load would come to."""
+        with _statuses(context):
+            forecast = self._coordinator.plan(
+                DatasetSpec.from_proto(request.spec, request.secrets),
+                num_nodes=request.num_nodes,
+                memory_limit_bytes=request.memory_limit_bytes,
+            )
+            return pb.PlanDatasetResponse(forecast=forecast)
+
     def GetDataset(
         self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
     ) -> pb.GetDatasetResponse:

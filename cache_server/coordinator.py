@@ -12,9 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from cache_server.catalogue import Catalogue, SealedSummary
+from cache_server.forecast import forecast, nodes_needed
 from cache_server.planning import (
     Pin,
     VersionKey,
@@ -162,7 +164,7 @@ class Coordinator:
                 planned.plan,
                 self._created,
                 spec.secrets_to_proto(),
-                planned.pins,
+                tuple(planned.pins.values()),
                 attempt=attempt,
             )
             self._versions[planned.plan.key] = version
@@ -176,6 +178,28 @@ class Coordinator:
             info = self._describe(version)
         self._tell()
         return info
+
+    def plan(
+        self, spec: DatasetSpec, *, num_nodes: int = 0, memory_limit_bytes: int = 0
+    ) -> pb.LoadForecast:
+        """What a load would come to; loads nothing.
+
+        Args:
+            num_nodes: 0 for the nodes that are alive.
+            memory_limit_bytes: of each node; 0 for the smallest of those alive.
+
+        Raises:
+            LoadError: the source cannot be read. RequestError: a bad query.
+        """
+        with closing(plan_version(spec)) as planned:
+            with self._changed:
+                alive = [self._members[node_id].node for node_id in sorted(self._alive())]
+            names = [node.id for node in alive]
+            if num_nodes:
+                names = [f"node-{index}" for index in range(num_nodes)]
+            limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
+            limit = memory_limit_bytes or min(limits, default=0)
+            return forecast(planned, names, limit)
 
     def _of_same_spec(self, spec: DatasetSpec) -> _Version | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
@@ -478,6 +502,9 @@ class Coordinator:
             elif plan.shards is not None and placement[index][0] == node_id:
                 # One node reads the source; the others copy what it sealed.
                 shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
+        if not desired.run_whole and not any(shard.splits for shard in desired.shards):
+            for table in desired.plan.tables:  # which nobody reads now
+                del table.splits[:]
         return desired
 
     def _ask_for_whole_run(
@@ -574,7 +601,9 @@ class Coordinator:
                 raise LoadError(
                     f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
                     f"{node_id}, which holds {node.stored_bytes} of its memory limit of {limit}; "
-                    f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas}"
+                    f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas} "
+                    f"and needs {nodes_needed(plan, limit) or 'smaller shards: no number of'} "
+                    "nodes of that limit"
                 )
 
     def _write(self, version: _Version) -> None:

@@ -75,7 +75,7 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.SchemaResult:
         """The logical schema; known before the dataset is ready."""
         with _named_errors():
-            info, columns, _ = self._resolve(descriptor)
+            info, columns, _ = self._resolve(descriptor, lease=True)
             return flight.SchemaResult(_layout(info).select(columns).logical)
 
     def list_flights(

@@ -10,13 +10,13 @@ Every file is local: what lives elsewhere is staged first. `queries` says which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datafusion import ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
+from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
 
 from cache_server.planning import PinnedTable, Split, partition_values
 from protos.errors import LoadError
@@ -82,7 +82,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         context = open_session(parts, _batch_rows(split))
         _register_table(context, file, table)
         frame = context.sql_with_options(sql, read_only())
-        if "EmptyRelation" in {type(n).__name__ for n in _walk(frame.optimized_logical_plan())}:
+        if _folds_to_nothing(frame):
             return  # no row can pass the filter
         plan = frame.execution_plan()
         if _reads_nothing(plan):
@@ -99,6 +99,44 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
         f"instead of {parts}"
     )
+
+
+def read_together(
+    files: Sequence[LocalFile], sql: str, table: PinnedTable
+) -> Iterator[pa.RecordBatch]:
+    """Like `read_split`, for whole Parquet files that are alone in a folder, in order of names.
+
+    One query for all of them: to plan one takes longer than to read a small file.
+
+    Args:
+        files: with the same partition values.
+    """
+    folder, splits = files[0].path.parent, [file.split for file in files]
+    try:
+        context = open_session(1, _batch_rows(splits[0]))
+        _register_table(context, LocalFile(folder, table.format, splits[0]), table)
+        frame = context.sql_with_options(sql, read_only())
+        if not _folds_to_nothing(frame):
+            yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
+    except Exception as error:  # DataFusion raises bare Exception
+        for file in files:  # which of them was it?
+            for _ in read_split(file, sql, table):
+                pass
+        raise LoadError(f"cannot load {splits[0]} to {splits[-1]}: {reason_of(error)}") from None
+
+
+def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Split]:
+    """The splits of which a query may keep rows, as far as their partition values tell."""
+    answers: dict[tuple[object, ...], bool] = {}
+    kept = []
+    for split in splits:
+        constants = partition_values(split.file.path, table.schema)
+        key = tuple(value.as_py() for value in constants.values())
+        if key not in answers:
+            answers[key] = not constants or _may_keep(constants, sql, table)
+        if answers[key]:
+            kept.append(split)
+    return kept
 
 
 def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
@@ -118,6 +156,20 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
             _register(context, name, path, "arrow", None)
         for batch in context.sql_with_options(sql, read_only()).execute_stream():
             yield batch.to_pyarrow()
+    except Exception as error:  # DataFusion raises bare Exception
+        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+
+
+def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
+    """How many rows come of a query over these.
+
+    Raises:
+        LoadError: with the reason.
+    """
+    context = open_session(1)
+    context.register_record_batches(table, [[rows]])
+    try:
+        return int(context.sql_with_options(sql, read_only()).count())
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
 
@@ -163,12 +215,54 @@ def _register_table(context: SessionContext, file: LocalFile, table: PinnedTable
     if not constants:
         _register(context, table.name, file.path, file.format, table.schema)
         return
-    stored = pa.schema([field for field in table.schema if field.name not in constants])
-    _register(context, _FILE, file.path, file.format, stored)
+    _register(context, _FILE, file.path, file.format, _stored(table, constants))
+    _register_constants(context, table, constants)
+
+
+def _register_constants(
+    context: SessionContext, table: PinnedTable, constants: Mapping[str, pa.Scalar]
+) -> None:
     frame = context.table(_FILE)
     for name, value in constants.items():
         frame = frame.with_column(name, lit(value))
     context.register_view(table.name, frame)
+
+
+def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
+    return pa.schema([field for field in table.schema if field.name not in constants])
+
+
+def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
+    context = open_session(1)
+    empty = pa.RecordBatch.from_pylist([], _stored(table, constants))
+    context.register_record_batches(_FILE, [[empty]])
+    _register_constants(context, table, constants)
+    try:
+        return not _folds_to_nothing(context.sql_with_options(sql, read_only()))
+    except Exception:  # DataFusion raises bare Exception; reading the split tells what it is
+        return True
+
+
+def _folds_to_nothing(frame: DataFrame) -> bool:
+    return "EmptyRelation" in {type(n).__name__ for n in _walk(frame.optimized_logical_plan())}
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows, small batches joined: to pack one costs Python the same for any size."""
+    waiting: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        # Together the dictionaries of two files may outgrow their codes.
+        if any("dictionary<" in str(field.type) for field in batch.schema):
+            yield batch
+            continue
+        waiting.append(batch)
+        rows += batch.num_rows
+        if rows >= _DEFAULT_BATCH_ROWS:
+            yield pa.concat_batches(waiting)
+            waiting, rows = [], 0
+    if waiting:
+        yield pa.concat_batches(waiting)
 
 
 def _register(
@@ -176,6 +270,8 @@ def _register(
 ) -> None:
     # DataFusion takes a path with a bracket or a star for a glob, and a URI for one file.
     uri, suffix = path.absolute().as_uri(), path.suffix
+    if path.is_dir():
+        uri, suffix = f"{uri}/", f".{format}"
     if format == "parquet":
         context.register_parquet(name, uri, schema=schema, file_extension=suffix)
     elif format == "arrow":

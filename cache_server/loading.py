@@ -118,8 +118,8 @@ def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: Whole
     expected = max_rows(splits)
     with ExitStack() as stack:
         draft, matrices = None, None
-        if job.plan.keeps_every_row and expected:
-            layout = Layout(logical)
+        layout = Layout(logical)
+        if job.plan.keeps_every_row and expected and layout.fixed_row_bytes:
             draft = stack.enter_context(store.draft(job.key, shard.index, layout, expected))
             matrices = draft.matrices
         builder = ShardBuilder(logical, expected, matrices)
@@ -211,12 +211,17 @@ def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
 def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
 ) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table, in row order."""
-    with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as files:
-        for file in files:
-            for batch in loader.read_split(file, sql, table):
+    """The rows of a query over each split of one table, in row order; the first of several read."""
+    splits = loader.with_rows(splits, sql, table)
+    with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
+        for files in groups:
+            if len(files) == 1:
+                batches = loader.read_split(files[0], sql, table)
+            else:
+                batches = loader.read_together(files, sql, table)
+            for batch in batches:
                 _check_wanted(job)
-                yield file.split, batch
+                yield files[0].split, batch
 
 
 def _joined_rows(

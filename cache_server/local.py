@@ -140,6 +140,7 @@ class LocalCluster:
             folder, in memory where the machine has one, removed afterwards.
         memory_limit_bytes: of each node.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
+        lease_s: how long a version that was replaced is kept after its rows were last read.
 
     Attributes:
         endpoint: ``grpc://127.0.0.1:PORT`` of the coordinator.
@@ -153,6 +154,7 @@ class LocalCluster:
         *,
         memory_limit_bytes: int | None = None,
         node_timeout_s: float = 10.0,
+        lease_s: float = 600.0,
     ) -> None:
         if num_nodes < 1:
             raise ConfigError(f"num_nodes must be at least 1, got {num_nodes}")
@@ -161,6 +163,7 @@ class LocalCluster:
         self._arguments = [
             "--heartbeat-interval-s", str(_HEARTBEAT_INTERVAL_S),
             "--node-timeout-s", str(node_timeout_s),
+            "--lease-s", str(lease_s),
         ]  # fmt: skip
         if self._temporary:
             self._arguments.append("--ephemeral")

@@ -10,8 +10,10 @@ coordinator reaches the same answer, and a lost node moves only its own shards.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -98,6 +100,33 @@ class PinnedTable:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """What every row that a query keeps fulfils: ``column operator value``.
+
+    Attributes:
+        operator: ``=``, ``<``, ``<=``, ``>`` or ``>=``.
+        value: an int, a str or a date, of the column's own type.
+    """
+
+    column: str
+    operator: str
+    value: object
+
+    def holds(self, value: Any) -> bool:
+        """Whether a row with this value in the column may be kept."""
+        return value is not None and bool(_OPERATORS[self.operator](value, self.value))
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
 class Pin:
     """What a source holds at one moment. Made by the module of its format.
 
@@ -110,6 +139,10 @@ class Pin:
         exact_rows: every split knows exactly how many rows it holds.
         comparable: whether ``content`` is the same when the source is the same. Where it is not,
             such as for a database, a version of the same spec counts as the same until a refresh.
+        prune: the same without splits of which no row fulfils all conditions, as partitions and
+            statistics tell; None where there are none to tell.
+        sample: so many rows that are like those of the table, made up from its statistics; None
+            where the format has none.
         close: lets go of what keeps the state readable, such as a transaction. Called once, when
             no split will be read any more.
     """
@@ -120,6 +153,8 @@ class Pin:
     snapshot: str = ""
     exact_rows: bool = False
     comparable: bool = True
+    prune: Callable[[Sequence[Condition]], Pin] | None = None
+    sample: Callable[[int], pa.RecordBatch] | None = None
     close: Callable[[], None] = lambda: None
 
 

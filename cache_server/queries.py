@@ -13,12 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date, datetime
 from typing import Any
 
 import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 
 from cache_server.loader import open_session, read_only, reason_of
+from cache_server.planning import Condition
 from protos.errors import RequestError
 from protos.spec import TABLE
 
@@ -69,6 +71,7 @@ class Query:
         keeps_every_row: neither filters nor unnests, so the rows can be counted beforehand.
         only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
         joins: with other tables or subqueries, so that the rows of one table come in any order.
+        conditions: that every row of the one table fulfils which the query keeps; not all of them.
     """
 
     sql: str
@@ -80,6 +83,7 @@ class Query:
     keeps_every_row: bool
     only_drops_rows: bool
     joins: bool
+    conditions: tuple[Condition, ...] = ()
 
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
@@ -150,6 +154,7 @@ def check_query(
         bool(drivers) and not joins and kinds <= _KEEPS_ROWS,
         bool(drivers) and not joins and "Unnest" not in kinds,
         joins,
+        _conditions(optimised) if drivers and not joins else (),
     )
 
 
@@ -233,6 +238,35 @@ def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple
         or tuple(schema.names[:1])
         for name, schema in tables.items()
     }
+
+
+def _conditions(plan: Any) -> tuple[Condition, ...]:
+    """The simple comparisons that stand, joined by AND, right above the scan of a table.
+
+    Not of floats, whose NaN is larger than any number here and not everywhere else.
+    """
+    node, inputs = plan.to_variant(), plan.inputs()
+    if type(node).__name__ == "Filter" and type(inputs[0].to_variant()).__name__ == "TableScan":
+        return tuple(_comparisons(node.predicate()))
+    return _conditions(inputs[0]) if len(inputs) == 1 else ()
+
+
+def _comparisons(predicate: Any) -> Iterator[Condition]:
+    node = predicate.to_variant()
+    if type(node).__name__ != "BinaryExpr":
+        return
+    left, right = predicate.rex_call_operands()
+    if node.op() == "AND":
+        yield from _comparisons(left)
+        yield from _comparisons(right)
+        return
+    column, literal = left.to_variant(), right.to_variant()
+    if type(column).__name__ == "Column" and type(literal).__name__ == "Literal":
+        value = right.python_value()
+        value = value.as_py() if isinstance(value, pa.Scalar) else value
+        is_plain = isinstance(value, int | str | date) and not isinstance(value, bool | datetime)
+        if is_plain and node.op() in ("=", "<", "<=", ">", ">="):
+            yield Condition(column.name(), node.op(), value)
 
 
 def _walk(plan: Any, kind: str = "") -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 A file of this machine is read where it lies. The bytes of an object that a split needs are fetched
 into a sparse file at their own places, so that it is cut and read like any other; the rows of any
-other table are written as an Arrow file. A few splits are staged ahead while one is read. Nothing
-is left behind. Knows neither queries nor shards.
+other table are written as an Arrow file. A few splits are staged ahead while one is read, and small
+objects in groups that are read together. Nothing is left behind. Knows neither queries nor shards.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 
-from cache_server import tables
+from cache_server import stores, tables
 from cache_server.loader import LocalFile
-from cache_server.planning import PinnedTable, Split
-from cache_server.tables import files, parquet, stores
+from cache_server.planning import PinnedTable, Split, partition_values
+from cache_server.tables import files, parquet
 from protos.errors import LoadError
 
 # Staged at once for one shard: enough to hide the latency of a store behind the reading.
@@ -29,16 +28,23 @@ _AHEAD = 8
 _AHEAD_BYTES = 64 * 1024 * 1024
 # Below this, fetching a whole object costs less than asking where its columns are.
 _WHOLE_BYTES = 4 * 1024 * 1024
+# Whole objects up to this size are read together, so many of them, and so many bytes, at once.
+_SMALL_BYTES = 1024 * 1024
+_TOGETHER, _TOGETHER_BYTES = 32, 8 * 1024 * 1024
 
 
 def stage(
     table: PinnedTable, splits: Sequence[Split], secrets: Mapping[str, str], directory: Path
-) -> Generator[LocalFile, None, None]:
-    """A local file with the rows of each split, in order; each is there until the next is asked.
+) -> Generator[tuple[LocalFile, ...], None, None]:
+    """Local files with the rows of the splits, in order; they are there until the next are asked.
 
     Args:
         table: whose splits they are.
         directory: for what must be fetched; each call uses a folder of its own, and removes it.
+
+    Returns:
+        one file at a time, or several that may be read together: whole Parquet files with the same
+        partition values, alone in a folder, their names in the order of their splits.
 
     Raises:
         LoadError: naming file, split and reason; also when a file changed since it was planned.
@@ -51,23 +57,27 @@ def stage(
     directory.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=directory))
     pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="stage")
-    under_way: deque[tuple[int, Future[LocalFile]]] = deque()
-    waiting = deque(enumerate(splits))
+    under_way: deque[tuple[Path, int, list[Future[LocalFile]]]] = deque()
+    waiting = deque(enumerate(_groups(table, splits)))
     staged_bytes = 0
     try:
         while waiting or under_way:
             while waiting and (
                 not under_way or (len(under_way) < _AHEAD and staged_bytes < _AHEAD_BYTES)
             ):
-                number, split = waiting.popleft()
-                size = split.file.size or split.estimated_bytes
-                target = folder / str(number)
-                under_way.append((size, pool.submit(_fetch, table, split, secrets, target)))
+                number, group = waiting.popleft()
+                place = folder / str(number)
+                place.mkdir()
+                fetches = [
+                    pool.submit(_fetch, table, split, secrets, place / f"{index:06d}")
+                    for index, split in enumerate(group)
+                ]
+                size = sum(split.file.size or split.estimated_bytes for split in group)
+                under_way.append((place, size, fetches))
                 staged_bytes += size
-            size, future = under_way.popleft()
-            file = future.result()
-            yield file
-            file.path.unlink(missing_ok=True)
+            place, size, fetches = under_way.popleft()
+            yield tuple(fetch.result() for fetch in fetches)
+            shutil.rmtree(place, ignore_errors=True)
             staged_bytes -= size
     except OSError as error:
         raise LoadError(f"cannot stage {table.name!r} in {directory}: {error.strerror}") from None
@@ -83,11 +93,35 @@ def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]
             writer.write_batch(batch)
 
 
-def _where_they_lie(table: PinnedTable, splits: Sequence[Split]) -> Iterator[LocalFile]:
+def _where_they_lie(table: PinnedTable, splits: Sequence[Split]) -> Iterator[tuple[LocalFile]]:
     for split in splits:
         files.check_unchanged(split.file)
-        yield LocalFile(Path(split.file.path), table.format, split)
+        yield (LocalFile(Path(split.file.path), table.format, split),)
         files.check_unchanged(split.file)
+
+
+def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]]:
+    """The splits in their order, runs of small objects together."""
+    group: list[Split] = []
+    size = 0
+    for split in splits:
+        small = table.format == "parquet" and split.parts == 1 and split.file.size <= _SMALL_BYTES
+        if group and not (
+            small
+            and len(group) < _TOGETHER
+            and size + split.file.size <= _TOGETHER_BYTES
+            and _partition(table, split) == _partition(table, group[0])
+        ):
+            yield group
+            group, size = [], 0
+        group.append(split)
+        size += split.file.size if small else _TOGETHER_BYTES
+    if group:
+        yield group
+
+
+def _partition(table: PinnedTable, split: Split) -> dict[str, pa.Scalar]:
+    return partition_values(split.file.path, table.schema)
 
 
 def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target: Path) -> LocalFile:
@@ -95,7 +129,7 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
         path = target.with_suffix(".arrow")
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
         return LocalFile(path, "arrow", split)
-    path = target.with_suffix(Path(urlsplit(split.file.path).path).suffix)
+    path = target.with_suffix(f".{table.format}")
     wanted = _wanted_ranges(table, split, secrets) if table.format == "parquet" else None
     stores.download(split.file, path, table.options, secrets, wanted)
     return LocalFile(path, table.format, split)

@@ -28,7 +28,7 @@ from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
-_STORAGE_FORMAT = 2  # part of every fingerprint: a change of the stored bytes is another version
+_STORAGE_FORMAT = 3  # part of every fingerprint: a change of the stored bytes is another version
 # Tables that every node reads whole, all of them together, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 
@@ -107,16 +107,19 @@ class PlannedVersion:
     """A plan, and what keeps its source as it was planned; `close` once nothing is read any more.
 
     Attributes:
+        pins: by the name of the table.
         table_splits: how each table would be cut, for forecasts.
+        query: as it was checked.
     """
 
     plan: VersionPlan
-    pins: tuple[Pin, ...]
+    pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
+    query: queries.Query
 
     def close(self) -> None:
         """Lets go of the sources."""
-        for pin in self.pins:
+        for pin in self.pins.values():
             pin.close()
 
 
@@ -147,6 +150,8 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
     logical = storage_schema(query.schema)
     splits = {}
     for name, pin in pins.items():
+        if query.conditions and pin.prune is not None:
+            pin = pin.prune(query.conditions)
         read = pa.schema([pin.schema.field(column) for column in query.columns[name]])
         stored = logical if len(pins) == 1 and query.drivers else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
@@ -180,7 +185,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         query.joins,
         why,
     )
-    return PlannedVersion(plan, tuple(pins.values()), splits)
+    return PlannedVersion(plan, dict(pins), splits, query)
 
 
 def _driver(

@@ -7,15 +7,11 @@ mapping, is refused here by name before a row is read. It does not know shards, 
 
 from __future__ import annotations
 
-import functools
 import json
-import re
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -25,9 +21,9 @@ from deltalake.exceptions import TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
 
 from cache_server.planning import Pin, PinnedTable, SourceFile, Split
-from cache_server.tables.options import store_settings
-from protos.errors import CacheError, LoadError, RequestError
-from protos.layout import Layout
+from cache_server.stores.options import store_settings
+from cache_server.tables import lake
+from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec
 
 # Reader features that reading the files as below honours, or that change nothing in them.
@@ -63,11 +59,6 @@ _PARQUET = ds.ParquetFileFormat(
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
 )
 _FOOTER_THREADS = 8
-_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no log tells about
-_MAX_REASON = 600  # characters of a library's message
-_CACHED_VERSIONS = 8
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 
 
 @dataclass(frozen=True)
@@ -116,6 +107,9 @@ class _Version:
     filesystem: pa.fs.FileSystem
 
 
+_VERSIONS = lake.OpenedSnapshots[_Version]()
+
+
 def pin(table: TableSpec) -> Pin:
     """The version that ``table`` names, or the current one; splits are ordered by file path.
 
@@ -131,7 +125,7 @@ def pin(table: TableSpec) -> Pin:
         )
     (uri,) = table.source
     what = f"Delta table {uri}"
-    with _naming(what, table.options, table.secrets):
+    with lake.naming(what, table.options, table.secrets):
         storage = _storage_options(uri, table.options, table.secrets)
         opened = _open(uri, table.snapshot, storage)
         version = _version(opened, storage, f"{what} version {opened.version()}")
@@ -139,7 +133,7 @@ def pin(table: TableSpec) -> Pin:
         files = _counted(version)
 
     def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = _row_bytes(stored_schema)
+        row_bytes = lake.row_bytes(stored_schema)
         return tuple(
             Split(SourceFile(path, size, 0), 0, 1, rows, rows * row_bytes)
             for path, size, rows in files
@@ -165,12 +159,12 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
             taken the place of the pinned one.
     """
     state = _State(**json.loads(table.snapshot))
-    with _naming(f"Delta table {state}", table.options, secrets):
+    with lake.naming(f"Delta table {state}", table.options, secrets):
         version = _loaded(state, table.options, secrets)
     file = version.files.get(split.file.path)
     if file is None:
         raise LoadError(f"Delta table {state} has no file {split.file.path}")
-    with _naming(f"file {split.file.path} of Delta table {state}", table.options, secrets):
+    with lake.naming(f"file {split.file.path} of Delta table {state}", table.options, secrets):
         yield from _rows(version, file, table.read_schema)
 
 
@@ -206,8 +200,7 @@ def _storage_options(
 def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
     """Everything that the log says about the version that is open."""
     _check_features(table, what)
-    full = pa.schema(table.schema().to_arrow())
-    schema = pa.schema([pa.field(f.name, _plain_type(f.type), f.nullable) for f in full])
+    schema = lake.plain_schema(pa.schema(table.schema().to_arrow()))
     partition_columns = table.metadata().partition_columns
     root = table.table_uri.rstrip("/")
     vectors = _deletion_vectors(table)
@@ -288,32 +281,9 @@ def _content(state: _State, version: _Version) -> list[object]:
     return ["delta", state.table_id, state.version, columns, files]
 
 
-class _Slot:
-    """Of one version: whoever comes first opens it, the others wait for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.version: _Version | None = None
-
-
-_SLOTS_LOCK = threading.Lock()
-
-
-@functools.lru_cache(maxsize=_CACHED_VERSIONS)
-def _slot(
-    state: _State, options: tuple[tuple[str, str], ...], secrets: tuple[tuple[str, str], ...]
-) -> _Slot:
-    return _Slot()
-
-
 def _loaded(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Version:
     """The pinned version, opened once for all its splits."""
-    with _SLOTS_LOCK:
-        slot = _slot(state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
-    with slot.lock:
-        if slot.version is None:
-            slot.version = _reopen(state, options, secrets)
-        return slot.version
+    return _VERSIONS.get(state, options, secrets, lambda: _reopen(state, options, secrets))
 
 
 def _reopen(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Version:
@@ -336,7 +306,9 @@ def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.Reco
     """The live rows of ``file``; a column that it lacks is null."""
     fragment = _fragment(version, file)
     names = set(fragment.physical_schema.names)
-    present = [f.name for f in schema if f.name in names and f.name not in file.partition]
+    absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
+    constants = {**absent, **file.partition}
+    present = [name for name in schema.names if name not in constants]
     start = 0
     for batch in fragment.scanner(columns=present, use_threads=False).to_batches():
         stop = start + batch.num_rows
@@ -348,81 +320,8 @@ def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.Reco
             batch = batch.filter(keep)
         start = stop
         if batch.num_rows:
-            yield from _conform(batch, schema, file.partition)
+            yield from lake.conform(batch, schema, constants)
     if file.keep is not None and len(file.keep) > start:
         raise LoadError(
             f"the deletion vector of {file.path} is of {len(file.keep)} rows, the file of {start}"
         )
-
-
-def _conform(
-    batch: pa.RecordBatch, schema: pa.Schema, partition: Mapping[str, pa.Scalar]
-) -> Iterator[pa.RecordBatch]:
-    """``batch`` with exactly ``schema``, in pieces where one would be too large for it."""
-    if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
-        half = batch.num_rows // 2
-        yield from _conform(batch.slice(0, half), schema, partition)
-        yield from _conform(batch.slice(half), schema, partition)
-        return
-    if not schema.names:
-        yield batch.select([])  # keeps the number of rows
-        return
-    names = set(batch.schema.names)
-    arrays = []
-    for field in schema:
-        if field.name in partition:
-            array = pa.repeat(partition[field.name], batch.num_rows)
-        elif field.name in names:
-            array = batch.column(field.name)
-        else:
-            array = pa.nulls(batch.num_rows, field.type)
-        arrays.append(array if array.type == field.type else array.cast(field.type))
-    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _row_bytes(stored_schema: pa.Schema) -> int:
-    layout = Layout(stored_schema)
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
-
-
-def _plain_type(dtype: pa.DataType) -> pa.DataType:
-    """``dtype`` with small offsets, and no metadata inside."""
-    types = pa.types
-    if types.is_large_string(dtype) or types.is_string_view(dtype):
-        return pa.string()
-    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
-        return pa.binary()
-    if types.is_list(dtype) or types.is_large_list(dtype):
-        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
-    if types.is_map(dtype):
-        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
-    if types.is_struct(dtype):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
-    return dtype
-
-
-@contextmanager
-def _naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
-    """Turns what the library raises into a `LoadError` of one line that names ``what``.
-
-    Every kind of exception, because deltalake and pyarrow have no common one, and any of them may
-    quote a credential.
-    """
-    try:
-        yield
-    except CacheError:
-        raise
-    except Exception as error:
-        endpoint = store_settings(options, {}).get("endpoint")
-        store = f" from {endpoint}" if endpoint else ""
-        reason = _redacted(str(error) or type(error).__name__, secrets)
-        raise LoadError(f"cannot read {what}{store}: {reason}") from None
-
-
-def _redacted(text: str, secrets: Mapping[str, str]) -> str:
-    hidden = {part for value in secrets.values() for part in (value, quote(value, safe=""))}
-    for part in sorted(hidden - {""}, key=len, reverse=True):
-        text = text.replace(part, "***")
-    text = re.sub(r"[\s↳]+", " ", _ANSI.sub("", text)).strip()
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."

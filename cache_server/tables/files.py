@@ -21,9 +21,18 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server import loader
-from cache_server.planning import PARTITION, Pin, SourceFile, Split, partition_texts
-from cache_server.tables import parquet, stores
+from cache_server import loader, stores
+from cache_server.planning import (
+    PARTITION,
+    Condition,
+    Pin,
+    SourceFile,
+    Split,
+    partition_texts,
+    partition_values,
+)
+from cache_server.tables import parquet
+from cache_server.tables.synthetic import rows_like
 from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec
 
@@ -57,21 +66,56 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     if format == "parquet":
         footers = read_footers(files, table)
         schema = parquet.common_schema(files, footers, missing=table.missing_columns)
-
-        def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-            return parquet.cut(files, footers, stored, target_bytes)
-
     else:
+        footers = ()
         schema = _inferred_schema(files, format, table)
-
-        def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-            return text_splits(files, format, target_bytes)
-
     for field in _partition_fields(relative):
         if field.name not in schema.names:  # a file's own column of that name counts
             schema = schema.append(field)
     content = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
-    return format, Pin(schema, content, cut, exact_rows=format == "parquet")
+    return format, _pin(format, files, footers, schema, content)
+
+
+def _pin(
+    format: str,
+    files: Sequence[SourceFile],
+    footers: Sequence[pq.FileMetaData],
+    schema: pa.Schema,
+    content: Sequence[object],
+) -> Pin:
+    constants = [partition_values(file.path, schema) for file in files]
+
+    def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+        if format == "parquet":
+            return parquet.cut(files, footers, stored, target_bytes)
+        return text_splits(files, format, target_bytes)
+
+    def prune(conditions: Sequence[Condition]) -> Pin:
+        kept = [
+            index
+            for index, values in enumerate(constants)
+            if all(c.holds(values[c.column].as_py()) for c in conditions if c.column in values)
+        ]
+        kept_footers = [footers[index] for index in kept] if footers else ()
+        return _pin(format, [files[index] for index in kept], kept_footers, schema, content)
+
+    def sample(num_rows: int) -> pa.RecordBatch:
+        groups = [
+            (footer.row_group(index), values)
+            for footer, values in zip(footers, constants, strict=True)
+            for index in range(footer.num_row_groups)
+        ]
+        return rows_like(groups, schema, num_rows)
+
+    is_parquet = format == "parquet"
+    return Pin(
+        schema,
+        content,
+        cut,
+        exact_rows=is_parquet,
+        prune=prune if any(constants) else None,
+        sample=sample if is_parquet else None,
+    )
 
 
 def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str, ...]]:

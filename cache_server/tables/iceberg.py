@@ -7,21 +7,26 @@ row is read. It does not know shards, nodes or SQL.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import re
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from urllib.parse import quote, urlsplit
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyiceberg.catalog import load_catalog
 from pyiceberg.catalog.noop import NoopCatalog
-from pyiceberg.expressions import AlwaysTrue
+from pyiceberg.expressions import (
+    AlwaysTrue,
+    And,
+    BooleanExpression,
+    EqualTo,
+    GreaterThan,
+    GreaterThanOrEqual,
+    LessThan,
+    LessThanOrEqual,
+)
 from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import (
     ArrowScan,
@@ -36,10 +41,10 @@ from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 
-from cache_server.planning import Pin, PinnedTable, SourceFile, Split
-from cache_server.tables.options import catalog_settings, store_settings
-from protos.errors import CacheError, LoadError, RequestError
-from protos.layout import Layout
+from cache_server.planning import Condition, Pin, PinnedTable, SourceFile, Split
+from cache_server.stores.options import catalog_settings, store_settings
+from cache_server.tables import lake
+from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec
 
 # pyiceberg's names of what `store_settings` calls otherwise.
@@ -68,12 +73,15 @@ _OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # names that are pyiceberg'
 _UNTRANSLATED = ("application_credentials",)  # pyarrow takes it from the environment alone
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
-_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no manifest tells about
 _MAX_LISTED = 20  # snapshots in a message
-_MAX_REASON = 600  # characters of a library's message
-_CACHED_PLANS = 8
+_COMPARISONS = {
+    "=": EqualTo,
+    "<": LessThan,
+    "<=": LessThanOrEqual,
+    ">": GreaterThan,
+    ">=": GreaterThanOrEqual,
+}
 _PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
-_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,9 @@ class _Plan:
     table: StaticTable
     schema: Schema
     tasks: Mapping[str, FileScanTask]
-    made_s: float
+
+
+_PLANS = lake.OpenedSnapshots[_Plan](max_age_s=_PLAN_AGE_S)
 
 
 def pin(table: TableSpec) -> Pin:
@@ -128,7 +138,7 @@ def pin(table: TableSpec) -> Pin:
         )
     (source,) = table.source
     what = f"Iceberg table {source}"
-    with _naming(what, table.options, table.secrets):
+    with lake.naming(what, table.options, table.secrets):
         opened, identifier = _find(source, table.options, table.secrets)
         metadata = opened.metadata
         snapshot_id = _snapshot_id(metadata, table.snapshot, what)
@@ -141,16 +151,57 @@ def pin(table: TableSpec) -> Pin:
     ]
 
     def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = _row_bytes(stored_schema)
+        row_bytes = lake.row_bytes(stored_schema)
         return tuple(Split(file, 0, 1, rows, rows * row_bytes) for file, rows in files)
 
-    return Pin(
-        schema=_arrow_schema(schema),
+    whole = Pin(
+        schema=lake.plain_schema(schema_to_pyarrow(schema, include_field_ids=False)),
         content=_content(metadata, state, schema, tasks),
         cut=cut,
         snapshot=state.to_json(),
         exact_rows=not any(task.delete_files for task in tasks),
     )
+
+    def prune(conditions: Sequence[Condition]) -> Pin:
+        with lake.naming(what, table.options, table.secrets):
+            kept = _paths_that_may_hold(opened, snapshot_id, schema, conditions)
+
+        def cut_kept(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
+            splits = cut(stored_schema, target_bytes)
+            return tuple(split for split in splits if kept is None or split.file.path in kept)
+
+        return replace(whole, cut=cut_kept, prune=None)
+
+    return replace(whole, prune=prune)
+
+
+def _paths_that_may_hold(
+    table: StaticTable,
+    snapshot_id: int | None,
+    schema: Schema,
+    conditions: Sequence[Condition],
+) -> set[str] | None:
+    """The data files with rows that may fulfil all conditions, by partitions and bounds.
+
+    Returns:
+        None where that cannot be told: a scan binds names to the columns of today.
+    """
+    today = {field.name: field.field_id for field in table.metadata.schema().fields}
+    usable = [
+        _COMPARISONS[c.operator](c.column, c.value)
+        for c in conditions
+        if today.get(c.column) == schema.find_field(c.column).field_id
+    ]
+    if snapshot_id is None or not usable:
+        return None
+    row_filter: BooleanExpression = usable[0]
+    for comparison in usable[1:]:
+        row_filter = And(row_filter, comparison)
+    try:
+        tasks = list(table.scan(row_filter=row_filter, snapshot_id=snapshot_id).plan_files())
+    except (TypeError, ValueError):  # a value that Iceberg does not compare with such a column
+        return None
+    return {task.file.file_path for task in tasks}
 
 
 def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
@@ -163,7 +214,7 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
         LoadError: naming the data file, when it or the metadata cannot be read.
     """
     state = _State(**json.loads(table.snapshot))
-    with _naming(f"Iceberg table {state}", table.options, secrets):
+    with lake.naming(f"Iceberg table {state}", table.options, secrets):
         plan = _planned(state, table.options, secrets)
     path = split.file.path
     task = plan.tasks.get(path)
@@ -174,12 +225,12 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
     schema = table.read_schema
     wanted = set(schema.names) or {plan.schema.fields[0].name}  # a count needs some column
     projected = Schema(*(field for field in plan.schema.fields if field.name in wanted))
-    with _naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
+    with lake.naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
         scan = ArrowScan(plan.table.metadata, plan.table.io, projected, AlwaysTrue())
         # `to_record_batches`, its public form, decodes the whole file before it gives a batch.
         deletes = _read_all_delete_files(plan.table.io, [task])
         for batch in scan._record_batches_from_scan_tasks_and_deletes([task], deletes):
-            yield from _conform(batch, schema)
+            yield from lake.conform(batch, schema)
 
 
 def _find(
@@ -219,30 +270,7 @@ def _static(name: str, location: str, io: FileIO) -> StaticTable:
 
 def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
     """The plan of ``state``, made once for all its splits."""
-    with _SLOTS_LOCK:
-        slot = _slot(state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
-    with slot.lock:
-        if slot.plan is None or time.monotonic() - slot.plan.made_s > _PLAN_AGE_S:
-            slot.plan = _make_plan(state, options, secrets)
-        return slot.plan
-
-
-class _Slot:
-    """Of one plan: whoever comes first makes it, the others wait for it."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.plan: _Plan | None = None
-
-
-_SLOTS_LOCK = threading.Lock()
-
-
-@functools.lru_cache(maxsize=_CACHED_PLANS)
-def _slot(
-    state: _State, options: tuple[tuple[str, str], ...], secrets: tuple[tuple[str, str], ...]
-) -> _Slot:
-    return _Slot()
+    return _PLANS.get(state, options, secrets, lambda: _make_plan(state, options, secrets))
 
 
 def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
@@ -258,7 +286,7 @@ def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, 
     what = f"Iceberg table {state}"
     schema = _schema_by_id(table.metadata, state.schema_id, what)
     tasks = {task.file.file_path: task for task in _tasks(table, state.snapshot_id, what)}
-    return _Plan(table, schema, tasks, time.monotonic())
+    return _Plan(table, schema, tasks)
 
 
 def _is_rest(catalog: Mapping[str, str]) -> bool:
@@ -399,82 +427,3 @@ def _content(
         names.model_dump_json() if names is not None else None,
         files,
     ]
-
-
-def _row_bytes(stored_schema: pa.Schema) -> int:
-    layout = Layout(stored_schema)
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
-
-
-def _arrow_schema(schema: Schema) -> pa.Schema:
-    arrow = schema_to_pyarrow(schema, include_field_ids=False)
-    return pa.schema(
-        [pa.field(field.name, _plain_type(field.type), field.nullable) for field in arrow]
-    )
-
-
-def _plain_type(dtype: pa.DataType) -> pa.DataType:
-    """``dtype`` with small offsets, and no extension types or metadata inside."""
-    types = pa.types
-    if isinstance(dtype, pa.BaseExtensionType):
-        return _plain_type(dtype.storage_type)
-    if types.is_large_string(dtype):
-        return pa.string()
-    if types.is_large_binary(dtype):
-        return pa.binary()
-    if types.is_list(dtype) or types.is_large_list(dtype):
-        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
-    if types.is_map(dtype):
-        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
-    if types.is_struct(dtype):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
-    return dtype
-
-
-def _conform(batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """``batch`` with exactly ``schema``, in pieces where one would be too large for it."""
-    if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
-        half = batch.num_rows // 2
-        yield from _conform(batch.slice(0, half), schema)
-        yield from _conform(batch.slice(half), schema)
-        return
-    if not schema.names:
-        yield batch.select([])  # keeps the number of rows
-        return
-    arrays = []
-    for field in schema:
-        array = batch.column(field.name)
-        if isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
-        arrays.append(array if array.type == field.type else array.cast(field.type))
-    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-@contextmanager
-def _naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
-    """Turns what the library raises into a `LoadError` of one line that names ``what``.
-
-    Every kind of exception, because pyiceberg, its catalogues and their clients have no common
-    one, and any of them may quote a credential.
-    """
-    try:
-        yield
-    except CacheError:
-        raise
-    except Exception as error:
-        endpoint = store_settings(options, {}).get("endpoint")
-        store = f" from {endpoint}" if endpoint else ""
-        reason = _redacted(str(error) or type(error).__name__, secrets)
-        raise LoadError(f"cannot read {what}{store}: {reason}") from None
-
-
-def _redacted(text: str, secrets: Mapping[str, str]) -> str:
-    hidden = set()
-    for value in secrets.values():
-        password = urlsplit(value).password if "://" in value else None
-        hidden |= {part for part in (value, quote(value, safe=""), password) if part}
-    for part in sorted(hidden, key=len, reverse=True):
-        text = text.replace(part, "***")
-    text = re.sub(r"\s+", " ", text).strip()
-    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."

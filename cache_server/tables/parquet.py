@@ -12,11 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_server.planning import SourceFile, Split
+from cache_server.tables.size_statistics import unencoded_bytes
 from protos.errors import LoadError
 from protos.layout import Layout
 
+_ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 _VARIABLE_WIDTH_BYTES = 32  # of a string or list that no footer tells about
+_OFFSET_BYTES = 4
 
 Range = tuple[int, int]
 
@@ -35,9 +38,11 @@ def common_schema(
     Raises:
         LoadError: naming a file whose columns differ in type, or that lacks some.
     """
-    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+    schemas = _schemas(footers)
     fields: dict[str, pa.Field] = {}
-    for file, schema in zip(files, schemas, strict=True):
+    first_of = {id(schema): index for index, schema in reversed(list(enumerate(schemas)))}
+    different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
+    for file, schema in different:
         for field in schema:
             known = fields.setdefault(field.name, field)
             if not known.type.equals(field.type):
@@ -47,8 +52,9 @@ def common_schema(
                 )
             if field.nullable and not known.nullable:
                 fields[field.name] = field
-    for file, schema in zip(files, schemas, strict=True):
-        absent = [name for name in fields if name not in schema.names]
+    for file, schema in different:
+        names = set(schema.names)
+        absent = [name for name in fields if name not in names]
         if absent and missing == "refuse":
             other = next(f for f, s in zip(files, schemas, strict=True) if absent[0] in s.names)
             raise LoadError(
@@ -75,9 +81,14 @@ def cut(
     """
     splits: list[Split] = []
     layout = Layout(stored)
+    has_plain = any(column.kind == "plain" for column in layout.columns)
     for file, footer in zip(files, footers, strict=True):
         groups = _groups(footer)
-        sizes = [_decoded_bytes(group, layout) for group in groups]
+        unencoded = unencoded_bytes(footer) if has_plain else []
+        sizes = [
+            _decoded_bytes(group, unencoded[index] if has_plain else (), layout)
+            for index, group in enumerate(groups)
+        ]
         wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))
         part_bytes = math.ceil(file.size / wanted)
         parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
@@ -116,6 +127,18 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
     return [*sorted(found), (data_end, split.file.size)]
 
 
+def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
+    """The schema of each footer; one object where the next file says the same in the same bytes."""
+    schemas: list[pa.Schema] = []
+    known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
+    for footer in footers:
+        stored, arrow = footer.schema, (footer.metadata or {}).get(_ARROW_SCHEMA)
+        if known is None or arrow != known[1] or not stored.equals(known[0]):
+            known = stored, arrow, stored.to_arrow_schema().remove_metadata()
+        schemas.append(known[2])
+    return schemas
+
+
 def difference(first: pa.Schema, other: pa.Schema) -> str:
     """What ``other`` has that ``first`` has not, and the other way round, in words."""
     expected = {field.name: str(field.type) for field in first}
@@ -143,15 +166,39 @@ def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
     return int(offset if offset is not None else chunk.data_page_offset)
 
 
-def _decoded_bytes(group: pq.RowGroupMetaData, layout: Layout) -> int:
-    encoded: dict[str, int] = {}
-    for i in range(group.num_columns):
-        column = group.column(i)
-        name = column.path_in_schema.split(".")[0]
-        encoded[name] = encoded.get(name, 0) + column.total_uncompressed_size
-    # Of strings and lists the footer knows more than the type.
+def _decoded_bytes(
+    group: pq.RowGroupMetaData, unencoded: Sequence[int | None], layout: Layout
+) -> int:
+    """Of the columns that are kept, once they are stored."""
     rows: int = group.num_rows
+    of_plain: dict[str, int] = {}
+    for i in range(len(unencoded)):
+        chunk = group.column(i)
+        name = chunk.path_in_schema.split(".")[0]
+        of_plain[name] = of_plain.get(name, 0) + _plain_bytes(chunk, unencoded[i])
     plain = [column.names[0] for column in layout.columns if column.kind == "plain"]
     return rows * layout.fixed_row_bytes + sum(
-        encoded.get(name, rows * _VARIABLE_WIDTH_BYTES) for name in plain
+        of_plain.get(name, rows * _VARIABLE_WIDTH_BYTES) for name in plain
+    )
+
+
+def _plain_bytes(chunk: pq.ColumnChunkMetaData, unencoded: int | None) -> int:
+    """Bytes of a string or list column in Arrow: its values and their offsets."""
+    values: int = chunk.num_values
+    if unencoded is not None:
+        return unencoded + values * _OFFSET_BYTES
+    encoded: int = chunk.total_uncompressed_size
+    statistics = chunk.statistics
+    if chunk.dictionary_page_offset is None or statistics is None or not statistics.has_min_max:
+        return encoded  # with a length before each value, as long as an offset
+    ends = [len(end) for end in (statistics.min, statistics.max) if isinstance(end, str | bytes)]
+    if not ends:
+        return max(encoded, values * _chunk_width(chunk))
+    return max(encoded, values * (sum(ends) // len(ends) + _OFFSET_BYTES))
+
+
+def _chunk_width(chunk: pq.ColumnChunkMetaData) -> int:
+    """Bytes of one value of a fixed-width type in Parquet; 0 of others."""
+    return {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}.get(
+        chunk.physical_type, 0
     )

@@ -1,6 +1,5 @@
 import json
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
@@ -8,20 +7,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
-from moto.server import ThreadedMotoServer
 
-from cache_server.planning import Pin, PinnedTable
 from cache_server.tables import delta
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
-
-SECRET = "hush-hush-key"
+from tests.lake_tables import (
+    SECRET,
+    assert_same_rows,
+    lake_bucket,
+    pinned_table,
+    read_table,
+    s3_options,
+)
 
 
 def _rows(start: int, count: int, **more: list[Any]) -> pa.Table:
@@ -53,32 +55,6 @@ def _spec(source: str, **arguments: Any) -> TableSpec:
     return DatasetSpec("d", source, format="delta", **arguments).tables[0]
 
 
-def _pinned(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> PinnedTable:
-    return PinnedTable(
-        table.name, "delta", pin.schema, table.options, pin.snapshot, columns=columns
-    )
-
-
-def _read(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> pa.Table:
-    pinned = _pinned(table, pin, columns)
-    batches = []
-    for split in pin.cut(pa.schema([("id", pa.int64())]), 1 << 20):
-        rows = list(delta.read(pinned, split, table.secrets))
-        assert split.num_rows is not None
-        assert sum(batch.num_rows for batch in rows) <= split.num_rows
-        batches += rows
-    return pa.Table.from_batches(batches, pinned.read_schema)
-
-
-def _multiset(table: pa.Table) -> Counter[str]:
-    return Counter(repr(row) for row in table.to_pylist())
-
-
-def _same(found: pa.Table, expected: pa.Table) -> None:
-    assert found.column_names == expected.column_names
-    assert _multiset(found) == _multiset(expected)
-
-
 def test_each_version_is_what_deltalake_reads(tmp_path: Path) -> None:
     uri = str(tmp_path / "a table")
     latest = _evolve(uri).version()
@@ -86,9 +62,9 @@ def test_each_version_is_what_deltalake_reads(tmp_path: Path) -> None:
     for version in range(latest + 1):
         spec = _spec(uri, snapshot=version)
         pin = delta.pin(spec)
-        found = _read(spec, pin)
-        _same(found, DeltaTable(uri, version=version).to_pyarrow_table())
-        assert found.equals(_read(spec, delta.pin(spec)))  # in the same order
+        found = read_table(spec, pin)
+        assert_same_rows(found, DeltaTable(uri, version=version).to_pyarrow_table())
+        assert found.equals(read_table(spec, delta.pin(spec)))  # in the same order
         assert pin.exact_rows and pin.comparable and json.dumps(pin.content)
         rows = sum(split.num_rows or 0 for split in pin.cut(pa.schema([]), 1))
         assert rows == found.num_rows
@@ -131,8 +107,10 @@ def test_only_the_columns_of_the_query_are_read(tmp_path: Path) -> None:
     spec = _spec(uri)
     pin = delta.pin(spec)
     for columns in (("part", "extra"), ("day",), ("id",)):
-        _same(_read(spec, pin, columns), table.to_pyarrow_table(columns=list(columns)))
-    pinned = _pinned(spec, pin, ())
+        assert_same_rows(
+            read_table(spec, pin, columns), table.to_pyarrow_table(columns=list(columns))
+        )
+    pinned = pinned_table(spec, pin, ())
     splits = pin.cut(pa.schema([]), 1)
     counted = sum(b.num_rows for split in splits for b in delta.read(pinned, split, {}))
     assert counted == table.count()
@@ -144,7 +122,7 @@ def test_a_pinned_table_stays_as_it_was(tmp_path: Path) -> None:
     spec = _spec(uri)
     pin = delta.pin(spec)
     write_deltalake(uri, _rows(300, 3), mode="append", schema_mode="merge")
-    _same(_read(spec, pin), expected)
+    assert_same_rows(read_table(spec, pin), expected)
     assert delta.pin(spec).content != pin.content
 
 
@@ -153,7 +131,7 @@ def test_splits_are_read_at_once_and_the_log_once(tmp_path: Path) -> None:
     expected = _evolve(uri).to_pyarrow_table()
     spec = _spec(uri)
     pin = delta.pin(spec)
-    pinned = _pinned(spec, pin)
+    pinned = pinned_table(spec, pin)
     splits = pin.cut(pa.schema([]), 1)
     with (
         patch.object(delta, "_reopen", wraps=delta._reopen) as reopened,
@@ -161,7 +139,9 @@ def test_splits_are_read_at_once_and_the_log_once(tmp_path: Path) -> None:
     ):
         parts = list(pool.map(lambda split: list(delta.read(pinned, split, {})), splits * 2))
     assert reopened.call_count == 1
-    _same(pa.Table.from_batches([b for part in parts[: len(splits)] for b in part]), expected)
+    assert_same_rows(
+        pa.Table.from_batches([b for part in parts[: len(splits)] for b in part]), expected
+    )
 
 
 def test_rows_are_counted_where_the_log_does_not_tell(tmp_path: Path) -> None:
@@ -232,13 +212,13 @@ def test_deletion_vectors_are_honoured(tmp_path: Path) -> None:
     _delete_by_vector(uri, [1, 3, 4])
     spec = _spec(str(uri))
     pin = delta.pin(spec)
-    assert _read(spec, pin).column("id").to_pylist() == [0, 2, 5, 6, 7, 8, 9]
-    assert _read(spec, pin, ("part",)).num_rows == 7
+    assert read_table(spec, pin).column("id").to_pylist() == [0, 2, 5, 6, 7, 8, 9]
+    assert read_table(spec, pin, ("part",)).num_rows == 7
     assert before.exact_rows and not pin.exact_rows
     assert [split.num_rows for split in pin.cut(pa.schema([]), 1)] == [10]
     assert pin.content != before.content
     old = _spec(str(uri), snapshot=0)
-    assert _read(old, delta.pin(old)).num_rows == 10
+    assert read_table(old, delta.pin(old)).num_rows == 10
 
 
 def test_deletion_vectors_span_batches(tmp_path: Path) -> None:
@@ -247,7 +227,7 @@ def test_deletion_vectors_span_batches(tmp_path: Path) -> None:
     gone = [0, 7, 60_000]
     _delete_by_vector(uri, gone)
     spec = _spec(str(uri))
-    found = _read(spec, delta.pin(spec))
+    found = read_table(spec, delta.pin(spec))
     assert found.num_rows == 300_000 - len(gone)
     assert found.column("id").to_pylist() == [i for i in range(300_000) if i not in gone]
 
@@ -291,7 +271,7 @@ def test_a_widened_column_is_cast(tmp_path: Path) -> None:
     size = file.stat().st_size
     _rewrite_log(uri, 0, lambda action: action.get("add", {}).update(size=size))
     spec = _spec(str(uri))
-    assert _read(spec, delta.pin(spec)).column("id").to_pylist() == [1, 2]
+    assert read_table(spec, delta.pin(spec)).column("id").to_pylist() == [1, 2]
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
@@ -316,7 +296,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (split,) = pin.cut(pa.schema([]), 1)
     next(uri.glob("*.parquet")).unlink()
     with pytest.raises(LoadError) as caught:
-        list(delta.read(_pinned(spec, pin), split, {}))
+        list(delta.read(pinned_table(spec, pin), split, {}))
     assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -329,56 +309,35 @@ def test_another_table_at_the_same_place_is_refused(tmp_path: Path) -> None:
     (uri / "_delta_log" / f"{0:020}.json").unlink()
     write_deltalake(str(uri), _rows(0, 3))
     with pytest.raises(LoadError, match="changed since the dataset was planned"):
-        list(delta.read(_pinned(spec, pin), split, {}))
+        list(delta.read(pinned_table(spec, pin), split, {}))
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name="us-east-1",
-        aws_access_key_id="access",
-        aws_secret_access_key=SECRET,
-    )
-    client.create_bucket(Bucket="lake")
-    client.close()
-    yield endpoint
-    server.stop()
-
-
-def _options(endpoint: str) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "access",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
+    with lake_bucket() as endpoint:
+        yield endpoint
 
 
 def test_a_table_in_s3(s3: str) -> None:
-    storage = {**_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+    storage = {**s3_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
     table = _evolve("s3://lake/a table", {**storage, "aws_conditional_put": "etag"})
     for scheme in ("s3", "s3a"):
-        spec = _spec(f"{scheme}://lake/a table", storage_options=_options(s3))
+        spec = _spec(f"{scheme}://lake/a table", storage_options=s3_options(s3))
         pin = delta.pin(spec)
-        _same(_read(spec, pin), table.to_pyarrow_table())
+        assert_same_rows(read_table(spec, pin), table.to_pyarrow_table())
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
 def test_a_missing_object_names_itself_and_no_key(s3: str) -> None:
     for uri in ("s3://lake/none", "s3://absent/t"):
         with pytest.raises(LoadError) as caught:
-            delta.pin(_spec(uri, storage_options=_options(s3)))
+            delta.pin(_spec(uri, storage_options=s3_options(s3)))
         message = str(caught.value)
         assert uri in message and s3 in message and SECRET not in message and "\n" not in message
 
 
 def test_a_secret_in_a_message_of_the_library_is_hidden() -> None:
-    spec = _spec("s3://lake/t", storage_options=_options("http://h"))
+    spec = _spec("s3://lake/t", storage_options=s3_options("http://h"))
     with (
         patch.object(delta, "_open", side_effect=ValueError(f"denied\n  \x1b[31m↳ for {SECRET}")),
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),

@@ -2,7 +2,6 @@ import json
 import struct
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import boto3
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.manifest import (
     DataFile,
@@ -48,13 +45,20 @@ from pyiceberg.types import (
 )
 from pyroaring import BitMap
 
-from cache_server.planning import Pin, PinnedTable
+from cache_server.planning import Condition
 from cache_server.tables import iceberg
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
+from tests.lake_tables import (
+    SECRET,
+    assert_same_rows,
+    lake_bucket,
+    pinned_table,
+    read_table,
+    s3_options,
+)
 
-SECRET = "hush-hush-key"
 SCHEMA = Schema(
     NestedField(1, "id", LongType(), required=False),
     NestedField(2, "part", StringType(), required=False),
@@ -104,41 +108,15 @@ def _spec(source: str, **arguments: Any) -> TableSpec:
     return DatasetSpec("d", source, format="iceberg", **arguments).tables[0]
 
 
-def _pinned(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> PinnedTable:
-    return PinnedTable(
-        table.name, "iceberg", pin.schema, table.options, pin.snapshot, columns=columns
-    )
-
-
-def _read(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> pa.Table:
-    pinned = _pinned(table, pin, columns)
-    batches = []
-    for split in pin.cut(pa.schema([("id", pa.int64())]), 1 << 20):
-        rows = list(iceberg.read(pinned, split, table.secrets))
-        assert split.num_rows is not None
-        assert sum(batch.num_rows for batch in rows) <= split.num_rows
-        batches += rows
-    return pa.Table.from_batches(batches, pinned.read_schema)
-
-
-def _multiset(table: pa.Table) -> Counter[str]:
-    return Counter(repr(row) for row in table.to_pylist())
-
-
-def _same(found: pa.Table, expected: pa.Table) -> None:
-    assert found.column_names == expected.column_names
-    assert _multiset(found) == _multiset(expected)
-
-
 def test_each_snapshot_is_what_pyiceberg_scans(catalog: SqlCatalog) -> None:
     table = _evolve(catalog)
     assert len(table.metadata.snapshots) >= 4
     for snapshot in table.metadata.snapshots:
         spec = _spec(table.metadata_location, snapshot=snapshot.snapshot_id)
         pin = iceberg.pin(spec)
-        found = _read(spec, pin)
-        _same(found, table.scan(snapshot_id=snapshot.snapshot_id).to_arrow())
-        assert found.equals(_read(spec, iceberg.pin(spec)))  # in the same order
+        found = read_table(spec, pin)
+        assert_same_rows(found, table.scan(snapshot_id=snapshot.snapshot_id).to_arrow())
+        assert found.equals(read_table(spec, iceberg.pin(spec)))  # in the same order
         assert pin.exact_rows and pin.comparable
         rows = sum(split.num_rows or 0 for split in pin.cut(pin.schema.empty_table().schema, 1))
         assert rows == found.num_rows
@@ -154,7 +132,42 @@ def test_the_current_state_has_the_current_columns(catalog: SqlCatalog) -> None:
     pin = iceberg.pin(spec)
     assert pin.schema.names == ["id", "part", "points", "extra", "later"]
     assert pin.schema.field("extra").type == pa.int64()
-    _same(_read(spec, pin), table.scan().to_arrow())
+    assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
+
+
+def test_data_files_that_no_row_can_come_from_are_pruned(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    assert pin.prune is not None
+
+    by_partition = pin.prune([Condition("part", "=", "p1")])
+    by_bounds = pin.prune([Condition("id", ">=", 200)])
+
+    every = pin.cut(pin.schema, 1)
+    assert 0 < len(by_partition.cut(pin.schema, 1)) < len(every)
+    assert all("part=p1" in split.file.path for split in by_partition.cut(pin.schema, 1))
+    assert 0 < len(by_bounds.cut(pin.schema, 1)) < len(every)
+    kept = read_table(spec, by_bounds).column("id").to_pylist()
+    assert {n for n in kept if n >= 200} == {200, 201, 202, 203}
+    assert by_bounds.content == pin.content
+
+
+def test_names_of_another_time_prune_nothing(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.swapped", SCHEMA, partition_spec=BY_PART)
+    table.append(_rows(0, 9))
+    first = table.metadata.current_snapshot_id
+    with table.update_schema() as update:
+        update.rename_column("id", "was_id")
+    with table.update_schema() as update:
+        update.add_column("id", LongType())
+    spec = _spec(table.metadata_location, snapshot=first)
+    pin = iceberg.pin(spec)
+    assert pin.prune is not None
+
+    pruned = pin.prune([Condition("id", "=", 3)])
+
+    assert 3 in read_table(spec, pruned).column("id").to_pylist()
 
 
 def test_a_sql_catalogue_finds_the_table(catalog: SqlCatalog, tmp_path: Path) -> None:
@@ -163,7 +176,7 @@ def test_a_sql_catalogue_finds_the_table(catalog: SqlCatalog, tmp_path: Path) ->
     for snapshot in (None, table.metadata.snapshots[1].snapshot_id):
         spec = _spec("ns.t", catalog=arguments, snapshot=snapshot)
         pin = iceberg.pin(spec)
-        _same(_read(spec, pin), table.scan(snapshot_id=snapshot).to_arrow())
+        assert_same_rows(read_table(spec, pin), table.scan(snapshot_id=snapshot).to_arrow())
         static = _spec(table.metadata_location, snapshot=snapshot)
         assert iceberg.pin(static).content == pin.content
     with pytest.raises(LoadError, match=r"Iceberg table ns\.absent: .*ns\.absent"):
@@ -176,7 +189,7 @@ def test_a_pinned_table_stays_as_it_was(catalog: SqlCatalog) -> None:
     pin = iceberg.pin(spec)
     expected = table.scan().to_arrow()
     table.append(_rows(300, 3).select(["id", "part"]))
-    _same(_read(spec, pin), expected)
+    assert_same_rows(read_table(spec, pin), expected)
     newer = iceberg.pin(_spec(table.metadata_location))
     assert newer.content != pin.content
     assert json.dumps(newer.content)
@@ -201,8 +214,8 @@ def test_only_the_columns_of_the_query_are_read(catalog: SqlCatalog) -> None:
     spec = _spec(table.metadata_location)
     pin = iceberg.pin(spec)
     columns = ("part", "extra")
-    _same(_read(spec, pin, columns), table.scan(selected_fields=columns).to_arrow())
-    pinned = _pinned(spec, pin, ())
+    assert_same_rows(read_table(spec, pin, columns), table.scan(selected_fields=columns).to_arrow())
+    pinned = pinned_table(spec, pin, ())
     splits = pin.cut(pa.schema([]), 1)
     counted = sum(b.num_rows for split in splits for b in iceberg.read(pinned, split, {}))
     assert counted == table.scan().count()
@@ -252,7 +265,7 @@ def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog)
         pa.map_(pa.string(), pa.string()),
     ]
     assert not any(field.metadata for field in pin.schema) and not pin.schema.metadata
-    found = _read(spec, pin)
+    found = read_table(spec, pin)
     assert found.column("pair").to_pylist() == [row["pair"] for row in rows]
     assert found.column("key").to_pylist() == [row["key"] for row in rows]
     assert found.column("m").to_pylist() == [row["m"] for row in rows]
@@ -264,7 +277,7 @@ def test_a_table_without_a_snapshot_has_no_rows(catalog: SqlCatalog) -> None:
     pin = iceberg.pin(spec)
     assert pin.schema.names == ["id", "part", "score", "tags"]
     assert pin.cut(pin.schema.empty_table().select(["id"]).schema, 1) == ()
-    assert _read(spec, pin).num_rows == 0
+    assert read_table(spec, pin).num_rows == 0
 
 
 def test_an_unknown_snapshot_is_refused_with_the_known_ones(catalog: SqlCatalog) -> None:
@@ -294,7 +307,7 @@ def test_a_missing_data_file_is_named(catalog: SqlCatalog) -> None:
     split = pin.cut(pa.schema([("id", pa.int64())]), 1)[0]
     Path(split.file.path.removeprefix("file://")).unlink()
     with pytest.raises(LoadError) as caught:
-        list(iceberg.read(_pinned(spec, pin), split, {}))
+        list(iceberg.read(pinned_table(spec, pin), split, {}))
     assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -372,8 +385,8 @@ def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
     location, _ = _with_deletes(table, [deletes])
     spec = _spec(location)
     pin = iceberg.pin(spec)
-    found = _read(spec, pin)
-    _same(found, StaticTable.from_metadata(location).scan().to_arrow())
+    found = read_table(spec, pin)
+    assert_same_rows(found, StaticTable.from_metadata(location).scan().to_arrow())
     assert found.num_rows == 42 - 2
     assert before.exact_rows and not pin.exact_rows
     assert sum(s.num_rows or 0 for s in pin.cut(pa.schema([]), 1)) == 42  # before the deletes
@@ -412,7 +425,7 @@ def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
     location, _ = _with_deletes(table, [deletes])
     spec = _spec(location)
     pin = iceberg.pin(spec)
-    assert _read(spec, pin).column("id").to_pylist() == [1, 2, 4, 5, 6, 7, 8]
+    assert read_table(spec, pin).column("id").to_pylist() == [1, 2, 4, 5, 6, 7, 8]
     assert not pin.exact_rows
 
 
@@ -433,7 +446,7 @@ def test_splits_are_read_at_once_and_planned_once(catalog: SqlCatalog) -> None:
     table = _evolve(catalog)
     spec = _spec(table.metadata_location)
     pin = iceberg.pin(spec)
-    pinned = _pinned(spec, pin)
+    pinned = pinned_table(spec, pin)
     splits = pin.cut(pa.schema([("id", pa.int64())]), 1)
     with (
         patch.object(iceberg, "_make_plan", wraps=iceberg._make_plan) as planned,
@@ -442,26 +455,13 @@ def test_splits_are_read_at_once_and_planned_once(catalog: SqlCatalog) -> None:
         parts = list(pool.map(lambda split: list(iceberg.read(pinned, split, {})), splits * 2))
     assert planned.call_count == 1
     once = pa.Table.from_batches([batch for part in parts[: len(splits)] for batch in part])
-    _same(once, table.scan().to_arrow())
+    assert_same_rows(once, table.scan().to_arrow())
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name="us-east-1",
-        aws_access_key_id="access",
-        aws_secret_access_key=SECRET,
-    )
-    client.create_bucket(Bucket="lake")
-    client.close()
-    yield endpoint
-    server.stop()
+    with lake_bucket() as endpoint:
+        yield endpoint
 
 
 def _s3_catalog(tmp_path: Path, endpoint: str) -> SqlCatalog:
@@ -478,35 +478,27 @@ def _s3_catalog(tmp_path: Path, endpoint: str) -> SqlCatalog:
     )
 
 
-def _options(endpoint: str) -> dict[str, str]:
-    return {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "access",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
-
-
 def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
     with closing(_s3_catalog(tmp_path, s3)) as catalog:
         catalog.create_namespace("ns")
         table = _evolve(catalog)
         location = table.metadata_location.replace("s3://", "s3a://")
-        spec = _spec(location, storage_options=_options(s3))
+        spec = _spec(location, storage_options=s3_options(s3))
         pin = iceberg.pin(spec)
-        _same(_read(spec, pin), table.scan().to_arrow())
+        assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
 def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
     for location in ("s3://lake/none.metadata.json", "s3://absent/v1.metadata.json"):
         with pytest.raises(LoadError) as caught:
-            iceberg.pin(_spec(location, storage_options=_options(s3)))
+            iceberg.pin(_spec(location, storage_options=s3_options(s3)))
         assert location in str(caught.value) and s3 in str(caught.value)
         assert SECRET not in str(caught.value)
 
 
 def test_a_secret_in_a_message_of_the_library_is_hidden(tmp_path: Path) -> None:
-    spec = _spec(str(tmp_path / "v1.metadata.json"), storage_options=_options("http://h"))
+    spec = _spec(str(tmp_path / "v1.metadata.json"), storage_options=s3_options("http://h"))
     with (
         patch.object(iceberg, "_find", side_effect=ValueError(f"denied\n  for {SECRET}")),
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
@@ -558,7 +550,7 @@ def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None
             arguments = {"type": "rest", "uri": f"http://127.0.0.1:{server.server_port}"}
             spec = _spec("ns.t", catalog={**arguments, "token": "rest-token"})
             pin = iceberg.pin(spec)
-            _same(_read(spec, pin), expected)
+            assert_same_rows(read_table(spec, pin), expected)
         finally:
             server.shutdown()
             serving.join()

@@ -17,9 +17,10 @@ import pytest
 
 from cache_server.packing import storage_schema
 from cache_server.planning import Pin, PinnedTable, Split
-from cache_server.tables import postgres, postgres_cut
-from cache_server.tables.postgres_ranges import even_ranges
-from cache_server.tables.postgres_session import Address, parse_uri
+from cache_server.tables import postgres
+from cache_server.tables.postgres import cut, snapshot
+from cache_server.tables.postgres.ranges import even_ranges
+from cache_server.tables.postgres.session import Address, parse_uri
 from protos.errors import CacheError, LoadError, RequestError
 from protos.spec import TableSpec
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
@@ -284,14 +285,14 @@ def test_a_table_that_changes_before_it_is_locked_is_refused(
     db: Database, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     db.run("CREATE TABLE t (id int)", "INSERT INTO t VALUES (1)")
-    find = postgres.find_table
+    find = snapshot.find_table
 
     def change_after(*arguments):
         found = find(*arguments)
         db.run(change)
         return found
 
-    monkeypatch.setattr(postgres, "find_table", change_after)
+    monkeypatch.setattr(snapshot, "find_table", change_after)
     text = failure(lambda: db.pin(table="t"), LoadError)
     assert "public.t" in text and "while it was pinned" in text
 
@@ -560,8 +561,8 @@ def test_a_reader_that_stops_early_leaves_no_connection(db: Database) -> None:
 def test_a_large_table_is_sampled_and_not_counted(
     db: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgres, "MAX_COUNTED_ROWS", 1000)
-    monkeypatch.setattr(postgres_cut, "_SAMPLED_ROWS", 5000)
+    monkeypatch.setattr(snapshot, "MAX_COUNTED_ROWS", 1000)
+    monkeypatch.setattr(cut, "_SAMPLED_ROWS", 5000)
     db.run(
         "CREATE TABLE t (k int, v int)",
         "INSERT INTO t SELECT nullif(g % 1000, 7), g FROM generate_series(1, 20000) g",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_server import loader
 from cache_server.loader import LocalFile
 from cache_server.packing import storage_schema
-from cache_server.planning import PinnedTable, SourceFile, Split
+from cache_server.planning import Condition, PinnedTable, SourceFile, Split
 from cache_server.tables import files as sources
 from cache_server.tables import parquet
 from protos.errors import LoadError, RequestError
@@ -598,3 +598,57 @@ def test_text_splits_do_not_know_their_rows(tmp_path: Path) -> None:
     ]
     assert {split.num_rows for split in splits} == {None}
     assert [split.estimated_bytes for split in splits] == [333, 333, 333, 90]
+
+
+# -- partitions ------------------------------------------------------------------------------------
+
+
+def write_partitions(root: Path) -> Path:
+    for day in (1, 2, 3):
+        for land in ("de", "fr", "__HIVE_DEFAULT_PARTITION__"):
+            folder = root / f"day={day}" / f"land={land}"
+            folder.mkdir(parents=True)
+            pq.write_table(pa.table({"n": [day * 10, day * 10 + 1]}), folder / "x.parquet")
+    return root
+
+
+def test_the_columns_in_the_names_of_directories_appear_with_their_types(tmp_path: Path) -> None:
+    _, pin = sources.pin(table_spec(write_partitions(tmp_path)))
+    splits = pin.cut(storage_schema(pin.schema), 10**9)
+
+    rows = [row for split in splits for row in read(split, "parquet", pin.schema)]
+
+    assert [(f.name, str(f.type)) for f in pin.schema] == [
+        ("n", "int64"), ("day", "int64"), ("land", "string"),
+    ]  # fmt: skip
+    assert rows[:4] == [
+        {"n": 10, "day": 1, "land": None},
+        {"n": 11, "day": 1, "land": None},
+        {"n": 10, "day": 1, "land": "de"},
+        {"n": 11, "day": 1, "land": "de"},
+    ]
+    assert len(rows) == 18
+
+
+def test_partitions_that_no_row_can_come_from_are_never_looked_at(tmp_path: Path) -> None:
+    _, pin = sources.pin(table_spec(write_partitions(tmp_path)))
+    conditions = [Condition("day", ">=", 2), Condition("land", "=", "fr"), Condition("n", "<", 0)]
+    assert pin.prune is not None
+
+    splits = pin.prune(conditions).cut(storage_schema(pin.schema), 10**9)
+
+    assert [split.file.path.removeprefix(str(tmp_path)) for split in splits] == [
+        "/day=2/land=fr/x.parquet",
+        "/day=3/land=fr/x.parquet",
+    ]
+
+
+def test_directories_above_the_source_and_keys_that_not_all_files_have_are_no_columns(
+    tmp_path: Path,
+) -> None:
+    root = write_partitions(tmp_path / "year=2024")
+
+    assert sources.pin(table_spec(root / "day=1"))[1].schema.names == ["n", "land"]
+    (root / "day=1" / "other").mkdir()
+    pq.write_table(pa.table({"n": [1]}), root / "day=1" / "other" / "y.parquet")
+    assert sources.pin(table_spec(root))[1].schema.names == ["n", "day"]

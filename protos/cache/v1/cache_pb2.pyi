@@ -760,6 +760,195 @@ class CreateDatasetResponse(_message.Message):
 Global___CreateDatasetResponse: _TypeAlias = CreateDatasetResponse  # noqa: Y015
 
 @_typing.final
+class PlanDatasetRequest(_message.Message):
+    """What a load would come to; nothing is loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    NUM_NODES_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    num_nodes: _builtins.int
+    """0: the nodes that are alive"""
+    memory_limit_bytes: _builtins.int
+    """of each node; 0: the smallest limit of those alive"""
+    @_builtins.property
+    def spec(self) -> Global___DatasetSpec: ...
+    @_builtins.property
+    def secrets(self) -> Global___Secrets: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___DatasetSpec | None = ...,
+        secrets: Global___Secrets | None = ...,
+        num_nodes: _builtins.int = ...,
+        memory_limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_limit_bytes", b"memory_limit_bytes", "num_nodes", b"num_nodes", "secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanDatasetRequest: _TypeAlias = PlanDatasetRequest  # noqa: Y015
+
+@_typing.final
+class PlanDatasetResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORECAST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def forecast(self) -> Global___LoadForecast: ...
+    def __init__(
+        self,
+        *,
+        forecast: Global___LoadForecast | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["forecast", b"forecast"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forecast", b"forecast"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanDatasetResponse: _TypeAlias = PlanDatasetResponse  # noqa: Y015
+
+@_typing.final
+class LoadForecast(_message.Message):
+    """Bytes are decoded, as stored, of one replica unless it says otherwise."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SCHEMA_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    ORDERED_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    ROWS_EXACT_FIELD_NUMBER: _builtins.int
+    FILTERED_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    NODE_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    NODES_NEEDED_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    schema: _builtins.bytes
+    """logical columns, storage types"""
+    whole: _builtins.bool
+    """the query runs once, over whole tables: its result is not known beforehand"""
+    why: _builtins.str
+    ordered: _builtins.bool
+    """the rows have an order of their own"""
+    num_rows: _builtins.int
+    """before any filter; unset where the format does not tell"""
+    rows_exact: _builtins.bool
+    """and so many it will be"""
+    filtered_rows: _builtins.int
+    """an estimate from statistics, where there is a filter"""
+    num_bytes: _builtins.int
+    """before any filter; of a whole query, what it reads"""
+    num_shards: _builtins.int
+    """0 of a whole query"""
+    memory_limit_bytes: _builtins.int
+    """0: none"""
+    nodes_needed: _builtins.int
+    """for that limit; 0: no number of nodes is enough"""
+    @_builtins.property
+    def spec(self) -> Global___DatasetSpec: ...
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableForecast]: ...
+    @_builtins.property
+    def node_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """all replicas"""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___DatasetSpec | None = ...,
+        fingerprint: _builtins.str = ...,
+        schema: _builtins.bytes = ...,
+        whole: _builtins.bool = ...,
+        why: _builtins.str = ...,
+        ordered: _builtins.bool = ...,
+        tables: _abc.Iterable[Global___TableForecast] | None = ...,
+        num_rows: _builtins.int | None = ...,
+        rows_exact: _builtins.bool = ...,
+        filtered_rows: _builtins.int | None = ...,
+        num_bytes: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
+        node_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        memory_limit_bytes: _builtins.int = ...,
+        nodes_needed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
+    _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
+    _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
+    _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__filtered_rows) -> _WhichOneofReturnType__filtered_rows | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
+
+Global___LoadForecast: _TypeAlias = LoadForecast  # noqa: Y015
+
+@_typing.final
+class TableForecast(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    NUM_FILES_FIELD_NUMBER: _builtins.int
+    SOURCE_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    BY_SPLIT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    format: _builtins.str
+    snapshot: _builtins.str
+    num_files: _builtins.int
+    source_bytes: _builtins.int
+    num_rows: _builtins.int
+    num_bytes: _builtins.int
+    """decoded, of the columns that the query reads or keeps"""
+    by_split: _builtins.bool
+    """else every node that needs it reads it whole"""
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that the query reads"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        format: _builtins.str = ...,
+        snapshot: _builtins.str = ...,
+        num_files: _builtins.int = ...,
+        source_bytes: _builtins.int = ...,
+        num_rows: _builtins.int | None = ...,
+        num_bytes: _builtins.int = ...,
+        columns: _abc.Iterable[_builtins.str] | None = ...,
+        by_split: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "by_split", b"by_split", "columns", b"columns", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_files", b"num_files", "num_rows", b"num_rows", "snapshot", b"snapshot", "source_bytes", b"source_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
+    _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
+
+Global___TableForecast: _TypeAlias = TableForecast  # noqa: Y015
+
+@_typing.final
 class GetDatasetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class CoordinatorStub:
                 request_serializer=protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetRequest.SerializeToString,
                 response_deserializer=protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetResponse.FromString,
                 _registered_method=True)
+        self.PlanDataset = channel.unary_unary(
+                '/cache.v1.Coordinator/PlanDataset',
+                request_serializer=protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetRequest.SerializeToString,
+                response_deserializer=protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetResponse.FromString,
+                _registered_method=True)
         self.GetDataset = channel.unary_unary(
                 '/cache.v1.Coordinator/GetDataset',
                 request_serializer=protos_dot_cache_dot_v1_dot_cache__pb2.GetDatasetRequest.SerializeToString,
@@ -76,6 +81,13 @@ class CoordinatorServicer:
 
     def CreateDataset(self, request, context):
         """Starts the load of a dataset and answers at once. Attaches when the fingerprint exists.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PlanDataset(self, request, context):
+        """Says what a load would come to, from metadata alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.CreateDataset,
                     request_deserializer=protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetRequest.FromString,
                     response_serializer=protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetResponse.SerializeToString,
+            ),
+            'PlanDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanDataset,
+                    request_deserializer=protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetRequest.FromString,
+                    response_serializer=protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetResponse.SerializeToString,
             ),
             'GetDataset': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDataset,
@@ -184,6 +201,33 @@ class Coordinator:
             '/cache.v1.Coordinator/CreateDataset',
             protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetRequest.SerializeToString,
             protos_dot_cache_dot_v1_dot_cache__pb2.CreateDatasetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/PlanDataset',
+            protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetRequest.SerializeToString,
+            protos_dot_cache_dot_v1_dot_cache__pb2.PlanDatasetResponse.FromString,
             options,
             channel_credentials,
             insecure,

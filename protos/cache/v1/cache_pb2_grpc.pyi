@@ -20,6 +20,8 @@ class CoordinatorStub:
     def __init__(self, channel: _grpc.Channel) -> None: ...
     CreateDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.CreateDatasetRequest, _cache_pb2.CreateDatasetResponse]
     """Starts the load of a dataset and answers at once. Attaches when the fingerprint exists."""
+    PlanDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PlanDatasetRequest, _cache_pb2.PlanDatasetResponse]
+    """Says what a load would come to, from metadata alone."""
     GetDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetDatasetRequest, _cache_pb2.GetDatasetResponse]
     WatchDataset: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchDatasetRequest, _cache_pb2.WatchDatasetResponse]
     """Streams the dataset at every change of its state or progress; ends when ready or failed."""
@@ -36,6 +38,14 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _grpc.ServicerContext,
     ) -> _cache_pb2.CreateDatasetResponse:
         """Starts the load of a dataset and answers at once. Attaches when the fingerprint exists."""
+
+    @_abc_1.abstractmethod
+    def PlanDataset(
+        self,
+        request: _cache_pb2.PlanDatasetRequest,
+        context: _grpc.ServicerContext,
+    ) -> _cache_pb2.PlanDatasetResponse:
+        """Says what a load would come to, from metadata alone."""
 
     @_abc_1.abstractmethod
     def GetDataset(

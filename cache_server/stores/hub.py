@@ -6,6 +6,7 @@ its place. huggingface_hub itself retries some requests, and not others: all are
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from http import HTTPStatus
@@ -20,10 +21,10 @@ from tenacity import (
 )
 
 from cache_server.planning import SourceFile
-from cache_server.tables.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
-from cache_server.tables.object_client import Location, check_unchanged
-from cache_server.tables.options import number_setting, store_settings
-from cache_server.tables.store_errors import Place, secret_values, store_error
+from cache_server.stores.client import Location, check_unchanged
+from cache_server.stores.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
+from cache_server.stores.errors import Place, secret_values, store_error
+from cache_server.stores.options import number_setting, store_settings
 from protos.errors import LoadError, RequestError
 
 SCHEME = "hf"
@@ -71,7 +72,9 @@ class HubClient:
         names = ("access_token", "session_token", "hf_token")
         self._token = next((settings[name] for name in names if name in settings), None)
         self._endpoint = settings.get("endpoint")
-        self._place = Place(location.bucket, self._endpoint or _HOST, "repository")
+        environ = from_env()
+        host = self._endpoint or environ.get("HF_ENDPOINT") or _HOST
+        self._place = Place(location.bucket, host, "repository")
         self._retrying = Retrying(
             stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
             | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),
@@ -79,7 +82,7 @@ class HubClient:
             retry=retry_if_exception(_is_passing),
             reraise=True,
         )
-        self._secret = secret_values(secrets, {})
+        self._secret = secret_values(secrets, environ)
 
     def __repr__(self) -> str:
         return f"HubClient({self._base!r})"
@@ -154,6 +157,15 @@ class HubClient:
         status = getattr(getattr(error, "response", None), "status_code", None)
         text = f"status code: {status}" if status else f"{type(error).__name__}: {error}"
         return store_error(OSError(text), uri, self._place, self._secret)
+
+
+def from_env() -> dict[str, str]:
+    """The variables by which huggingface_hub finds the Hub and its token."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name.startswith(("HF_", "HUGGING_FACE_HUB_"))
+    }
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ import obstore
 from obstore import exceptions
 
 from cache_server.planning import SourceFile
-from cache_server.tables.store_errors import Place, store_error
+from cache_server.stores.errors import Place, store_error
 from protos.errors import LoadError, RequestError
 
 _KINDS = {

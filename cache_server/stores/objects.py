@@ -1,7 +1,7 @@
 """Where the files of a remote table are: URIs -> objects -> their bytes.
 
 The same for every store: which objects a URI means, and which bytes are worth one request. How a
-store is spoken to is a matter of `connections`, `object_client` and `hub`.
+store is spoken to is a matter of `client`, `connections` and `hub`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from cache_server.planning import SourceFile
-from cache_server.tables.connections import client_for
-from cache_server.tables.hub import SCHEME, HubClient, hub_location
-from cache_server.tables.object_client import Location, RangesNotServedError
+from cache_server.stores.client import Location, RangesNotServedError
+from cache_server.stores.connections import client_for
+from cache_server.stores.hub import SCHEME, HubClient, hub_location
 from protos.errors import LoadError, RequestError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

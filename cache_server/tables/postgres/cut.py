@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache_server.planning import SourceFile, Split
-from cache_server.tables.postgres_quoting import array_literal
-from cache_server.tables.postgres_ranges import (
+from cache_server.tables.postgres.quoting import array_literal
+from cache_server.tables.postgres.ranges import (
     CTID,
     KeyRange,
     block_bounds,
@@ -22,8 +22,8 @@ from cache_server.tables.postgres_ranges import (
     even_ranges,
     quantiles,
 )
-from cache_server.tables.postgres_relation import Relation
-from cache_server.tables.postgres_session import Session
+from cache_server.tables.postgres.relation import Relation
+from cache_server.tables.postgres.session import Session
 from protos.layout import Layout
 
 _SAMPLED_ROWS = 200_000  # for the bounds of ranges

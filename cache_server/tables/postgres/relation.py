@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from cache_server.tables.postgres_quoting import identifier, literal
-from cache_server.tables.postgres_session import Address, Session
+from cache_server.tables.postgres.quoting import identifier, literal
+from cache_server.tables.postgres.session import Address, Session
 from protos.errors import LoadError, RequestError
 
 _INTEGERS = {20, 21, 23}  # int8, int2 and int4 in pg_type

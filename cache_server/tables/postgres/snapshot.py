@@ -30,10 +30,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache_server.planning import Pin, PinnedTable, Split
-from cache_server.tables.postgres_cut import Cutting
-from cache_server.tables.postgres_quoting import identifier
-from cache_server.tables.postgres_ranges import CTID, KeyRange
-from cache_server.tables.postgres_relation import (
+from cache_server.tables.postgres.cut import Cutting
+from cache_server.tables.postgres.quoting import identifier
+from cache_server.tables.postgres.ranges import CTID, KeyRange
+from cache_server.tables.postgres.relation import (
     Relation,
     check_not_rewritten,
     column_expressions,
@@ -42,7 +42,7 @@ from cache_server.tables.postgres_relation import (
     has_no_like,
     query_relation,
 )
-from cache_server.tables.postgres_session import (
+from cache_server.tables.postgres.session import (
     Address,
     Session,
     keywords_of,

@@ -1,0 +1,138 @@
+"""What a load would come to, for whoever sizes a cache or a job. Pure: a node did the looking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from cache_client.order import StepPlan
+from protos.cache.v1 import cache_pb2 as pb
+from protos.layout import schema_from_bytes
+
+
+@dataclass(frozen=True)
+class TableForecast:
+    """One table that the query reads.
+
+    Attributes:
+        source_bytes: of its files, as they lie in their store; 0 where it is not made of files.
+        num_rows: None where its format does not tell.
+        num_bytes: decoded, of the columns that the query reads.
+        columns: that the query reads.
+        by_split: spread over the nodes; else each node that needs it reads it whole.
+    """
+
+    name: str
+    format: str
+    num_files: int
+    source_bytes: int
+    num_rows: int | None
+    num_bytes: int
+    columns: tuple[str, ...]
+    by_split: bool
+
+
+@dataclass(frozen=True)
+class LoadForecast:
+    """What a load would come to, from footers and metadata alone.
+
+    Attributes:
+        whole: the query has one answer for the whole table, so one node runs it, and neither rows
+            nor shards of its result are known beforehand.
+        why: how the query goes, and why.
+        ordered: the rows have an order of their own.
+        schema: of the result: logical columns in their storage types.
+        num_rows: before any filter; None where a format, or a whole query, does not tell.
+        rows_exact: the result will have exactly ``num_rows``.
+        filtered_rows: an estimate of what passes the filter, from statistics; None without a
+            filter, or without statistics.
+        num_bytes: decoded, after projection and before any filter, of one replica; of a whole
+            query, what it reads.
+        node_bytes: on each node, all replicas.
+        memory_limit_bytes: of each node; None for none.
+        nodes_needed: for that limit; None when no number of nodes is enough.
+        world_size, batch_size: asked for.
+        steps_per_epoch: of each rank; None where the rows are not known.
+        step_bytes: decoded bytes of a rank's full step; None where the rows are not known.
+    """
+
+    name: str
+    fingerprint: str
+    sql_goes: str
+    whole: bool
+    why: str
+    ordered: bool
+    schema: pa.Schema
+    tables: tuple[TableForecast, ...]
+    num_rows: int | None
+    rows_exact: bool
+    filtered_rows: int | None
+    num_bytes: int
+    num_shards: int
+    node_bytes: tuple[int, ...]
+    replicas: int
+    memory_limit_bytes: int | None
+    nodes_needed: int | None
+    world_size: int
+    batch_size: int
+    steps_per_epoch: int | None
+    step_bytes: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether no node would hold more than its limit."""
+        limit = self.memory_limit_bytes
+        return limit is None or all(size <= limit for size in self.node_bytes)
+
+
+def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> LoadForecast:
+    """The forecast of a message, for a job of so many ranks.
+
+    Raises:
+        ValueError: world_size or batch_size is not positive; quotes it.
+    """
+    known = forecast.num_rows if forecast.HasField("num_rows") else None
+    filtered = forecast.filtered_rows if forecast.HasField("filtered_rows") else None
+    expected = known if forecast.rows_exact else filtered
+    steps, step_bytes = None, None
+    plan = StepPlan(expected or 0, world_size, batch_size)
+    if expected is not None:
+        steps = plan.num_steps
+        step_bytes = batch_size * (forecast.num_bytes // known) if known else 0
+    return LoadForecast(
+        name=forecast.spec.name,
+        fingerprint=forecast.fingerprint,
+        sql_goes="whole, on one node" if forecast.whole else "split by split",
+        whole=forecast.whole,
+        why=forecast.why,
+        ordered=forecast.ordered,
+        schema=schema_from_bytes(forecast.schema),
+        tables=tuple(_table(table) for table in forecast.tables),
+        num_rows=known,
+        rows_exact=forecast.rows_exact,
+        filtered_rows=filtered,
+        num_bytes=forecast.num_bytes,
+        num_shards=forecast.num_shards,
+        node_bytes=tuple(forecast.node_bytes),
+        replicas=forecast.spec.replicas,
+        memory_limit_bytes=forecast.memory_limit_bytes or None,
+        nodes_needed=forecast.nodes_needed or None,
+        world_size=world_size,
+        batch_size=batch_size,
+        steps_per_epoch=steps,
+        step_bytes=step_bytes,
+    )
+
+
+def _table(table: pb.TableForecast) -> TableForecast:
+    return TableForecast(
+        table.name,
+        table.format,
+        table.num_files,
+        table.source_bytes,
+        table.num_rows if table.HasField("num_rows") else None,
+        table.num_bytes,
+        tuple(table.columns),
+        table.by_split,
+    )

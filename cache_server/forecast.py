@@ -1,0 +1,110 @@
+"""What a load would come to: rows, bytes and nodes, from footers and metadata alone.
+
+Reads nothing of the source; all of it was pinned before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from cache_server import loader
+from cache_server.planning import bytes_by_node, max_rows, place
+from cache_server.versions import PlannedVersion, VersionPlan
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import LoadError
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_ROWS = 20_000
+_MOST_NODES = 4096  # that a forecast asks for
+
+
+def forecast(
+    planned: PlannedVersion, node_ids: Sequence[str], memory_limit_bytes: int
+) -> pb.LoadForecast:
+    """The forecast of a planned load.
+
+    Args:
+        node_ids: over which its shards would be spread.
+        memory_limit_bytes: of each node; 0 for none.
+    """
+    plan = planned.plan
+    result = pb.LoadForecast(
+        spec=plan.spec.to_proto(),
+        fingerprint=plan.key.fingerprint,
+        schema=plan.logical.serialize().to_pybytes(),
+        whole=plan.shards is None,
+        why=plan.why,
+        ordered=planned.query.ordered,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    for number, table in enumerate(plan.tables):
+        splits = planned.table_splits[table.name]
+        files = {split.file.path: split.file.size for split in splits}
+        result.tables.add(
+            name=table.name,
+            format=table.format,
+            snapshot=table.snapshot,
+            num_files=len(files),
+            source_bytes=sum(files.values()),
+            num_rows=max_rows(splits),
+            num_bytes=sum(split.estimated_bytes for split in splits),
+            columns=planned.query.columns[table.name],
+            by_split=number == 0 and plan.shards is not None,
+        )
+    if plan.shards is None:
+        result.num_bytes = sum(table.num_bytes for table in result.tables)
+        return result
+    rows = max_rows(split for shard in plan.shards for split in shard.splits)
+    if rows is not None:
+        result.num_rows = rows
+    result.rows_exact = plan.keeps_every_row
+    result.num_bytes = sum(shard.estimated_bytes for shard in plan.shards)
+    result.num_shards = len(plan.shards)
+    result.node_bytes.extend(_node_bytes(plan, node_ids))
+    result.nodes_needed = nodes_needed(plan, memory_limit_bytes)
+    filtered = _filtered_rows(planned, rows)
+    if filtered is not None:
+        result.filtered_rows = filtered
+    return result
+
+
+def nodes_needed(plan: VersionPlan, memory_limit_bytes: int) -> int:
+    """The fewest nodes with this limit that hold every replica; 0 when no number is enough."""
+    sizes = [shard.estimated_bytes for shard in plan.shards or ()]
+    replicas = plan.spec.replicas
+    if not memory_limit_bytes or not sizes:
+        return replicas
+    if max(sizes) > memory_limit_bytes:
+        return 0
+    fewest = max(replicas, -(-sum(sizes) * replicas // memory_limit_bytes))
+    # More nodes than copies of shards hold no more.
+    for count in range(fewest, min(_MOST_NODES, len(sizes) * replicas) + 1):
+        names = [f"node-{index}" for index in range(count)]
+        if max(_node_bytes(plan, names)) <= memory_limit_bytes:
+            return count
+    return 0
+
+
+def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:
+    """All replicas on each node, in the order of their names."""
+    shards = plan.shards or ()
+    placement = place(plan.key.fingerprint, len(shards), node_ids, plan.spec.replicas)
+    totals = bytes_by_node(placement, [shard.estimated_bytes for shard in shards])
+    return [totals.get(node_id, 0) for node_id in node_ids]
+
+
+def _filtered_rows(planned: PlannedVersion, rows: int | None) -> int | None:
+    """An estimate of the rows that pass the filter; None without one, or without statistics."""
+    plan, query = planned.plan, planned.query
+    table = plan.tables[0]
+    sample = planned.pins[table.name].sample
+    if rows is None or sample is None or query.keeps_every_row or not query.only_drops_rows:
+        return None
+    try:
+        kept = loader.count_kept(plan.sql, table.name, sample(_SAMPLE_ROWS))
+    except LoadError as error:
+        logger.info("no estimate dataset=%s reason=%s", plan.key.dataset, error)
+        return None
+    return round(rows * kept / _SAMPLE_ROWS)

@@ -1,0 +1,168 @@
+"""What the readers of lake tables share, whatever the format: `iceberg` and `delta` stand on it.
+
+Their libraries differ, what a shard needs does not: exact schemas, one opened snapshot for all its
+splits, and failures that name the table and no secret. It knows neither of the two formats.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+from urllib.parse import quote
+
+import pyarrow as pa
+
+from cache_server.stores.errors import redacted
+from cache_server.stores.options import store_settings
+from protos.errors import CacheError, LoadError
+from protos.layout import Layout
+
+_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no log or manifest tells about
+_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
+_MAX_REASON = 600  # characters of a library's message
+_CACHED_SNAPSHOTS = 8
+_DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
+_PASSWORD = re.compile(r"://[^/?#@:]*:([^/?#]+)@")
+_NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
+
+T = TypeVar("T")
+
+
+def row_bytes(stored_schema: pa.Schema) -> int:
+    """About what a row takes in a shard."""
+    layout = Layout(stored_schema)
+    plain = sum(column.kind == "plain" for column in layout.columns)
+    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """``schema`` with small offsets, and no extension types, views or metadata."""
+    return pa.schema(
+        [pa.field(field.name, _plain_type(field.type), field.nullable) for field in schema]
+    )
+
+
+def _plain_type(dtype: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if isinstance(dtype, pa.BaseExtensionType):
+        return _plain_type(dtype.storage_type)
+    if types.is_large_string(dtype) or types.is_string_view(dtype):
+        return pa.string()
+    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
+        return pa.binary()
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
+    if types.is_map(dtype):
+        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
+    if types.is_struct(dtype):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
+    return dtype
+
+
+def conform(
+    batch: pa.RecordBatch, schema: pa.Schema, constants: Mapping[str, pa.Scalar] = _NO_CONSTANTS
+) -> Iterator[pa.RecordBatch]:
+    """``batch`` with exactly ``schema``, in pieces where one would be too large for it.
+
+    Args:
+        constants: the columns that have one value for all rows, before those of the batch.
+    """
+    if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from conform(batch.slice(0, half), schema, constants)
+        yield from conform(batch.slice(half), schema, constants)
+        return
+    if not schema.names:
+        yield batch.select([])  # keeps the number of rows
+        return
+    arrays = []
+    for field in schema:
+        if field.name in constants:
+            array = pa.repeat(constants[field.name], batch.num_rows)
+        else:
+            array = batch.column(field.name)
+        if isinstance(array.type, pa.BaseExtensionType):
+            array = array.storage
+        arrays.append(array if array.type == field.type else array.cast(field.type))
+    yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class _Slot(Generic[T]):
+    """Of one snapshot: whoever comes first opens it, the others wait for it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.opened: T | None = None
+        self.opened_s = 0.0
+
+
+class OpenedSnapshots(Generic[T]):
+    """Snapshots that are opened once for all their splits; the last ones are kept. Thread-safe.
+
+    Args:
+        max_age_s: then one is opened again.
+    """
+
+    def __init__(self, *, max_age_s: float = math.inf) -> None:
+        self._max_age_s = max_age_s
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[Hashable, _Slot[T]] = OrderedDict()
+
+    def get(
+        self,
+        state: Hashable,
+        options: Mapping[str, str],
+        secrets: Mapping[str, str],
+        open_it: Callable[[], T],
+    ) -> T:
+        """The snapshot that ``state`` finds with these options and secrets.
+
+        Raises:
+            what ``open_it`` raises, which is then called again by the next who asks.
+        """
+        key = (state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            if len(self._slots) > _CACHED_SNAPSHOTS:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            if slot.opened is None or time.monotonic() - slot.opened_s > self._max_age_s:
+                slot.opened = open_it()
+                slot.opened_s = time.monotonic()
+            return slot.opened
+
+
+@contextmanager
+def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
+    """Turns what a library raises into a `LoadError` of one line that names ``what``.
+
+    Every kind of exception, because these libraries and what they call have no common one, and any
+    of them may quote a credential.
+    """
+    try:
+        yield
+    except CacheError:
+        raise
+    except Exception as error:
+        endpoint = store_settings(options, {}).get("endpoint")
+        store = f" from {endpoint}" if endpoint else ""
+        text = _DRAWN.sub("", str(error) or type(error).__name__)
+        reason = redacted(text, _parts_of(secrets))
+        if len(reason) > _MAX_REASON:
+            reason = f"{reason[:_MAX_REASON]}..."
+        raise LoadError(f"cannot read {what}{store}: {reason}") from None
+
+
+def _parts_of(secrets: Mapping[str, str]) -> set[str]:
+    """The secrets as an address quotes them, too, and the passwords inside of theirs."""
+    parts = set()
+    for value in secrets.values():
+        parts |= {value, quote(value, safe=""), *_PASSWORD.findall(value)}
+    return parts - {""}

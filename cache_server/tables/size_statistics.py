@@ -1,0 +1,106 @@
+"""How many bytes the strings of a Parquet file have, as its footer tells. Pure.
+
+A footer may hold *size statistics*: for each column chunk the bytes of its values before any
+encoding. pyarrow writes them and keeps them, but does not show them, so they are read here from the
+footer as it stands in the file: a Thrift structure in the compact protocol. Only what leads to that
+one number is named; the rest is passed over.
+
+Source: the Parquet format's parquet.thrift (FileMetaData, RowGroup, ColumnChunk, ColumnMetaData,
+SizeStatistics) and Apache Thrift's compact protocol specification.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_ROW_GROUPS, _COLUMNS, _META_DATA, _SIZE_STATISTICS, _UNENCODED_BYTES = 4, 1, 3, 16, 1
+_TAIL_BYTES = 8  # the length of the footer and "PAR1"
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+
+
+def unencoded_bytes(footer: pq.FileMetaData) -> list[list[int | None]]:
+    """For each row group and column chunk the bytes of its strings, without lengths or offsets.
+
+    Returns:
+        None for a chunk that holds no strings, or whose writer did not say.
+    """
+    sink = pa.BufferOutputStream()
+    footer.write_metadata_file(sink)
+    data = sink.getvalue().to_pybytes()
+    length = int.from_bytes(data[-_TAIL_BYTES:-4], "little")
+    parsed = _Reader(data[-_TAIL_BYTES - length : -_TAIL_BYTES]).read(_STRUCT)
+    return [
+        [
+            chunk.get(_META_DATA, {}).get(_SIZE_STATISTICS, {}).get(_UNENCODED_BYTES)
+            for chunk in group[_COLUMNS]
+        ]
+        for group in parsed[_ROW_GROUPS]
+    ]
+
+
+class _Reader:
+    """Reads values of the compact protocol, structures as field number -> value."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def read(self, kind: int) -> Any:
+        if kind in (_TRUE, _FALSE):
+            return kind == _TRUE
+        if kind == _BYTE:
+            return self._byte()
+        if kind in _INTEGERS:
+            return self._zigzag()
+        if kind == _DOUBLE:
+            return self._bytes(8)
+        if kind == _BINARY:
+            return self._bytes(self._varint())
+        if kind in (_LIST, _SET):
+            return self._list()
+        if kind == _STRUCT:
+            return self._struct()
+        raise ValueError(f"no type {kind} in the footer of a Parquet file")
+
+    def _struct(self) -> dict[int, Any]:
+        fields: dict[int, Any] = {}
+        number = 0
+        while header := self._byte():
+            step = header >> 4
+            number = number + step if step else self._zigzag()
+            fields[number] = self.read(header & 15)
+        return fields
+
+    def _list(self) -> list[Any]:
+        header = self._byte()
+        kind, size = header & 15, header >> 4
+        if size == 15:
+            size = self._varint()
+        if kind in (_TRUE, _FALSE):
+            return [self._byte() == _TRUE for _ in range(size)]
+        return [self.read(kind) for _ in range(size)]
+
+    def _byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def _bytes(self, size: int) -> bytes:
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _varint(self) -> int:
+        result = shift = 0
+        while True:
+            byte = self._byte()
+            result |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return result
+
+    def _zigzag(self) -> int:
+        number = self._varint()
+        return (number >> 1) ^ -(number & 1)

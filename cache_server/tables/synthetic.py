@@ -1,0 +1,105 @@
+"""Rows made up from the statistics of Parquet footers, to try a filter on. Pure.
+
+Each made-up row belongs to a row group, chosen by how many rows it has, and takes each of its
+values from between the smallest and the largest of that group, all equally likely and regardless of
+the other columns: the usual assumptions of selectivity estimation (Selinger et al., 1979), tried by
+a sample and not by formulas, so that any expression can be estimated. Of strings, only the smallest
+and the largest are known. A column without statistics is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+_SEED = 0  # the same footers give the same estimate
+
+Group = tuple[pq.RowGroupMetaData, Mapping[str, pa.Scalar]]
+
+
+def rows_like(groups: Sequence[Group], schema: pa.Schema, num_rows: int) -> pa.RecordBatch:
+    """Made-up rows of a table.
+
+    Args:
+        groups: each row group, with the columns that stand in the path of its file.
+        schema: of the table.
+        num_rows: to make.
+    """
+    rng = np.random.default_rng(_SEED)
+    weights = np.array([group.num_rows for group, _ in groups], np.float64)
+    if not weights.sum():
+        return pa.RecordBatch.from_pylist([], schema)
+    counts = rng.multinomial(num_rows, weights / weights.sum())
+    batches = [
+        pa.RecordBatch.from_arrays(
+            [_column(group, constants, field, int(count), rng) for field in schema], schema=schema
+        )
+        for (group, constants), count in zip(groups, counts, strict=True)
+        if count
+    ]
+    return pa.Table.from_batches(batches, schema).combine_chunks().to_batches()[0]
+
+
+def _column(
+    group: pq.RowGroupMetaData,
+    constants: Mapping[str, pa.Scalar],
+    field: pa.Field,
+    count: int,
+    rng: np.random.Generator,
+) -> pa.Array:
+    if field.name in constants:
+        return pa.repeat(constants[field.name], count)
+    for index in range(group.num_columns):
+        chunk = group.column(index)
+        if chunk.path_in_schema == field.name and chunk.statistics is not None:
+            return _values(chunk, field.type, count, rng)
+    return pa.nulls(count, field.type)
+
+
+def _values(
+    chunk: pq.ColumnChunkMetaData, dtype: pa.DataType, count: int, rng: np.random.Generator
+) -> pa.Array:
+    statistics = chunk.statistics
+    if not statistics.has_min_max:
+        return pa.nulls(count, dtype)
+    try:
+        values = _between(statistics.min, statistics.max, dtype, count, rng)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return pa.nulls(count, dtype)
+    share = (statistics.null_count or 0) / max(1, chunk.num_values)
+    missing = pa.array(rng.random(count) < share)
+    return pc.if_else(missing, pa.scalar(None, dtype), values)
+
+
+def _between(
+    low: object, high: object, dtype: pa.DataType, count: int, rng: np.random.Generator
+) -> pa.Array:
+    ends = pa.array([low, high]).cast(dtype) if _is_plain(dtype) else pa.array([low, high], dtype)
+    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
+        first, last = (float(end.as_py()) for end in ends)
+        return pa.array(rng.uniform(first, last, count)).cast(dtype, safe=False)
+    if (width := _integer_of(dtype)) is not None:
+        first, last = (int(end.as_py()) for end in ends.cast(width))
+        drawn: npt.NDArray[np.int64] = rng.integers(first, last, count, endpoint=True)
+        return pa.array(drawn).cast(width).cast(dtype)
+    return ends.take(pa.array(rng.integers(0, 2, count)))
+
+
+def _is_plain(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))
+
+
+def _integer_of(dtype: pa.DataType) -> pa.DataType | None:
+    """The integers that a type is made of; None for a type that is not."""
+    if pa.types.is_integer(dtype):
+        return dtype
+    if pa.types.is_date32(dtype) or pa.types.is_time32(dtype):
+        return pa.int32()
+    if pa.types.is_date64(dtype) or pa.types.is_time64(dtype) or pa.types.is_timestamp(dtype):
+        return pa.int64()
+    return None

@@ -1,0 +1,50 @@
+"""How a bucket is reached: connections that are kept, a proxy, settings that cannot be right."""
+
+from __future__ import annotations
+
+import pytest
+
+from cache_server.stores import expand
+from cache_server.stores.client import Location
+from cache_server.stores.connections import client_for
+from protos.errors import RequestError
+from tests.integration.stores.conftest import PARQUET
+from tests.object_store import S3Server
+
+
+def test_connections_are_kept(s3: S3Server) -> None:
+    location = Location.of("s3://lake/a")
+    assert client_for(location, s3.options, s3.secrets) is client_for(
+        Location.of("s3a://lake/b"), s3.options, s3.secrets
+    )
+
+
+def test_a_proxy_of_the_environment_is_used(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3.put("lake", "proxied.parquet", b"rows")
+    monkeypatch.setenv("http_proxy", s3.endpoint)
+    options = {**s3.options, "endpoint": "http://storage.example"}
+    expand("s3://lake/proxied.parquet", PARQUET, options, s3.secrets)
+    assert [request.host for request in s3.requests] == ["storage.example"]
+
+
+def test_an_unknown_option_is_named_without_its_value(s3: S3Server) -> None:
+    with pytest.raises(RequestError, match="the s3 store has no option 'acess_key_id'") as caught:
+        expand("s3://lake/a", PARQUET, s3.options, {"acess_key_id": "hush-hush"})
+    assert "hush" not in str(caught.value)
+    with pytest.raises(RequestError, match="'skip_signature' must be true or false") as caught:
+        expand("s3://lake/a", PARQUET, {"skip_signature": "hush-hush"}, {})
+    assert "hush" not in str(caught.value)
+    with pytest.raises(RequestError, match="'max_retries' must be a number"):
+        expand("s3://lake/a", PARQUET, {"max_retries": "many"}, s3.secrets)
+    for endpoint in ("localhost:9000", "not a url", "ftp://host"):
+        with pytest.raises(RequestError, match="endpoint of a store must be an http"):
+            expand("s3://lake/a", PARQUET, {"endpoint": endpoint}, s3.secrets)
+    with pytest.raises(RequestError, match=r"gs store \(application_credentials\) are not right"):
+        expand("gs://b/a", PARQUET, {"google_application_credentials": "/nowhere"}, {})
+    with pytest.raises(RequestError, match="must be given together"):
+        expand("s3://lake/a", PARQUET, {}, {"access_key_id": "hush-hush"})
+
+
+def test_an_unknown_scheme_is_named() -> None:
+    with pytest.raises(RequestError, match="the scheme 'ftp' is not served"):
+        expand("ftp://host/a", PARQUET, {}, {})

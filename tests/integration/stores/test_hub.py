@@ -1,0 +1,136 @@
+"""Datasets of the Hugging Face Hub, from a folder in its place and through its own client."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from cache_server.stores import download, expand, read_tail
+from protos.errors import LoadError, RequestError
+from tests.integration.stores.conftest import PARQUET
+from tests.store_stubs import HubStub, Served
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that stands for the Hub: ``datasets/ORG/NAME/...``."""
+    root = tmp_path / "hub"
+    data = root / "datasets/tatsu-lab/alpaca/data"
+    data.mkdir(parents=True)
+    for name in ("b.parquet", "a.parquet", ".hidden.parquet", "readme.md"):
+        (data / name).write_bytes(name.encode())
+
+    class StandIn(DirFileSystem):  # type: ignore[misc]  # fsspec has no types
+        cachable = False
+
+        def __init__(self, token: str | None = None) -> None:
+            super().__init__(path=str(root), fs=LocalFileSystem(use_listings_cache=False))
+            self.token = token
+
+        def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+            return self._like_the_hub(super().info(path, **kwargs))
+
+        def find(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = super().find(path, *args, **kwargs)
+            return {name: self._like_the_hub(info) for name, info in found.items()}
+
+        def _like_the_hub(self, info: dict[str, Any]) -> dict[str, Any]:
+            content = (root / info["name"]).read_bytes() if info["type"] == "file" else b""
+            return {**info, "blob_id": f"blob-{content.hex()[:20]}"}
+
+    registry = sys.modules["fsspec.registry"]
+    monkeypatch.setitem(registry.__dict__["_registry"], "hf", StandIn)
+    return data
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "hf://datasets/tatsu-lab/alpaca/data",
+        "hf://tatsu-lab/alpaca/data/",
+        "hf://tatsu-lab/alpaca",
+        "hf://tatsu-lab/alpaca/data/*.parquet",
+        "hf://tatsu-lab/alpaca/**/[ab].parquet",
+    ],
+)
+def test_files_of_the_hub_are_found_and_read(hub: Path, tmp_path: Path, source: str) -> None:
+    files = expand(source, PARQUET, {}, {"hf_token": "hush-hush"})
+    base = "hf://datasets/tatsu-lab/alpaca/data"
+    assert [file.path for file in files] == [f"{base}/a.parquet", f"{base}/b.parquet"]
+    assert all(file.etag.startswith("blob-") for file in files)
+    assert read_tail(files[0], 7, {}, {}) == b"parquet"
+    download(files[1], tmp_path / "f", {}, {})
+    assert (tmp_path / "f").read_bytes() == b"b.parquet"
+    download(files[1], tmp_path / "f", {}, {}, [(2, 5)])
+    assert (tmp_path / "f").read_bytes()[2:5] == b"par"
+
+
+def test_one_file_of_the_hub_is_pinned(hub: Path, tmp_path: Path) -> None:
+    (file,) = expand("hf://tatsu-lab/alpaca/data/a.parquet", PARQUET, {}, {})
+    (hub / "a.parquet").write_bytes(b"A.parquet")
+    with pytest.raises(LoadError, match=r"a\.parquet changed since the dataset was planned"):
+        download(file, tmp_path / "f", {}, {})
+    assert not (tmp_path / "f").exists()
+
+
+def test_what_the_hub_lacks_is_named(hub: Path) -> None:
+    with pytest.raises(LoadError, match="'hf://tatsu-lab/alpaca/nothing' does not exist"):
+        expand("hf://tatsu-lab/alpaca/nothing", PARQUET, {}, {})
+    with pytest.raises(RequestError, match="names no repository"):
+        expand("hf://alpaca", PARQUET, {}, {})
+    with pytest.raises(RequestError, match="the hf store has no option 'region'"):
+        expand("hf://tatsu-lab/alpaca", PARQUET, {"region": "x"}, {})
+
+
+def test_a_hub_that_is_not_there_is_named() -> None:
+    options = {"endpoint": "http://127.0.0.1:9", "max_retries": "1"}
+    with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: .*[Cc]onnect"):
+        expand("hf://tatsu-lab/alpaca/data", PARQUET, options, {})
+
+
+def test_a_revision_is_kept(hub: Path) -> None:
+    (hub.parents[1] / "alpaca@v1").mkdir()
+    (hub.parents[1] / "alpaca@v1" / "c.parquet").write_bytes(b"c")
+    for source, options in (
+        ("hf://tatsu-lab/alpaca@v1", {}),
+        ("hf://tatsu-lab/alpaca", {"revision": "v1"}),
+    ):
+        (file,) = expand(source, PARQUET, options, {})
+        assert file.path == "hf://datasets/tatsu-lab/alpaca@v1/c.parquet"
+        assert read_tail(file, 1, options, {}) == b"c"
+
+
+def test_the_client_of_the_hub_itself_reads_a_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    files = {"data/a.parquet": os.urandom(1000), "data/b.parquet": b"b", "README.md": b"r"}
+    monkeypatch.setattr(HubStub, "files", files)
+    monkeypatch.setattr(HubStub, "seen", [])
+    with Served(HubStub) as endpoint:
+        options, secrets = {"endpoint": endpoint}, {"token": "hush-hush"}
+        a, b = expand("hf://tatsu-lab/alpaca/data", PARQUET, options, secrets)
+        assert a.path == "hf://datasets/tatsu-lab/alpaca/data/a.parquet"
+        assert [a] == expand(a.path, PARQUET, options, secrets)
+        HubStub.seen.clear()
+        download(a, tmp_path / "f", options, secrets)
+        assert (tmp_path / "f").read_bytes() == files["data/a.parquet"]
+        assert len([path for _, path, _ in HubStub.seen if "/resolve/" in path]) == 1
+        HubStub.failures.extend([503, 429])
+        assert read_tail(a, 8, options, secrets) == files["data/a.parquet"][-8:]
+        files["data/b.parquet"] = b"B"
+        with pytest.raises(LoadError, match=r"b\.parquet changed since"):
+            download(b, tmp_path / "g", options, secrets)
+        with pytest.raises(LoadError) as caught:
+            expand("hf://tatsu-lab/alpaca/data", PARQUET, options, {"token": "wrong-token"})
+    assert f"access to repository 'datasets/tatsu-lab/alpaca' at {endpoint}" in str(caught.value)
+    assert "wrong-token" not in str(caught.value)
+    assert not HubStub.failures
+    assert "hush" not in caplog.text

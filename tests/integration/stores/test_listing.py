@@ -1,0 +1,126 @@
+"""Which objects a URI means, and what of them is pinned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cache_server.stores import download, expand, is_remote
+from protos.errors import LoadError
+from tests.integration.stores.conftest import PARQUET, found, one
+from tests.object_store import S3Server
+
+
+def test_uris_are_told_from_paths() -> None:
+    assert is_remote("s3://bucket/key")
+    assert is_remote("hf://org/name")
+    assert not is_remote("file:///a")
+    assert not is_remote("/a/b*.parquet")
+    assert not is_remote("relative://"[:8])
+
+
+def test_thousands_of_objects_are_listed_page_by_page(s3: S3Server) -> None:
+    keys = [f"many/part-{i:05d}.parquet" for i in range(2500)]
+    s3.put_many("lake", {key: b"x" for key in keys})
+    assert found(s3, "s3://lake/many") == [f"s3://lake/{key}" for key in keys]
+    assert s3.counts() == {("HEAD", "lake/many"): 1, ("GET", "lake"): 3}
+
+
+@pytest.fixture
+def tree(s3: S3Server) -> S3Server:
+    s3.put_many(
+        "tree",
+        {
+            key: key.encode()
+            for key in (
+                "t/b.parquet",
+                "t/a.PARQUET",
+                "t/sub/c.parquet",
+                "t/year=2024/d.parquet",
+                "t/notes.txt",
+                "t/_SUCCESS",
+                "t/.hidden.parquet",
+                "t/_delta_log/0.parquet",
+                "t/sub/_temporary/e.parquet",
+                "tt/other.parquet",
+                "odd/a b+c=ü%20.parquet",
+                "data.parquet/part-0.parquet",
+            )
+        },
+    )
+    s3.put("tree", "t/", b"")
+    s3.put("tree", "t/sub/", b"")
+    s3.clear()
+    return s3
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("s3://tree/t", ["a.PARQUET", "b.parquet", "sub/c.parquet", "year=2024/d.parquet"]),
+        ("s3a://tree/t/", ["a.PARQUET", "b.parquet", "sub/c.parquet", "year=2024/d.parquet"]),
+        ("s3://tree/t/b.parquet", ["b.parquet"]),
+        ("s3://tree/t/notes.txt", ["notes.txt"]),
+        ("s3://tree/t/*.parquet", ["b.parquet"]),
+        ("s3://tree/t/*", ["a.PARQUET", "b.parquet", "notes.txt"]),
+        ("s3://tree/t/?.parquet", ["b.parquet"]),
+        ("s3://tree/t/[ab].*", ["a.PARQUET", "b.parquet"]),
+        ("s3://tree/t/[!a].*", ["b.parquet"]),
+        ("s3://tree/t/*/*.parquet", ["sub/c.parquet", "year=2024/d.parquet"]),
+        ("s3://tree/t/year=*/d.parquet", ["year=2024/d.parquet"]),
+        (
+            "s3://tree/t/**/*.parquet",
+            ["b.parquet", "sub/c.parquet", "year=2024/d.parquet"],
+        ),
+        ("s3://tree/t/s**/c.parquet", ["sub/c.parquet"]),
+        ("s3://tree/t/_delta_log/*", ["_delta_log/0.parquet"]),
+        ("s3://tree/t/.*", [".hidden.parquet"]),
+        ("s3://tree/t/*.orc", []),
+    ],
+)
+def test_a_source_means_its_objects_by_name(tree: S3Server, source: str, keys: list[str]) -> None:
+    assert found(tree, source) == [f"s3://tree/t/{key}" for key in keys]
+
+
+def test_a_whole_bucket_is_a_prefix(tree: S3Server) -> None:
+    assert "s3://tree/tt/other.parquet" in found(tree, "s3://tree")
+    assert found(tree, "s3://tree/") == found(tree, "s3://tree")
+
+
+def test_a_directory_may_look_like_a_file(tree: S3Server) -> None:
+    assert found(tree, "s3://tree/data.parquet") == ["s3://tree/data.parquet/part-0.parquet"]
+
+
+def test_odd_names_are_taken_as_they_are(tree: S3Server, tmp_path: Path) -> None:
+    uri = "s3://tree/odd/a b+c=ü%20.parquet"
+    assert found(tree, "s3://tree/odd") == [uri]
+    file = one(tree, uri)
+    download(file, tmp_path / "f", tree.options, tree.secrets)
+    assert (tmp_path / "f").read_bytes() == "odd/a b+c=ü%20.parquet".encode()
+
+
+def test_one_object_needs_no_listing(tree: S3Server) -> None:
+    one(tree, "s3://tree/t/b.parquet")
+    assert tree.counts() == {("HEAD", "tree/t/b.parquet"): 1}
+
+
+@pytest.mark.parametrize("source", ["s3://tree/nothing", "s3://tree/t/nothing.parquet"])
+def test_a_missing_source_is_named(tree: S3Server, source: str) -> None:
+    with pytest.raises(LoadError, match=re.escape(f"{source!r} does not exist")):
+        found(tree, source)
+
+
+def test_a_missing_bucket_is_named(s3: S3Server) -> None:
+    expected = re.escape(f"bucket 'no-such-bucket' at {s3.endpoint} does not exist")
+    with pytest.raises(LoadError, match=expected):
+        found(s3, "s3://no-such-bucket/a")
+
+
+def test_an_object_is_pinned_the_same_by_head_and_by_listing(tree: S3Server) -> None:
+    by_head = one(tree, "s3://tree/t/b.parquet")
+    assert [by_head] == expand("s3://tree/t/b*", PARQUET, tree.options, tree.secrets)
+    assert by_head.size == len("t/b.parquet")
+    assert re.fullmatch("[0-9a-f]{32}", by_head.etag)
+    assert by_head.mtime_ns % 10**9 == 0

@@ -1,0 +1,107 @@
+"""The stores that are not S3: Google's, Azure's, and one object over HTTP."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cache_server.planning import SourceFile
+from cache_server.stores import download, expand, read_tail
+from protos.errors import LoadError, RequestError
+from tests.integration.stores.conftest import PARQUET
+from tests.object_store import S3Server
+from tests.store_stubs import AzureStub, FilesStub, Served
+
+
+def test_google_cloud_storage_is_read_by_a_service_account(s3: S3Server, tmp_path: Path) -> None:
+    # moto lets everyone list and read what is public, whatever the protocol's signature.
+    for i in range(3):
+        s3.put("gcs-bucket", f"t/{i}.parquet", b"rows", public=True)
+    account = tmp_path / "account.json"
+    account.write_text(
+        json.dumps(
+            {
+                "gcs_base_url": s3.endpoint,
+                "disable_oauth": True,
+                "client_email": "",
+                "private_key": "",
+                "private_key_id": "",
+            }
+        )
+    )
+    options = {"google_service_account": str(account)}
+    files = expand("gs://gcs-bucket/t", PARQUET, options, {})
+    assert [file.path for file in files] == [f"gs://gcs-bucket/t/{i}.parquet" for i in range(3)]
+    download(files[0], tmp_path / "f", options, {})
+    assert (tmp_path / "f").read_bytes() == b"rows"
+    assert expand("gs://gcs-bucket/t/0.parquet", PARQUET, options, {}) == files[:1]
+
+
+@pytest.mark.parametrize(
+    "scheme", ["az://container/", "abfss://container@acct.dfs.core.windows.net/"]
+)
+@pytest.mark.parametrize(
+    ("secrets", "authorization", "query"),
+    [
+        ({"azure_storage_account_key": "c2VjcmV0LWtleQ=="}, "SharedKey acct:", ""),
+        ({"azure_storage_sas_token": "sv=2020&sig=hush-hush"}, "", "sig=hush-hush"),
+        ({"azure_storage_token": "hush-hush"}, "Bearer hush-hush", ""),
+    ],
+)
+def test_azure_is_read_by_key_by_signature_and_by_token(
+    s3: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    secrets: dict[str, str],
+    authorization: str,
+    query: str,
+) -> None:
+    del s3
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=from-the-environment")
+    monkeypatch.setattr(AzureStub, "seen", [])
+    monkeypatch.setattr(AzureStub, "blobs", {"t/a.parquet": b"azure rows"})
+    with Served(AzureStub) as endpoint:
+        options = {"azure_storage_account_name": "acct", "azure_storage_endpoint": endpoint}
+        (file,) = expand(f"{scheme}t/", PARQUET, options, secrets)
+        assert [file] == expand(f"{scheme}t/a.parquet", PARQUET, options, secrets)
+        assert file.path == f"{scheme}t/a.parquet"
+        download(file, tmp_path / "f", options, secrets)
+        assert (tmp_path / "f").read_bytes() == b"azure rows"
+        with pytest.raises(LoadError) as caught:
+            download(SourceFile(f"{scheme}gone", 1, 0), tmp_path / "g", options, secrets)
+    assert "hush" not in str(caught.value)
+    for path, header in AzureStub.seen:
+        assert header.startswith(authorization)
+        assert query in path
+
+
+def test_one_object_is_read_over_http(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del s3
+    monkeypatch.setattr(FilesStub, "seen", [])
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "a b.csv").write_bytes(bytes(range(200)))
+    with Served(functools.partial(FilesStub, directory=str(served))) as origin:
+        uri = f"{origin}/a%20b.csv"
+        (file,) = expand(uri, (".csv",), {}, {})
+        assert (file.path, file.size) == (uri, 200)
+        assert file.mtime_ns
+        download(file, tmp_path / "f", {}, {})
+        assert (tmp_path / "f").read_bytes() == bytes(range(200))
+        assert FilesStub.seen == [("HEAD", "/a%20b.csv"), ("GET", "/a%20b.csv")]
+        # Python's server does not know ranges.
+        assert read_tail(file, 5, {}, {}) == bytes(range(195, 200))
+        download(file, tmp_path / "f", {}, {}, [(3, 5)])
+        assert (tmp_path / "f").read_bytes()[3:5] == bytes([3, 4])
+        with pytest.raises(LoadError, match=re.escape(f"{origin}/none.csv' does not exist")):
+            expand(f"{origin}/none.csv", (".csv",), {}, {})
+        for source in (f"{origin}/", origin, f"{origin}/*.csv", f"{origin}/a?.csv"):
+            with pytest.raises(RequestError, match="over HTTP"):
+                expand(source, (".csv",), {}, {})

@@ -1,0 +1,90 @@
+"""What is tried again, from where, and how it ends when nothing helps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache_server.stores import download, expand
+from protos.errors import LoadError
+from tests.integration.stores.conftest import MIB, PARQUET, one
+from tests.object_store import S3Server
+
+
+@pytest.mark.parametrize("status", [503, 429])
+def test_five_failures_lose_nothing(s3: S3Server, tmp_path: Path, status: int) -> None:
+    s3.put("lake", "busy/a.parquet", b"rows")
+    s3.fail("^lake", status=status, times=5)
+    file = one(s3, "s3://lake/busy/*")
+    s3.fail("^lake", status=status, times=5, method="GET")
+    download(file, tmp_path / "f", s3.options, s3.secrets)
+    assert (tmp_path / "f").read_bytes() == b"rows"
+    assert s3.counts() == {("GET", "lake"): 6, ("GET", "lake/busy/a.parquet"): 6}
+
+
+def test_failures_without_end_are_named(s3: S3Server) -> None:
+    s3.put("lake", "busy/a.parquet", b"rows")
+    s3.fail("^lake", times=99)
+    options = {**s3.options, "max_retries": "2"}
+    with pytest.raises(LoadError) as caught:
+        expand("s3://lake/busy/*", PARQUET, options, s3.secrets)
+    assert str(caught.value) == (
+        f"cannot read s3://lake/busy/: bucket 'lake' at {s3.endpoint} answered 503 Service "
+        "Unavailable after 2 retries (SlowDown: Please reduce your request rate.)"
+    )
+
+
+def test_a_broken_body_is_taken_up_where_it_broke(s3: S3Server, tmp_path: Path) -> None:
+    data = os.urandom(4 * MIB)
+    s3.put("lake", "broken.parquet", data)
+    file = one(s3, "s3://lake/broken.parquet")
+    s3.clear()
+    s3.break_body("broken", times=2)
+    download(file, tmp_path / "f", s3.options, s3.secrets)
+    assert (tmp_path / "f").read_bytes() == data
+    assert [request.span for request in s3.requests] == [
+        "",
+        f"bytes={2 * MIB}-{4 * MIB - 1}",
+        f"bytes={3 * MIB}-{4 * MIB - 1}",
+    ]
+
+
+def test_a_body_that_always_breaks_fails_in_time_and_leaves_no_file(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    s3.put("lake", "hopeless.parquet", bytes(MIB))
+    file = one(s3, "s3://lake/hopeless.parquet")
+    s3.break_body("hopeless", times=999)
+    options = {**s3.options, "max_retries": "2"}
+    with pytest.raises(LoadError, match=r"cannot read s3://lake/hopeless\.parquet: bucket 'lake'"):
+        download(file, tmp_path / "f", options, s3.secrets)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_that_changes_while_its_body_breaks_is_refused(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put("lake", "swapped.parquet", bytes(MIB))
+    file = one(s3, "s3://lake/swapped.parquet")
+    s3.break_body("swapped")
+    answer = s3.answer
+
+    def swap(request: Any, environ: Any) -> Any:
+        result = answer(request, environ)
+        s3.put("lake", "swapped.parquet", b"1" * MIB)
+        return result
+
+    monkeypatch.setattr(s3, "answer", swap)
+    with pytest.raises(LoadError, match=r"swapped\.parquet changed since the dataset was planned"):
+        download(file, tmp_path / "f", s3.options, s3.secrets)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_is_not_there_is_named(s3: S3Server) -> None:
+    options = {"endpoint": "http://127.0.0.1:9", "max_retries": "1"}
+    expected = r"bucket 'lake' at http://127\.0\.0\.1:9 after 1 retries: Connection refused"
+    with pytest.raises(LoadError, match=expected):
+        expand("s3://lake/a", PARQUET, options, s3.secrets)

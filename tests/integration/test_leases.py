@@ -1,0 +1,70 @@
+"""Versions that were replaced: kept while somebody reads them, dropped when nobody does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_server import LocalCluster
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+LEASE_S = 1.0
+NUM_ROWS = 400
+
+
+@pytest.fixture(scope="module")
+def leasing() -> Iterator[LocalCluster]:
+    with LocalCluster(2, lease_s=LEASE_S) as running:
+        yield running
+
+
+def load(cluster: LocalCluster, name: str, source: Path, **options: object) -> str:
+    spec = DatasetSpec(name, source, target_shard_bytes=1, **options)  # type: ignore[arg-type]
+    return CacheClient(cluster.endpoint).load(spec).fingerprint
+
+
+def versions_on_disk(cluster: LocalCluster, name: str) -> set[str]:
+    return {
+        path.parent.name
+        for node in cluster.nodes
+        for path in (node.cache_dir / name).glob("*/shard-*.arrow")
+    }
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["files of this machine", "Flight"])
+def test_a_reader_of_a_replaced_version_goes_on_to_its_end_and_then_it_is_dropped(
+    leasing: LocalCluster, tmp_path: Path, local: bool
+) -> None:
+    name = f"kept-{local}"
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
+    old = load(leasing, name, source)
+    dataset = CacheIterableDataset(
+        name, endpoint=leasing.endpoint, batch_size=10, prefetch_batches=1, message_bytes=100,
+        local=local,
+    )  # fmt: skip
+    steps = iter(dataset)
+    rows = next(steps)["row"].tolist()
+
+    write_numbered(source, NUM_ROWS // 2, files=4)
+    new = load(leasing, name, source)
+    assert new != old and versions_on_disk(leasing, name) == {old, new}
+    rows += [row for step in steps for row in step["row"].tolist()]
+
+    assert sorted(rows) == [*range(NUM_ROWS)]
+    wait_until(lambda: versions_on_disk(leasing, name) == {new}, WAIT_S, "only the new version")
+
+
+def test_a_version_that_nobody_read_goes_as_soon_as_the_next_is_ready(
+    leasing: LocalCluster, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=2)
+    load(leasing, "unread", source)
+
+    new = load(leasing, "unread", source, filter="row < 10")
+
+    wait_until(lambda: versions_on_disk(leasing, "unread") == {new}, WAIT_S, "the new version")

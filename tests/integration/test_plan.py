@@ -1,0 +1,242 @@
+"""Forecasts against what the loads come to: rows, bytes, nodes and steps; the way of a query."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.__main__ import EXIT_CONFIG
+from cache_server import LocalCluster
+from protos.errors import ConfigError, LoadError, RequestError
+from tests.conftest import write_numbered
+
+NUM_ROWS = 20_000
+FIXED = ("small", "whole", "half", "flag", "day")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Columns of every kind; words repeat, notes do not."""
+    rng = np.random.default_rng(1)
+    words = np.array(["a", "somewhat longer", "one more word of thirty-two bytes"])
+    rows = pa.table(
+        {
+            "small": rng.integers(0, 100, NUM_ROWS).astype(np.int16),
+            "whole": np.arange(NUM_ROWS),
+            "half": rng.uniform(0, 1, NUM_ROWS),
+            "flag": rng.integers(0, 2, NUM_ROWS).astype(bool),
+            "day": pa.array(rng.integers(0, 9999, NUM_ROWS), pa.int32()).cast(pa.date32()),
+            "word": words[rng.integers(0, 3, NUM_ROWS)],
+            "note": [f"note {n} of {'x' * (n % 50)}" for n in range(NUM_ROWS)],
+            "tags": [[n] * (n % 4) for n in range(NUM_ROWS)],
+        }
+    )
+    directory = tmp_path_factory.mktemp("table")
+    for index, start in enumerate(range(0, NUM_ROWS, 5000)):
+        pq.write_table(rows.slice(start, 5000), directory / f"{index}.parquet", row_group_size=1250)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("columns", "within"),
+    [(FIXED, 0.10), (("whole", "word"), 0.30), (("note",), 0.30), (("tags", "half"), 0.30),
+     (None, 0.30)],
+    ids=["fixed width", "repeated words", "notes", "lists", "all"],
+)  # fmt: skip
+def test_the_bytes_of_a_load_are_foretold(
+    client: CacheClient,
+    dataset_name: str,
+    table: Path,
+    columns: tuple[str, ...] | None,
+    within: float,
+) -> None:
+    spec = DatasetSpec(dataset_name, table, columns=columns, target_shard_bytes="256KiB")
+
+    forecast = client.plan(spec)
+    info = client.load(spec)
+
+    assert (forecast.num_rows, forecast.rows_exact) == (info.num_rows, True)
+    assert forecast.fingerprint == info.fingerprint
+    assert (forecast.num_shards, forecast.schema) == (info.num_shards, info.schema)
+    assert forecast.num_bytes == pytest.approx(info.num_bytes, rel=within)
+    assert len(forecast.node_bytes) == 2
+    assert sum(forecast.node_bytes) == forecast.num_bytes
+    assert forecast.fits and forecast.memory_limit_bytes is None
+
+
+def test_words_are_foretold_without_size_statistics_too(
+    client: CacheClient, dataset_name: str, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cache_server.tables import parquet
+    from cache_server.versions import plan_version
+
+    monkeypatch.setattr(parquet, "unencoded_bytes", lambda f: [[None] * f.num_columns] * 99)
+    spec = DatasetSpec(dataset_name, table, columns=["word", "note"])
+
+    plan = plan_version(spec).plan
+    info = client.load(spec)
+
+    assert plan.shards is not None
+    foretold = sum(shard.estimated_bytes for shard in plan.shards)
+    assert foretold == pytest.approx(info.num_bytes, rel=0.30)
+
+
+def test_the_steps_of_a_job_are_foretold(
+    client: CacheClient, cluster: LocalCluster, dataset_name: str, table: Path
+) -> None:
+    spec = DatasetSpec(dataset_name, table, columns=["half", "whole"])
+
+    forecast = client.plan(spec, world_size=3, batch_size=64)
+    client.load(spec)
+
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, rank=0, world_size=3
+    )
+    assert forecast.steps_per_epoch == len(dataset)
+    assert forecast.step_bytes == 64 * (8 + 8)
+
+
+def test_what_passes_a_filter_is_estimated_from_statistics(
+    client: CacheClient, table: Path
+) -> None:
+    filters = {
+        "half < 0.25": 0.25,
+        "whole >= 15000 AND flag": 0.125,
+        "small < 10 OR half > 0.9": 0.19,
+        "day < DATE '1974-01-01'": 0.146,
+        "half > 7": 0.0,
+        "abs(half - 0.5) < 0.1": 0.2,
+    }
+
+    for filter, share in filters.items():
+        forecast = client.plan(DatasetSpec("t", table, filter=filter, columns=["half"]))
+
+        assert (forecast.num_rows, forecast.rows_exact) == (NUM_ROWS, False)
+        assert forecast.filtered_rows == pytest.approx(NUM_ROWS * share, abs=NUM_ROWS * 0.01)
+        assert forecast.steps_per_epoch == pytest.approx(NUM_ROWS * share / 1024, abs=1.0)
+
+
+def test_the_nodes_that_a_memory_limit_needs_are_foretold(client: CacheClient, table: Path) -> None:
+    spec = DatasetSpec("t", table, columns=["half"], replicas=2, target_shard_bytes="10KB")
+
+    one = client.plan(spec, num_nodes=2, memory_limit_bytes=200_000)
+    few = client.plan(spec, num_nodes=2, memory_limit_bytes=100_000)
+    none = client.plan(spec, num_nodes=2, memory_limit_bytes=5_000)
+
+    assert one.node_bytes == (160_000, 160_000) and one.fits and one.nodes_needed == 2
+    assert few.nodes_needed == 4 and not few.fits
+    assert none.nodes_needed is None and not none.fits
+    again = client.plan(spec, num_nodes=4, memory_limit_bytes=100_000)
+    assert again.fits and len(again.node_bytes) == 4
+
+
+def test_a_load_that_cannot_fit_is_refused_with_the_forecast(tmp_path: Path, table: Path) -> None:
+    with LocalCluster(2, memory_limit_bytes=200_000) as cluster:
+        client = CacheClient(cluster.endpoint)
+        spec = DatasetSpec("t", table, columns=FIXED, target_shard_bytes="10KB")
+        forecast = client.plan(spec)
+
+        with pytest.raises(LoadError) as caught:
+            client.load(spec)
+
+        assert not forecast.fits and forecast.memory_limit_bytes == 200_000
+        assert f"needs {forecast.nodes_needed} nodes of that limit" in str(caught.value)
+        assert f"about {forecast.num_bytes} bytes" in str(caught.value)
+        assert client.datasets() == []
+
+
+def test_a_plan_loads_nothing_and_names_what_is_wrong(
+    client: CacheClient, table: Path, tmp_path: Path
+) -> None:
+    before = {info.name for info in client.datasets()}
+
+    client.plan(DatasetSpec("planned-only", table))
+    with pytest.raises(LoadError, match="nowhere"):
+        client.plan(DatasetSpec("planned-only", tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match="colour"):
+        client.plan(DatasetSpec("planned-only", table, columns=["colour"]))
+    with pytest.raises(
+        ConfigError,
+        match=r"num_nodes must be at least 1, got -1; batch_size must be at least 1, got 0",
+    ):
+        client.plan(DatasetSpec("planned-only", table), batch_size=0, num_nodes=-1)
+
+    assert {info.name for info in client.datasets()} == before
+
+
+@pytest.mark.parametrize(
+    ("sql", "way", "because"),
+    [
+        ("SELECT whole FROM source WHERE flag", "split by split", "each row is handled by itself"),
+        ("SELECT flag, count(*) AS n FROM source GROUP BY flag ORDER BY flag", "whole", "ORDER BY"),
+        ("SELECT max(half) AS m FROM source", "whole", "an aggregate"),
+    ],
+)
+def test_explain_says_which_way_a_query_goes_and_why(
+    client: CacheClient, table: Path, sql: str, way: str, because: str
+) -> None:
+    forecast = client.plan(DatasetSpec("t", table, sql=sql))
+
+    assert forecast.sql_goes.startswith(way)
+    assert forecast.whole == (way == "whole")
+    assert because in forecast.why
+    assert forecast.ordered
+
+
+def test_a_join_with_a_small_table_goes_split_by_split(
+    client: CacheClient, table: Path, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"small": [1, 2], "name": ["x", "y"]}), tmp_path / "names.parquet")
+    forecast = client.plan(
+        DatasetSpec(
+            "t",
+            sources={"big": str(table), "names": str(tmp_path / "names.parquet")},
+            sql="SELECT b.whole, n.name FROM big b JOIN names n ON b.small = n.small",
+            allow_unordered=True,
+        )
+    )
+
+    assert not forecast.whole and not forecast.ordered
+    assert [(t.name, t.by_split, t.columns) for t in forecast.tables] == [
+        ("big", True, ("small", "whole")),
+        ("names", False, ("small", "name")),
+    ]
+    assert "every node reads 'names' whole" in forecast.why
+
+
+def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cache_client", *map(str, arguments)],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", 1000, files=4)
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: t\nsource: {source}\nfilter: a < 100\ntarget_shard_bytes: 1\n")
+    at = ("--endpoint", cluster.endpoint)
+
+    shown = cachectl("plan", spec, *at, "--nodes", 3, "--ranks", 2, "--memory-limit", "1GiB")
+    facts: dict[str, Any] = json.loads(cachectl("plan", spec, *at, "--json").stdout)
+    way = cachectl("explain", spec, *at)
+
+    assert shown.returncode == 0, shown.stderr
+    for fact in ("1,000 before the query", "by statistics", "on 3 nodes", "2 ranks", "4 shards"):
+        assert fact in shown.stdout
+    assert facts["num_rows"] == 1000 and facts["fits"] is True
+    assert facts["schema"]["row"] == "int64"
+    assert "split by split" in way.stdout and "each row is handled by itself" in way.stdout
+    bad = cachectl("plan", spec, *at, "--memory-limit", "lots")
+    assert bad.returncode == EXIT_CONFIG and "'lots'" in bad.stderr
