@@ -92,10 +92,10 @@ class _Objects:
             size, headers = self._headers[key]
             start, stop = _bounds(span, size)
             status = "200 OK" if span is None else "206 Partial Content"
-            extra = "" if span is None else f"Content-Range: bytes {start}-{stop - 1}/{size}\r\n"
-            writer.write(
-                f"HTTP/1.1 {status}\r\n{headers}{extra}Content-Length: {stop - start}\r\n\r\n".encode()
-            )
+            head = f"HTTP/1.1 {status}\r\n{headers}Content-Length: {stop - start}\r\n"
+            if span is not None:
+                head += f"Content-Range: bytes {start}-{stop - 1}/{size}\r\n"
+            writer.write(f"{head}\r\n".encode())
             if method == b"GET":
                 await self._send(key, start, stop - start, writer)
         await writer.drain()

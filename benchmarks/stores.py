@@ -18,6 +18,7 @@ import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -133,8 +134,8 @@ def measure(
     contenders: dict[str, Callable[[], int]] = {}
     for form, directory in prefixes.items():
         uri = f"s3://{BUCKET}/{directory.name}/"
-        contenders[DATAFUSION.format(form)] = lambda uri=uri: stream_to_nowhere(uri, endpoint)
-        contenders[CACHE.format(form)] = lambda uri=uri: load(uri, endpoint, client)
+        contenders[DATAFUSION.format(form)] = partial(stream_to_nowhere, uri, endpoint)
+        contenders[CACHE.format(form)] = partial(load, uri, endpoint, client)
     return measure_in_turn(
         contenders, num_rows=rows, num_bytes=rows * ROW_BYTES, repeats=repeats, settle=drop
     )

@@ -19,6 +19,7 @@ import typer
 
 from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
+from cache_server.job_settings import spec_from_env
 from cache_server.local import LocalCluster, describe_nodes
 from cache_server.server import CacheServer
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
@@ -112,6 +113,9 @@ def serve(
 def local(
     nodes: Annotated[int, typer.Option(help="Node processes.")] = 1,
     load: Annotated[Path | None, typer.Option(help="YAML spec of a dataset to load.")] = None,
+    load_from_env: Annotated[
+        bool, typer.Option(help="Load what STORAGE_URI and the settings beside it mean.")
+    ] = False,
     cache_dir: Annotated[
         Path | None, typer.Option(help="Kept afterwards; default: a temporary one in memory.")
     ] = None,
@@ -120,7 +124,11 @@ def local(
 ) -> None:
     """Run a cache on this machine until interrupted; prints its endpoint as one JSON line."""
     _set_up_logging(log_level)
+    if load is not None and load_from_env:
+        raise ConfigError("--load and --load-from-env cannot be combined")
     spec = DatasetSpec.from_yaml(load) if load is not None else None
+    if load_from_env:
+        spec = spec_from_env(os.environ)
     try:
         limit = parse_bytes(memory_limit) if memory_limit is not None else None
     except ValueError as error:

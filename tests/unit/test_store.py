@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from cache_server.packing import ShardBuilder, storage_schema
 from cache_server.planning import VersionKey, row_starts
 from cache_server.store import ResidentRows, ShardStore, file_checksum
-from protos.errors import ConfigError, InvalidRowsError, LoadError, NotReadyError
+from protos.errors import (
+    ConfigError,
+    InvalidRowsError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+)
 from protos.shards import MappedShard, SealedShard, Selection, empty_batch, shard_file_name
 
 KEY = VersionKey("table", "f1")
@@ -262,6 +268,76 @@ def test_a_draft_for_which_there_is_no_room_is_a_named_load_error(
 
 
 # -- adopt -----------------------------------------------------------------------------------------
+
+
+def chunks_of(path: Path) -> list[pa.Buffer]:
+    data = path.read_bytes()
+    return [pa.py_buffer(data[start : start + 700]) for start in range(0, len(data), 700)]
+
+
+def test_a_shard_that_was_copied_is_the_same_file_and_lasts(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    with ShardStore(tmp_path / "other") as other:
+        sealed = other.seal(KEY, 3, stored(range(50)))
+        with ShardStore(cache_dir) as store:
+            copied = store.receive(KEY, sealed.sealed, chunks_of(sealed.path))
+            assert copied.path.read_bytes() == sealed.path.read_bytes()
+            assert copied.sealed == sealed.sealed
+
+    with ShardStore(cache_dir) as again:
+        assert indices(again) == [3]
+
+
+@pytest.mark.parametrize("damage", ["short", "other", "nothing"])
+def test_a_copy_that_did_not_arrive_as_it_was_sealed_is_refused_and_leaves_nothing(
+    store: ShardStore, tmp_path: Path, damage: str
+) -> None:
+    with ShardStore(tmp_path / "other") as other:
+        sealed = other.seal(KEY, 3, stored(range(50)))
+        chunks = chunks_of(sealed.path)
+    damaged = {"short": chunks[:-1], "other": [*chunks[:-1], pa.py_buffer(b"x")], "nothing": []}
+
+    with pytest.raises(NodeUnavailableError, match=r"shard 3 of .* did not arrive"):
+        store.receive(KEY, sealed.sealed, damaged[damage])
+
+    assert files_of(store) == [] and indices(store) == []
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(store: ShardStore, tmp_path: Path) -> None:
+    with ShardStore(tmp_path / "other") as other:
+        sealed = other.seal(KEY, 3, stored(range(50)))
+        chunks = chunks_of(sealed.path)
+
+    def broken() -> Iterator[pa.Buffer]:
+        yield chunks[0]
+        raise NodeUnavailableError("the node is gone")
+
+    with pytest.raises(NodeUnavailableError, match="the node is gone"):
+        store.receive(KEY, sealed.sealed, broken())
+
+    assert files_of(store) == []
+
+
+def test_a_copy_over_the_memory_limit_is_refused(cache_dir: Path, tmp_path: Path) -> None:
+    with ShardStore(tmp_path / "other") as other:
+        sealed = other.seal(KEY, 3, stored(range(50)))
+        chunks = chunks_of(sealed.path)
+    with (
+        ShardStore(cache_dir, memory_limit_bytes=100) as store,
+        pytest.raises(LoadError, match="memory limit of 100"),
+    ):
+        store.receive(KEY, sealed.sealed, chunks)
+
+
+def test_what_a_killed_process_left_in_the_scratch_folder_is_removed(cache_dir: Path) -> None:
+    with ShardStore(cache_dir) as store:
+        scratch = store.scratch
+    scratch.mkdir(parents=True)
+    (scratch / "half.arrow").write_bytes(b"x")
+
+    with ShardStore(cache_dir):
+        assert not scratch.exists()
 
 
 def test_a_restarted_store_adopts_what_was_sealed(cache_dir: Path) -> None:
