@@ -1,18 +1,40 @@
-"""Who am I: the rank of this process and the number of ranks.
+"""Who am I, and where is the cache: rank, world size and endpoint, from whoever started us.
 
-In this order: explicit arguments, an initialised `torch.distributed`, ``RANK``/``WORLD_SIZE`` as
-torchrun sets them, else rank 0 of 1.
+A rank comes from the arguments, an initialised `torch.distributed`, or the first of `SOURCES` that
+speaks of this process; else it is 0 of 1. The first one wins: whatever comes after it is not looked
+at, even where it says something else. So under torchrun the ``PET_*`` of the pod, which count nodes
+and are still there, do not matter. A source that says half, or what cannot be, is an error and
+never skipped: two processes that both take themselves for rank 0 would train on the same rows
+without a word.
+
+An empty variable counts as absent. Numbers are read as torch reads them. The only module of this
+package, but `__main__`, that reads the environment; it opens no connection.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from protos.errors import ConfigError
+
+# Where the flagship runtime, `torch-distributed-data-cache`, has its coordinator: pod 0 of the
+# replicated job `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service: a
+# training runtime templates a JobSet and nothing beside it. Runtimes that keep their cache in
+# another place set CACHE_ENDPOINT.
+TRAIN_JOB_ENDPOINT = "grpc://{job}-dataset-initializer-0-0.{job}:50051"
+
+_ENDPOINT = re.compile(
+    r"grpc(\+tcp|\+tls)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
+)
+_TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD wants it
+
+# Slurm numbers the steps that srun did not start from here on: batch script, salloc's shell.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,93 @@ class Rank:
                 f"rank must be in [0, world_size), got rank={self.rank} "
                 f"world_size={self.world_size}"
             )
+
+
+def _always(environ: Mapping[str, str]) -> bool:
+    return True
+
+
+def _is_one_process_a_node(environ: Mapping[str, str]) -> bool:
+    """Whether a node's rank is a process's; an error where that is torchrun's to say.
+
+    Unset means one, as torchrun's own default does; "auto", "cpu" and "gpu" mean any number.
+    """
+    processes = environ.get("PET_NPROC_PER_NODE") or "1"
+    if processes == "1":
+        return True
+    raise ConfigError(
+        f"{_quoted(environ, 'PET_NPROC_PER_NODE', 'PET_NODE_RANK', 'PET_NNODES')} but neither RANK "
+        f"nor WORLD_SIZE is set: with other than 1 process a node only torchrun knows the ranks, "
+        f"so start the program through torchrun, set numProcPerNode: 1, or pass rank and world_size"
+    )
+
+
+def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process, as opposed to a batch script or an interactive shell.
+
+    Those have ``SLURM_NTASKS`` too, which there is what was asked for, and a batch script also has
+    ``SLURM_PROCID=0``. Only srun numbers a step (`setup_env` in Slurm's src/common/env.c); the
+    shell that salloc starts is a step with a number of its own kind.
+    """
+    step = environ.get("SLURM_STEP_ID")
+    if not step:
+        return False
+    try:
+        return 0 <= int(step) < _FIRST_SPECIAL_STEP
+    except ValueError:
+        raise ConfigError(f"SLURM_STEP_ID must be a number, got {step!r}") from None
+
+
+def _is_counted_task_of_srun(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("SLURM_STEP_NUM_TASKS")) and _is_task_of_srun(environ)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The two variables in which a launcher says who a process is.
+
+    Args:
+        launcher: who sets them.
+        rank, world_size: names of variables.
+        speaks: whether they are about this process, where they are set; may raise ConfigError.
+    """
+
+    launcher: str
+    rank: str
+    world_size: str
+    speaks: Callable[[Mapping[str, str]], bool] = _always
+
+    def find(self, environ: Mapping[str, str]) -> Rank | None:
+        """The rank, or None where this source does not speak.
+
+        Raises:
+            ConfigError: quoting both when one is missing or no number, or they do not fit.
+        """
+        if not self.speaks(environ):
+            return None
+        rank, world_size = environ.get(self.rank), environ.get(self.world_size)
+        if not rank and not world_size:
+            return None
+        try:
+            return Rank(int(rank or ""), int(world_size or ""))
+        except ValueError:
+            raise ConfigError(
+                f"{self.rank} and {self.world_size}, which {self.launcher} sets, must be two "
+                f"numbers with 0 <= {self.rank} < {self.world_size}, "
+                f"got {_quoted(environ, self.rank, self.world_size)}"
+            ) from None
+
+
+SOURCES = (
+    Source("torchrun", "RANK", "WORLD_SIZE"),
+    Source("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", _is_one_process_a_node),
+    Source("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    Source("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Source("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    # Of the step; SLURM_NTASKS is the job's with `srun --preserve-env`.
+    Source("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _is_counted_task_of_srun),
+    Source("srun", "SLURM_PROCID", "SLURM_NTASKS", _is_task_of_srun),
+)
 
 
 def find_rank(
@@ -56,37 +165,53 @@ def find_rank(
         return Rank(rank, world_size)
     if dist.is_available() and dist.is_initialized():
         return Rank(dist.get_rank(), dist.get_world_size())
-    values = os.environ if environ is None else environ
-    return _from_environment(values, "RANK", "WORLD_SIZE") or Rank(0, 1)
+    return find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
 
 
-def _from_environment(
-    values: Mapping[str, str], rank_name: str, world_size_name: str
-) -> Rank | None:
-    rank, world_size = values.get(rank_name), values.get(world_size_name)
-    if rank is None and world_size is None:
-        return None
-    try:
-        return Rank(int(rank or ""), int(world_size or ""))
-    except ValueError:
-        raise ConfigError(
-            f"{rank_name} and {world_size_name} must be two numbers with "
-            f"0 <= {rank_name} < {world_size_name}, got {rank_name}={rank!r} "
-            f"{world_size_name}={world_size!r}"
-        ) from None
+def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
+    """What the first of `SOURCES` that speaks says; None where none does. Pure.
+
+    Raises:
+        ConfigError: when it says half, or what cannot be.
+    """
+    found = (source.find(environ) for source in SOURCES)
+    return next((rank for rank in found if rank is not None), None)
 
 
 def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None) -> str:
-    """The Flight endpoint of the cache: the argument, else ``CACHE_ENDPOINT``.
+    """The Flight endpoint of the cache.
+
+    The argument, else ``CACHE_ENDPOINT``, else `TRAIN_JOB_ENDPOINT` of ``TRAIN_JOB_NAME``.
 
     Raises:
-        ConfigError: when neither is there.
+        ConfigError: when none is there, or the first one that is there is no endpoint.
     """
     values = os.environ if environ is None else environ
-    found = endpoint or values.get("CACHE_ENDPOINT")
-    if not found:
-        raise ConfigError(
-            "no endpoint: pass endpoint='grpc://HOST:PORT' or set the environment variable "
-            "CACHE_ENDPOINT"
-        )
-    return found
+    for name, value in (
+        ("endpoint", endpoint),
+        ("CACHE_ENDPOINT", values.get("CACHE_ENDPOINT")),
+    ):
+        if value:
+            return _checked_endpoint(name, value)
+    if job := values.get("TRAIN_JOB_NAME"):
+        if not _TRAIN_JOB_NAME.fullmatch(job):
+            raise ConfigError(f"TRAIN_JOB_NAME must be the name of a TrainJob, got {job!r}")
+        return TRAIN_JOB_ENDPOINT.format(job=job)
+    raise ConfigError(
+        "no endpoint: pass endpoint='grpc://HOST:PORT', set the environment variable "
+        "CACHE_ENDPOINT, or run in a TrainJob whose runtime sets TRAIN_JOB_NAME"
+    )
+
+
+def _checked_endpoint(name: str, value: str) -> str:
+    found = _ENDPOINT.fullmatch(value)
+    if not found or not 1 <= int(found["port"]) <= 65535:
+        raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
+    return value
+
+
+def _quoted(environ: Mapping[str, str], *names: str) -> str:
+    """Each variable with its value, for messages."""
+    return ", ".join(
+        f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names
+    )

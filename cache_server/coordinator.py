@@ -208,7 +208,7 @@ class Coordinator:
             for version in self._versions.values()
             if not version.plan.comparable
             and self._failure(version) is None
-            and replace(version.plan.spec, replicas=spec.replicas) == spec
+            and _content(version.plan.spec) == _content(spec)
         ]
         return max(found, key=lambda version: version.created, default=None)
 
@@ -624,6 +624,13 @@ class Coordinator:
         # Presumed alive until they have had time to report, so that nothing moves meanwhile.
         for node_id in self._catalogue.read_members():
             self._members[node_id] = _Member(pb.Node(id=node_id), self._clock())
+
+
+def _content(spec: DatasetSpec) -> bytes:
+    """What is compared of two specs: all but the replicas and the secrets."""
+    content = spec.to_proto()
+    content.replicas = 0
+    return content.SerializeToString(deterministic=True)
 
 
 def _load_error(version: _Version, reason: str) -> LoadError:

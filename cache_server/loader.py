@@ -298,6 +298,7 @@ def _walk(plan: Any) -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """What DataFusion says, in its own words."""
+    """What DataFusion says, in its own words, on one line."""
     text = str(error).removeprefix("DataFusion error: ")
-    return text.partition("\nThis issue was likely caused by a bug in DataFusion")[0].strip()
+    text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
+    return " ".join(text.split())

@@ -165,7 +165,7 @@ def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> i
     with closing(WholeTables(store.scratch / uuid.uuid4().hex)) as whole:
         for batch in loader.run_whole(job.plan.sql, whole.paths(job, pinned)):
             _check_wanted(job)
-            for start, rows in _pieces(batch, logical, job.plan.target_shard_bytes):
+            for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
                 if builder.num_rows and (
                     builder.num_bytes + builder.num_bytes // builder.num_rows * rows
                     > job.plan.target_shard_bytes
@@ -262,11 +262,9 @@ def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) ->
             raise LoadError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _pieces(
-    batch: pa.RecordBatch, logical: pa.Schema, target_bytes: int
-) -> Iterator[tuple[int, int]]:
+def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterator[tuple[int, int]]:
     """Runs of rows of a batch, each about a sixteenth of a shard at most: start and rows."""
-    row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), Layout(logical).fixed_row_bytes)
+    row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), layout.fixed_row_bytes)
     step = max(1, target_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield start, min(step, batch.num_rows - start)

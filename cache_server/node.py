@@ -347,7 +347,7 @@ class Node:
             job = Job(key, desired.plan, desired.secrets, index)
             work = self._shard_work(job, serving, shard)
             serving.loads[index] = self._submit(serving, job, work, shard.splits)
-        self._run_whole_if_asked(key, serving)
+        self._run_whole_if_asked(key, serving, set(sealed))
         if not serving.loads:
             serving.whole_tables.close()
 
@@ -358,14 +358,14 @@ class Node:
             return lambda: loading.copy_shard(self._store, job, shard)
         return lambda: loading.load_shard(self._store, job, shard, serving.whole_tables)
 
-    def _run_whole_if_asked(self, key: VersionKey, serving: _Serving) -> None:
+    def _run_whole_if_asked(self, key: VersionKey, serving: _Serving, sealed: set[int]) -> None:
         run, desired = serving.whole_run, serving.desired
         if run is not None and (run.future.done() or not desired.run_whole):
             run.job.cancelled.set()
             if not run.future.done():
                 return
             run = serving.whole_run = None
-        through = serving.num_shards is not None and not desired.missing
+        through = serving.num_shards is not None and set(desired.missing) <= sealed
         if run is not None or not desired.run_whole or through or serving.failure:
             return
         job = Job(key, desired.plan, desired.secrets, None)

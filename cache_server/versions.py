@@ -47,6 +47,7 @@ class VersionPlan:
         keeps_every_row: the splits tell the number of rows exactly.
         comparable: planning it again tells whether the source changed.
         joined: the query also reads other tables, or the same ones in subqueries.
+        has_secrets: without those of its spec it cannot be loaded.
     """
 
     spec: DatasetSpec
@@ -58,6 +59,7 @@ class VersionPlan:
     keeps_every_row: bool
     comparable: bool = True
     joined: bool = False
+    has_secrets: bool = False
     why: str = field(default="", compare=False)
 
     @property
@@ -77,7 +79,7 @@ class VersionPlan:
             keeps_every_row=self.keeps_every_row,
             whole=self.shards is None,
             target_shard_bytes=self.spec.target_shard_bytes,
-            has_secrets=any(table.secrets for table in self.spec.tables),
+            has_secrets=self.has_secrets,
             comparable=self.comparable,
             joined=self.joined,
         )
@@ -99,6 +101,7 @@ class VersionPlan:
             entry.keeps_every_row,
             entry.plan.comparable,
             entry.plan.joined,
+            entry.plan.has_secrets,
         )
 
 
@@ -183,6 +186,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         driver is not None and query.keeps_every_row and pins[driver].exact_rows,
         all(pin.comparable for pin in pins.values()),
         query.joins,
+        any(table.secrets for table in spec.tables),
         why,
     )
     return PlannedVersion(plan, dict(pins), splits, query)

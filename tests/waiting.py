@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 _POLL_S = 0.01
@@ -23,3 +25,13 @@ def wait_until(predicate: Callable[[], _T], timeout_s: float, what: str) -> _T:
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
         pause.wait(_POLL_S)
     return value
+
+
+def files_below(*directories: Path) -> list[Path]:
+    """The files below directories that others may remove meanwhile; `Path.glob` may fail then."""
+    return [
+        Path(folder, name)
+        for directory in directories
+        for folder, _, names in os.walk(directory)
+        for name in names
+    ]

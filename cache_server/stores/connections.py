@@ -72,6 +72,12 @@ RETRY_TIMEOUT_S = 120.0
 MAX_BACKOFF_S = 15.0
 
 
+_WHERE = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+}
+
+
 def client_for(
     location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> ObjectClient:
@@ -110,6 +116,23 @@ def from_env() -> dict[str, str]:
     return {
         name: text for name, text in os.environ.items() if name.upper().startswith(_ENVIRONMENT)
     }
+
+
+def settings_for_libraries(
+    options: Mapping[str, str], secrets: Mapping[str, str]
+) -> dict[str, str]:
+    """Settings of a store for a library that reaches it by itself: pyiceberg, deltalake.
+
+    Such a library finds credentials as AWS's own tools do, but not where an S3 that is not Amazon's
+    lies: that comes from the environment here, unless the dataset says it.
+    """
+    settings = store_settings(options, secrets)
+    environ = from_env()
+    for name, variables in _WHERE.items():
+        found = [environ[variable] for variable in variables if environ.get(variable)]
+        if name not in settings and found:
+            settings[name] = found[0]
+    return settings
 
 
 @lru_cache(maxsize=64)

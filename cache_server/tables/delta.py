@@ -21,6 +21,7 @@ from deltalake.exceptions import TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
 
 from cache_server.planning import Pin, PinnedTable, SourceFile, Split
+from cache_server.stores.connections import settings_for_libraries
 from cache_server.stores.options import store_settings
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
@@ -187,9 +188,9 @@ def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
 def _storage_options(
     uri: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    settings = store_settings(options, secrets)
     if urlsplit(uri).scheme not in _S3_SCHEMES:
-        return settings
+        return store_settings(options, secrets)
+    settings = settings_for_libraries(options, secrets)
     if settings.get("endpoint", "").startswith("http://"):
         settings.setdefault("allow_http", "true")
     if "endpoint" in settings:

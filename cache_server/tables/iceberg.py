@@ -42,7 +42,8 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 
 from cache_server.planning import Condition, Pin, PinnedTable, SourceFile, Split
-from cache_server.stores.options import catalog_settings, store_settings
+from cache_server.stores.connections import settings_for_libraries
+from cache_server.stores.options import catalog_settings
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec
@@ -300,7 +301,7 @@ def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) ->
     Raises:
         RequestError: naming a setting that pyiceberg has no property for, and that matters.
     """
-    settings = store_settings(options, secrets)
+    settings = settings_for_libraries(options, secrets)
     for name in _UNTRANSLATED:
         if name in settings:
             raise RequestError(

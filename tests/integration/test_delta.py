@@ -328,6 +328,19 @@ def test_a_table_in_s3(s3: str) -> None:
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
+def test_the_place_of_the_store_may_come_from_the_environment(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = {**s3_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+    table = _evolve("s3://lake/by environment", {**storage, "aws_conditional_put": "etag"})
+    for name, value in s3_options(s3).items():
+        monkeypatch.setenv(name, value)
+
+    spec = _spec("s3://lake/by environment")
+
+    assert_same_rows(read_table(spec, delta.pin(spec)), pa.table(table.to_pyarrow_table()))
+
+
 def test_a_missing_object_names_itself_and_no_key(s3: str) -> None:
     for uri in ("s3://lake/none", "s3://absent/t"):
         with pytest.raises(LoadError) as caught:

@@ -378,7 +378,10 @@ def test_a_dataset_dropped_while_it_loads_lets_go_of_its_transaction(
             "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'cache_server' "
             "AND state = 'idle in transaction'"
         )
-        assert shop.server.rows(shop.name, holding) == [(1,)]
+        # Readers are idle, too, while they begin.
+        wait_until(
+            lambda: shop.server.rows(shop.name, holding) == [(1,)], WAIT_S, "only the snapshot held"
+        )
 
         clean.drop("pg")
 

@@ -489,6 +489,22 @@ def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
+def test_the_place_of_the_store_may_come_from_the_environment(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = _s3_catalog(tmp_path, s3)
+    catalog.create_namespace("ns")
+    table = catalog.create_table("ns.by_environment", SCHEMA)
+    table.append(_rows(0, 7))
+    catalog.close()
+    for name, value in s3_options(s3).items():
+        monkeypatch.setenv(name, value)
+
+    spec = _spec(table.metadata_location)
+
+    assert read_table(spec, iceberg.pin(spec)).num_rows == 7
+
+
 def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
     for location in ("s3://lake/none.metadata.json", "s3://absent/v1.metadata.json"):
         with pytest.raises(LoadError) as caught:

@@ -10,10 +10,10 @@ import pytest
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import files_below, wait_until
 
 WAIT_S = 30.0
-LEASE_S = 1.0
+LEASE_S = 4.0
 NUM_ROWS = 400
 
 
@@ -29,11 +29,8 @@ def load(cluster: LocalCluster, name: str, source: Path, **options: object) -> s
 
 
 def versions_on_disk(cluster: LocalCluster, name: str) -> set[str]:
-    return {
-        path.parent.name
-        for node in cluster.nodes
-        for path in (node.cache_dir / name).glob("*/shard-*.arrow")
-    }
+    files = files_below(*(node.cache_dir / name for node in cluster.nodes))
+    return {path.parent.name for path in files if path.name.startswith("shard-")}
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["files of this machine", "Flight"])

@@ -18,7 +18,7 @@ from datafusion import SessionContext
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 from protos.errors import LoadError
-from tests.waiting import wait_until
+from tests.waiting import files_below, wait_until
 
 WAIT_S = 30.0
 NUM_ORDERS, NUM_CUSTOMERS = 3000, 40
@@ -198,11 +198,9 @@ def test_a_whole_query_that_fails_leaves_nothing_behind_and_can_be_tried_again(
 
 
 def left_behind(cluster: LocalCluster, dataset: str) -> list[Path]:
-    found: list[Path] = []
-    for node in cluster.nodes:
-        found += node.cache_dir.glob(f"{dataset}/**/*")
-        found += node.cache_dir.glob(".scratch/*")
-    return found
+    return files_below(
+        *(node.cache_dir / name for node in cluster.nodes for name in (dataset, ".scratch"))
+    )
 
 
 def test_lost_shards_of_a_result_are_made_again_as_they_were(tmp_path: Path, lake: Path) -> None:
