@@ -33,8 +33,8 @@ _ENDPOINT = re.compile(
 )
 _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD wants it
 
-# Slurm numbers the steps that srun did not start from here on: batch script, salloc's shell.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+# SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
+_LAST_STEP_OF_SRUN = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     if not step:
         return False
     try:
-        return 0 <= int(step) < _FIRST_SPECIAL_STEP
+        return 0 <= int(step) <= _LAST_STEP_OF_SRUN
     except ValueError:
         raise ConfigError(f"SLURM_STEP_ID must be a number, got {step!r}") from None
 

@@ -214,8 +214,9 @@ class Coordinator:
 
     def _attach(self, version: _Version, spec: DatasetSpec) -> pb.DatasetInfo:
         """Has one more user of a version that is there already; it is the newest now."""
-        version.plan = replace(version.plan, spec=spec)
-        version.secrets = spec.secrets_to_proto()
+        secrets = spec.secrets_to_proto()
+        version.plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
+        version.secrets = secrets
         version.created = self._created = self._created + 1
         self._write(version)
         self._settle()

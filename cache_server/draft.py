@@ -1,9 +1,10 @@
-"""A shard file that is filled where its rows will lie: packed columns are written once.
+"""A shard file whose rows are written to their places as they come: packed columns, once.
 
 The place of each packed or matrix column in an Arrow IPC file follows from the schema and the
-number of rows, so the file is made first, its columns are mapped, and a `ShardBuilder` fills them.
-Arrow then writes the rest of the file around them: the messages and the plain columns, which the
-layout puts last. Knows neither the manifest nor what becomes of the file.
+number of rows, so the file is made first, and a `ShardBuilder` writes rows to it. Arrow then writes
+the rest of the file around them: the messages and the plain columns, which the layout puts last.
+Rows are written, not filled into a map: a page that a map touches first costs twice what writing
+it costs. Knows neither the manifest nor what becomes of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +30,6 @@ class ShardDraft:
 
     Attributes:
         path: of the file.
-        matrices: stored column -> ``[num_rows, width]`` array to fill; not for plain columns.
 
     Raises:
         OSError: the file cannot be opened, or there is no room for it.
@@ -36,28 +37,40 @@ class ShardDraft:
 
     def __init__(self, path: Path, layout: Layout, num_rows: int) -> None:
         self.path = path
+        self._layout = layout
+        self._num_rows = num_rows
+        self._map: mmap.mmap | None = None
         self._file = path.open("r+b")
         try:
-            offsets, end = _places(layout, num_rows)
-            # Room is taken now: a page that cannot be had later would kill the process.
-            os.posix_fallocate(self._file.fileno(), 0, end)
-            self._map = mmap.mmap(self._file.fileno(), end)
+            self._offsets, self._end = _places(layout, num_rows)
+            # Room is taken now, so that it is not missed in the middle of a load.
+            os.posix_fallocate(self._file.fileno(), 0, self._end)
         except BaseException:
             self._file.close()
             raise
-        self.matrices: dict[int, Matrix] = {}
-        for index, offset in offsets.items():
-            column = layout.columns[index]
-            assert column.dtype is not None
-            values = np.frombuffer(self._map, column.dtype, num_rows * column.width, offset)
-            self.matrices[index] = values.reshape(num_rows, column.width)
 
     def __enter__(self) -> ShardDraft:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.matrices.clear()
         self._file.close()
+
+    def write(self, index: int, start: int, rows: Matrix) -> None:
+        """Keeps rows of one packed or matrix column, from row ``start`` on; C-contiguous."""
+        if len(rows):
+            _write_at(self._file.fileno(), rows, self._offsets[index] + start * rows[0].nbytes)
+
+    def read(self) -> dict[int, Matrix]:
+        """Stored column -> ``[num_rows, width]`` array of what was written; not for plain ones."""
+        if self._map is None:
+            self._map = mmap.mmap(self._file.fileno(), self._end)
+        matrices = {}
+        for index, offset in self._offsets.items():
+            column = self._layout.columns[index]
+            assert column.dtype is not None
+            values = np.frombuffer(self._map, column.dtype, self._num_rows * column.width, offset)
+            matrices[index] = values.reshape(self._num_rows, column.width)
+        return matrices
 
     def complete(self, batch: pa.RecordBatch) -> None:
         """Writes all of ``batch`` that does not lie in its place in the file already.
@@ -65,7 +78,8 @@ class ShardDraft:
         Args:
             batch: of the draft's layout. Columns that are not the draft's are copied.
         """
-        sink = _Sink(self._file.fileno(), np.frombuffer(self._map, np.uint8).ctypes.data)
+        mapped = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
+        sink = _Sink(self._file.fileno(), mapped)
         _write(sink, batch)
         os.ftruncate(self._file.fileno(), sink.position)
 
@@ -95,6 +109,14 @@ def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
 
 
+def _write_at(handle: int, data: Any, at: int) -> None:
+    """All of a buffer, which one call need not write."""
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        written = os.pwrite(handle, view, at)
+        view, at = view[written:], at + written
+
+
 def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
     with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
@@ -105,7 +127,7 @@ class _Sink:
 
     Args:
         handle: of the file; None to write nothing and see where each buffer would go.
-        start: address at which the file is mapped.
+        start: address at which the file is mapped; 0 where it is not.
 
     Attributes:
         position: in the file.
@@ -124,15 +146,16 @@ class _Sink:
         if isinstance(data, pa.Buffer):
             self.places[data.address] = self.position
         if self._handle is not None and not self._lies_here(data):
-            view, at = memoryview(data), self.position
-            while view.nbytes:
-                written = os.pwrite(self._handle, view, at)
-                view, at = view[written:], at + written
+            _write_at(self._handle, data, self.position)
         self.position += len(data)
         return len(data)
 
     def _lies_here(self, data: pa.Buffer | bytes) -> bool:
-        return isinstance(data, pa.Buffer) and data.address == self._start + self.position
+        return (
+            self._start > 0
+            and isinstance(data, pa.Buffer)
+            and data.address == self._start + self.position
+        )
 
     def tell(self) -> int:
         return self.position

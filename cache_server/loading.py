@@ -117,12 +117,11 @@ def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: Whole
     logical = schema_from_bytes(job.plan.logical_schema)
     expected = max_rows(splits)
     with ExitStack() as stack:
-        draft, matrices = None, None
+        draft = None
         layout = Layout(logical)
         if job.plan.keeps_every_row and expected and layout.fixed_row_bytes:
             draft = stack.enter_context(store.draft(job.key, shard.index, layout, expected))
-            matrices = draft.matrices
-        builder = ShardBuilder(logical, expected, matrices)
+        builder = ShardBuilder(logical, expected, draft)
         if job.plan.joined:
             rows = _joined_rows(job, table, splits, whole.paths(job, others), store.scratch)
         else:

@@ -28,7 +28,7 @@ a shard; the large types do not. This module knows neither files nor DataFusion.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -231,6 +231,16 @@ def _zero(field: pa.Field) -> str:
     return f"arrow_cast('00:00:00', '{source.title()}({unit})')"
 
 
+class RowFile(Protocol):
+    """Keeps packed rows as they come."""
+
+    def write(self, index: int, start: int, rows: Matrix) -> None:
+        """Keeps rows of one stored column, from row ``start`` on."""
+
+    def read(self) -> dict[int, Matrix]:
+        """Stored column -> the rows that were kept."""
+
+
 class ShardBuilder:
     """Collects the batches of one shard into packed columns. One thread at a time.
 
@@ -238,20 +248,22 @@ class ShardBuilder:
         logical: from `storage_schema`.
         expected_rows: an upper bound of the rows to come, where it is known; memory is taken for
             so many at once (untouched pages cost nothing). Without it the room doubles as needed.
-        matrices: stored column -> ``[expected_rows, width]`` array, filled instead of memory of the
-            builder's own while there is room.
+        file: with room for ``expected_rows``, which keeps the packed rows instead of memory of the
+            builder's own; not when more rows come.
     """
 
     def __init__(
         self,
         logical: pa.Schema,
         expected_rows: int | None = None,
-        matrices: Mapping[int, Matrix] | None = None,
+        file: RowFile | None = None,
     ) -> None:
         self.layout = Layout(logical)
         self.num_rows = 0
         self._capacity = expected_rows if expected_rows is not None else _INITIAL_ROWS
-        self._matrices = dict(matrices) if matrices is not None else self._room()
+        self._file = file
+        self._matrices = self._room() if file is None else {}
+        self._spare: dict[object, Matrix] = {}
         self._chunks: dict[int, list[pa.Array]] = {
             index: [] for index, c in enumerate(self.layout.columns) if c.kind == "plain"
         }
@@ -282,7 +294,7 @@ class ShardBuilder:
                 self._plain_bytes += array.nbytes
                 self._chunks[index].append(array)
             else:
-                self._fill(self._matrices[index][start:stop], column, batch)
+                self._keep(index, column, batch, start, stop)
         self.num_rows = stop
 
     def finish(self) -> pa.RecordBatch:
@@ -299,13 +311,13 @@ class ShardBuilder:
                 problems.append(_null_problem(field, count, encoded=encoded))
             raise LoadError("; ".join(problems))
         arrays = []
+        matrices = self._matrices if self._file is None else self._file.read()
         for index, column in enumerate(self.layout.columns):
             if column.kind == "plain":
                 chunks = self._chunks.pop(index)
                 arrays.append(_concatenate(chunks, column))
             else:
-                matrix = self._matrices[index][: self.num_rows]
-                arrays.append(from_matrix(matrix, column.field))
+                arrays.append(from_matrix(matrices[index][: self.num_rows], column.field))
         return pa.RecordBatch.from_arrays(arrays, schema=self.layout.schema)
 
     def _room(self) -> dict[int, Matrix]:
@@ -317,9 +329,30 @@ class ShardBuilder:
 
     def _grow(self, rows: int) -> None:
         self._capacity = max(rows, 2 * self._capacity)
-        filled, self._matrices = self._matrices, self._room()
+        filled = self._matrices if self._file is None else self._file.read()
+        self._file, self._matrices = None, self._room()
         for index, matrix in filled.items():
             self._matrices[index][: self.num_rows] = matrix[: self.num_rows]
+
+    def _keep(
+        self, index: int, column: StoredColumn, batch: pa.RecordBatch, start: int, stop: int
+    ) -> None:
+        if self._file is None:
+            self._fill(self._matrices[index][start:stop], column, batch)
+            return
+        assert column.dtype is not None
+        rows = self._spare_block(index, stop - start, column.width, column.dtype)
+        self._fill(rows, column, batch)
+        self._file.write(index, start, rows)
+
+    def _spare_block(
+        self, key: object, height: int, width: int, dtype: np.dtype[np.generic]
+    ) -> Matrix:
+        """``[height, width]`` of memory that is used again: fresh pages cost more than packing."""
+        block = self._spare.get(key)
+        if block is None or block.size < height * width:
+            block = self._spare[key] = np.empty(height * width, dtype)
+        return block[: height * width].reshape(height, width)
 
     def _fill(self, target: Matrix, column: StoredColumn, batch: pa.RecordBatch) -> None:
         if column.kind == "matrix":
@@ -329,7 +362,8 @@ class ShardBuilder:
         # One transposing copy of a block beats a strided copy of each column. The columns of the
         # block must not lie a power of two apart, or they fight for the same few cache lines.
         rows, dtype = batch.num_rows, target.dtype
-        block = np.empty((column.width, rows + _PADDING_BYTES // dtype.itemsize), dtype)
+        height = rows + _PADDING_BYTES // dtype.itemsize
+        block = self._spare_block(dtype, column.width, height, dtype)
         for values, name in zip(block, column.names, strict=True):
             values[:rows] = self._numbers(name, _cast(name, batch[name], stored))
         target[:] = block[:, :rows].T
