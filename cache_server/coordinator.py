@@ -17,14 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from cache_server.catalogue import Catalogue, SealedSummary
 from cache_server.forecast import forecast, nodes_needed
-from cache_server.planning import (
-    Pin,
-    VersionKey,
-    bytes_by_node,
-    desired_shards,
-    place,
-    row_starts,
-)
+from cache_server.pinned import Pin
+from cache_server.planning import VersionKey, bytes_by_node, desired_shards, place, row_starts
 from cache_server.versions import VersionPlan, plan_version, split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (

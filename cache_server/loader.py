@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
 
-from cache_server.planning import PinnedTable, Split, partition_values
+from cache_server.pinned import PinnedTable, Split, partition_values
 from protos.errors import LoadError
 from protos.spec import TABLE
 

@@ -20,7 +20,8 @@ import pyarrow as pa
 
 from cache_server import loader, peers, staging
 from cache_server.packing import ShardBuilder
-from cache_server.planning import PinnedTable, Split, VersionKey, max_rows
+from cache_server.pinned import PinnedTable, Split
+from cache_server.planning import VersionKey, max_rows
 from cache_server.store import ShardStore
 from cache_server.versions import split_from_proto, table_from_proto
 from protos.cache.v1 import cache_pb2 as pb

@@ -20,7 +20,7 @@ import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 
 from cache_server.loader import open_session, read_only, reason_of
-from cache_server.planning import Condition
+from cache_server.pinned import Condition
 from protos.errors import RequestError
 from protos.spec import TABLE
 

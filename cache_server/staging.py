@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cache_server import stores, tables
+from cache_server import object_stores, tables
 from cache_server.loader import LocalFile
-from cache_server.planning import PinnedTable, Split, partition_values
+from cache_server.pinned import PinnedTable, Split, partition_values
 from cache_server.tables import files, parquet
 from protos.errors import LoadError
 
@@ -50,7 +50,7 @@ def stage(
         LoadError: naming file, split and reason; also when a file changed since it was planned.
     """
     if table.format in tables.FILE_FORMATS and not any(
-        stores.is_remote(split.file.path) for split in splits
+        object_stores.is_remote(split.file.path) for split in splits
     ):
         yield from _where_they_lie(table, splits)
         return
@@ -131,7 +131,7 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
         return LocalFile(path, "arrow", split)
     path = target.with_suffix(f".{table.format}")
     wanted = _wanted_ranges(table, split, secrets) if table.format == "parquet" else None
-    stores.download(split.file, path, table.options, secrets, wanted)
+    object_stores.download(split.file, path, table.options, secrets, wanted)
     return LocalFile(path, table.format, split)
 
 
@@ -142,7 +142,7 @@ def _wanted_ranges(
     if split.parts == 1 and (split.file.size <= _WHOLE_BYTES or table.columns is None):
         return None
     footer = files.read_remote_footer(
-        split.file, lambda size: stores.read_tail(split.file, size, table.options, secrets)
+        split.file, lambda size: object_stores.read_tail(split.file, size, table.options, secrets)
     )
     ranges = parquet.ranges(footer, split, table.columns)
     return None if sum(b - a for a, b in ranges) > split.file.size * 0.75 else ranges

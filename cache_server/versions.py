@@ -15,15 +15,8 @@ import pyarrow as pa
 
 from cache_server import queries, tables
 from cache_server.packing import storage_schema, storage_type
-from cache_server.planning import (
-    Pin,
-    PinnedTable,
-    ShardPlan,
-    SourceFile,
-    Split,
-    VersionKey,
-    cut_shards,
-)
+from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
+from cache_server.planning import ShardPlan, VersionKey, cut_shards
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec

@@ -11,7 +11,7 @@ import pyarrow as pa
 from moto.server import ThreadedMotoServer
 
 from cache_server import tables
-from cache_server.planning import Pin, PinnedTable
+from cache_server.pinned import Pin, PinnedTable
 from protos.spec import TableSpec
 
 ACCESS_KEY_ID = "access"

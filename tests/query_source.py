@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from datafusion import SessionConfig, SessionContext
 
 from cache_server.loader import LocalFile, read_split
-from cache_server.planning import PinnedTable, SourceFile, Split
+from cache_server.pinned import PinnedTable, SourceFile, Split
 from cache_server.queries import Query, check_query
 
 SCHEMA = pa.schema(

@@ -13,7 +13,7 @@ from typing import cast
 
 import pyarrow as pa
 
-from cache_server.planning import Pin, PinnedTable, Split
+from cache_server.pinned import Pin, PinnedTable, Split
 from cache_server.tables import files
 from protos.errors import RequestError
 from protos.spec import CATALOG_PREFIX, TableSpec

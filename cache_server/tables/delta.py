@@ -20,9 +20,9 @@ from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
 
-from cache_server.planning import Pin, PinnedTable, SourceFile, Split
-from cache_server.stores.connections import settings_for_libraries
-from cache_server.stores.options import store_settings
+from cache_server.object_stores.connections import settings_for_libraries
+from cache_server.object_stores.options import store_settings
+from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec

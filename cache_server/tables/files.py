@@ -1,7 +1,7 @@
 """Tables made of files: paths, globs and URIs -> files -> splits.
 
 Reads listings, footers and the first rows of texts, never more. Files of this machine are looked
-up here, others by `stores`. Knows neither shards nor nodes.
+up here, others by `object_stores`. Knows neither shards nor nodes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server import loader, stores
-from cache_server.planning import (
+from cache_server import loader, object_stores
+from cache_server.pinned import (
     PARTITION,
     Condition,
     Pin,
@@ -137,8 +137,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     relative: list[str] = []
     formats: dict[str, str] = {}
     for source in table.source:
-        if stores.is_remote(source):
-            found = stores.expand(source, suffixes, table.options, table.secrets)
+        if object_stores.is_remote(source):
+            found = object_stores.expand(source, suffixes, table.options, table.secrets)
         else:
             found = [_stat(path) for path in _expand(source, suffixes)]
         root = _root(source)
@@ -174,9 +174,10 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
     """
 
     def read(file: SourceFile) -> pq.FileMetaData:
-        if stores.is_remote(file.path):
+        if object_stores.is_remote(file.path):
             return read_remote_footer(
-                file, lambda size: stores.read_tail(file, size, table.options, table.secrets)
+                file,
+                lambda size: object_stores.read_tail(file, size, table.options, table.secrets),
             )
         try:
             return pq.read_metadata(file.path)
@@ -214,7 +215,7 @@ def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> 
     """
     splits = []
     for file in files:
-        divisible = format == "json" and not stores.is_remote(file.path)
+        divisible = format == "json" and not object_stores.is_remote(file.path)
         parts = max(1, math.ceil(file.size / target_bytes)) if divisible else 1
         if file.size:
             splits += [Split(file, part, parts, None, file.size // parts) for part in range(parts)]
@@ -232,7 +233,7 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
         raise LoadError(f"{files[0].path} is empty: it does not even name its columns")
 
     def infer(file: SourceFile) -> pa.Schema:
-        if not stores.is_remote(file.path):
+        if not object_stores.is_remote(file.path):
             return loader.infer_schema(Path(file.path), format, file.path)
         with tempfile.TemporaryDirectory() as directory:
             beginning = _beginning(file, format, table, Path(directory))
@@ -260,7 +261,7 @@ def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path)
     tail = (max(head[1], file.size - _FOOTER_BYTES), file.size)
     wanted = [head, tail] if format == "arrow" and tail[0] < tail[1] else [head]
     whole = file.size <= _HEAD_BYTES
-    stores.download(file, path, table.options, table.secrets, None if whole else wanted)
+    object_stores.download(file, path, table.options, table.secrets, None if whole else wanted)
     if format != "arrow" and not whole:
         data = path.read_bytes()[: head[1]]
         path.write_bytes(data[: data.rfind(b"\n") + 1])
@@ -318,7 +319,11 @@ def _ignored(path: str, root: str, patterns: Iterable[str]) -> bool:
 
 def _root(source: str) -> str:
     """The directory, with a slash at its end, below which a source finds its files."""
-    path = source.replace("s3a://", "s3://", 1) if stores.is_remote(source) else _local_path(source)
+    path = (
+        source.replace("s3a://", "s3://", 1)
+        if object_stores.is_remote(source)
+        else _local_path(source)
+    )
     magic = _MAGIC.search(path)
     if magic is not None:
         return path[: path.rfind("/", 0, magic.start()) + 1]

@@ -41,9 +41,9 @@ from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 
-from cache_server.planning import Condition, Pin, PinnedTable, SourceFile, Split
-from cache_server.stores.connections import settings_for_libraries
-from cache_server.stores.options import catalog_settings
+from cache_server.object_stores.connections import settings_for_libraries
+from cache_server.object_stores.options import catalog_settings
+from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
 from protos.spec import TableSpec

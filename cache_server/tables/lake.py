@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 import pyarrow as pa
 
-from cache_server.stores.errors import redacted
-from cache_server.stores.options import store_settings
+from cache_server.object_stores.errors import redacted
+from cache_server.object_stores.options import store_settings
 from protos.errors import CacheError, LoadError
 from protos.layout import Layout
 

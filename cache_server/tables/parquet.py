@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.planning import SourceFile, Split
+from cache_server.pinned import SourceFile, Split
 from cache_server.tables.size_statistics import unencoded_bytes
 from protos.errors import LoadError
 from protos.layout import Layout

@@ -45,7 +45,7 @@ from pyiceberg.types import (
 )
 from pyroaring import BitMap
 
-from cache_server.planning import Condition
+from cache_server.pinned import Condition
 from cache_server.tables import iceberg
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from cache_server.packing import storage_schema
-from cache_server.planning import Pin, PinnedTable, Split
+from cache_server.pinned import Pin, PinnedTable, Split
 from cache_server.tables import postgres
 from cache_server.tables.postgres import cut, snapshot
 from cache_server.tables.postgres.ranges import even_ranges

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cache_server import loader
 from cache_server.loader import LocalFile
 from cache_server.packing import storage_schema
-from cache_server.planning import Condition, PinnedTable, SourceFile, Split
+from cache_server.pinned import Condition, PinnedTable, SourceFile, Split
 from cache_server.tables import files as sources
 from cache_server.tables import parquet
 from protos.errors import LoadError, RequestError

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_server.loader import infer_schema, read_split
-from cache_server.planning import PinnedTable, SourceFile, Split
+from cache_server.pinned import PinnedTable, SourceFile, Split
 from protos.errors import LoadError
 from tests.query_source import (
     SCHEMA,

@@ -17,7 +17,7 @@ from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.loader import LocalFile
 from cache_server.node import Node
-from cache_server.planning import PinnedTable
+from cache_server.pinned import PinnedTable
 from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (

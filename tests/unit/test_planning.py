@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_server.pinned import SourceFile, Split
 from cache_server.planning import (
     ShardPlan,
-    SourceFile,
-    Split,
     bytes_by_node,
     cut_shards,
     desired_shards,

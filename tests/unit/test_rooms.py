@@ -23,7 +23,8 @@ PURE_MODULES = (
     "cache_client/permutation.py",
     "cache_client/routing.py",
     "cache_server/planning.py",
-    "cache_server/stores/options.py",
+    "cache_server/pinned.py",
+    "cache_server/object_stores/options.py",
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/layout.py",
@@ -65,7 +66,7 @@ class Barrier:
 
 
 _POSTGRES = ("cache_server/tables/postgres/",)
-_HUB = ("cache_server/stores/hub.py",)
+_HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordinator", "control_link", "control_service", "flight_service", "local", "node")
 _KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
@@ -89,20 +90,20 @@ BARRIERS = (
     ),
     Barrier("cache_client", "grpc", ("cache_client/client.py",)),
     # Each way to the data has its own room, and each library one importer.
-    Barrier("cache_server", "obstore", ("cache_server/stores/",)),
-    Barrier("cache_server", "boto3", ("cache_server/stores/aws_credentials.py",)),
-    Barrier("cache_server", "botocore", ("cache_server/stores/aws_credentials.py",)),
+    Barrier("cache_server", "obstore", ("cache_server/object_stores/",)),
+    Barrier("cache_server", "boto3", ("cache_server/object_stores/aws_credentials.py",)),
+    Barrier("cache_server", "botocore", ("cache_server/object_stores/aws_credentials.py",)),
     Barrier("cache_server", "fsspec", _HUB),
     Barrier("cache_server", "huggingface_hub", _HUB),
     Barrier("cache_server", "pyiceberg", ("cache_server/tables/iceberg.py",)),
     Barrier("cache_server", "deltalake", ("cache_server/tables/delta.py",)),
     Barrier("cache_server", "adbc_driver_manager", _POSTGRES),
     Barrier("cache_server", "adbc_driver_postgresql", _POSTGRES),
-    Barrier("cache_server/stores", "cache_server.tables"),
-    Barrier("cache_server/stores", "pyarrow"),
+    Barrier("cache_server/object_stores", "cache_server.tables"),
+    Barrier("cache_server/object_stores", "pyarrow"),
     *(
         Barrier(room, f"cache_server.{name}")
-        for room in ("cache_server/stores", "cache_server/tables")
+        for room in ("cache_server/object_stores", "cache_server/tables")
         for name in _OUTSIDE
     ),
     # Who knows rows and nodes; `device.py`, for one, does not.
@@ -383,9 +384,9 @@ def test_other_imports_are_let_through(source: str) -> None:
 
 
 def test_a_folder_that_is_let_in_is_all_of_it_and_nothing_else() -> None:
-    barrier = Barrier("cache_server", "obstore", ("cache_server/stores/",))
+    barrier = Barrier("cache_server", "obstore", ("cache_server/object_stores/",))
     uses = uses_in("import obstore")
-    assert not trespasses(barrier, "cache_server/stores/client.py", uses)
+    assert not trespasses(barrier, "cache_server/object_stores/client.py", uses)
     assert trespasses(barrier, "cache_server/store.py", uses)
     assert trespasses(barrier, "cache_server/tables/files.py", uses)
 

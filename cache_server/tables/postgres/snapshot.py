@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_server.planning import Pin, PinnedTable, Split
+from cache_server.pinned import Pin, PinnedTable, Split
 from cache_server.tables.postgres.cut import Cutting
 from cache_server.tables.postgres.quoting import identifier
 from cache_server.tables.postgres.ranges import CTID, KeyRange

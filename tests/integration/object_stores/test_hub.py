@@ -12,9 +12,9 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from cache_server.stores import download, expand, read_tail
+from cache_server.object_stores import download, expand, read_tail
 from protos.errors import LoadError, RequestError
-from tests.integration.stores.conftest import PARQUET
+from tests.integration.object_stores.conftest import PARQUET
 from tests.store_stubs import HubStub, Served
 
 

@@ -20,10 +20,10 @@ from urllib.parse import unquote, urlsplit
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from cache_server.stores.aws_credentials import ANONYMOUS, s3_credentials
-from cache_server.stores.client import Location, ObjectClient
-from cache_server.stores.errors import Place, redacted, secret_values
-from cache_server.stores.options import number_setting, store_settings
+from cache_server.object_stores.aws_credentials import ANONYMOUS, s3_credentials
+from cache_server.object_stores.client import Location, ObjectClient
+from cache_server.object_stores.errors import Place, redacted, secret_values
+from cache_server.object_stores.options import number_setting, store_settings
 from protos.errors import LoadError, RequestError
 
 _CLIENT = ("allow_http", "connect_timeout", "connect_timeout_s", "timeout", "proxy_url")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cache_server.stores import download, expand, read_tail
-from cache_server.stores.client import Location
-from cache_server.stores.connections import client_for
+from cache_server.object_stores import download, expand, read_tail
+from cache_server.object_stores.client import Location
+from cache_server.object_stores.connections import client_for
 from protos.errors import LoadError
-from tests.integration.stores.conftest import PARQUET, assert_no_secret, found, one
+from tests.integration.object_stores.conftest import PARQUET, assert_no_secret, found, one
 from tests.object_store import ACCESS_KEY_ID, S3Server
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache_server.stores import download, expand
+from cache_server.object_stores import download, expand
 from protos.errors import LoadError
-from tests.integration.stores.conftest import MIB, PARQUET, one
+from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
 
 

@@ -13,8 +13,8 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore import exceptions
 
-from cache_server.planning import SourceFile
-from cache_server.stores.errors import Place, store_error
+from cache_server.object_stores.errors import Place, store_error
+from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
 
 _KINDS = {

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cache_server.planning import SourceFile
-from cache_server.stores import download, expand, read_tail
+from cache_server.object_stores import download, expand, read_tail
+from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
-from tests.integration.stores.conftest import PARQUET
+from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
 from tests.store_stubs import AzureStub, FilesStub, Served
 

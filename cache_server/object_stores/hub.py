@@ -20,11 +20,11 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from cache_server.planning import SourceFile
-from cache_server.stores.client import Location, check_unchanged
-from cache_server.stores.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
-from cache_server.stores.errors import Place, secret_values, store_error
-from cache_server.stores.options import number_setting, store_settings
+from cache_server.object_stores.client import Location, check_unchanged
+from cache_server.object_stores.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
+from cache_server.object_stores.errors import Place, secret_values, store_error
+from cache_server.object_stores.options import number_setting, store_settings
+from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
 
 SCHEME = "hf"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_server.stores import download, expand, is_remote
+from cache_server.object_stores import download, expand, is_remote
 from protos.errors import LoadError
-from tests.integration.stores.conftest import PARQUET, found, one
+from tests.integration.object_stores.conftest import PARQUET, found, one
 from tests.object_store import S3Server
 
 

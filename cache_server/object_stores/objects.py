@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
-from cache_server.planning import SourceFile
-from cache_server.stores.client import Location, RangesNotServedError
-from cache_server.stores.connections import client_for
-from cache_server.stores.hub import SCHEME, HubClient, hub_location
+from cache_server.object_stores.client import Location, RangesNotServedError
+from cache_server.object_stores.connections import client_for
+from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
+from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

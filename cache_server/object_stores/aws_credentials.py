@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, timedelta
 from typing import Any
 
-from cache_server.stores.errors import Place
+from cache_server.object_stores.errors import Place
 from protos.errors import LoadError, RequestError
 
 Credentials = Callable[[], Any]

@@ -1,0 +1,169 @@
+"""What is known of a table before it is read: its files, its splits, what it holds. Pure.
+
+The words that the modules of `tables` and the planners share.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
+_HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file as it was when the dataset was planned.
+
+    Attributes:
+        path: or a URI, or what else names it to its table, such as a database and a relation.
+        etag: of an object store; empty where there is none.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    etag: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one file that start in byte range ``part`` of ``parts`` equal ones.
+
+    Attributes:
+        num_rows: before any filter, at most; None where the format does not tell.
+        estimated_bytes: decoded, of the columns that are kept.
+        piece: what else says which rows these are, in the words of the table's format; for a table
+            that is not made of files.
+    """
+
+    file: SourceFile
+    part: int
+    parts: int
+    num_rows: int | None
+    estimated_bytes: int
+    piece: str = ""
+
+    def __str__(self) -> str:
+        where = "" if self.parts == 1 else f" (split {self.part + 1} of {self.parts})"
+        return f"{self.file.path}{where}"
+
+
+@dataclass(frozen=True)
+class PinnedTable:
+    """A table as it was pinned: enough, with the secrets of its store, to read any split of it.
+
+    Attributes:
+        name: in the query.
+        format: one of `protos.spec.FORMATS`.
+        schema: every column, as the query sees them.
+        options: settings of the store or catalogue that are no secrets.
+        snapshot: what finds this state of the table again, in the words of the format.
+        columns: the ones that the query reads, in the order of the schema; None for all.
+        splits: all of them, in row order, of a table that is read whole; none of one that is read
+            split by split.
+    """
+
+    name: str
+    format: str
+    schema: pa.Schema
+    options: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str = ""
+    columns: tuple[str, ...] | None = None
+    splits: tuple[Split, ...] = ()
+
+    @property
+    def read_schema(self) -> pa.Schema:
+        """The columns that the query reads."""
+        if self.columns is None:
+            return self.schema
+        return pa.schema([self.schema.field(name) for name in self.columns])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What every row that a query keeps fulfils: ``column operator value``.
+
+    Attributes:
+        operator: ``=``, ``<``, ``<=``, ``>`` or ``>=``.
+        value: an int, a str or a date, of the column's own type.
+    """
+
+    column: str
+    operator: str
+    value: object
+
+    def holds(self, value: Any) -> bool:
+        """Whether a row with this value in the column may be kept."""
+        return value is not None and bool(_OPERATORS[self.operator](value, self.value))
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What a source holds at one moment. Made by the module of its format.
+
+    Attributes:
+        schema: every column, as the query sees them; no metadata but `PARTITION` of a field.
+        content: JSON values that decide the rows, and no secret: part of the fingerprint.
+        cut: stored logical schema of the table's columns that are kept, decoded bytes of a split
+            -> splits in row order.
+        snapshot: see `PinnedTable`.
+        exact_rows: every split knows exactly how many rows it holds.
+        comparable: whether ``content`` is the same when the source is the same. Where it is not,
+            such as for a database, a version of the same spec counts as the same until a refresh.
+        prune: the same without splits of which no row fulfils all conditions, as partitions and
+            statistics tell; None where there are none to tell.
+        sample: so many rows that are like those of the table, made up from its statistics; None
+            where the format has none.
+        close: lets go of what keeps the state readable, such as a transaction. Called once, when
+            no split will be read any more.
+    """
+
+    schema: pa.Schema
+    content: Sequence[object]
+    cut: Callable[[pa.Schema, int], tuple[Split, ...]]
+    snapshot: str = ""
+    exact_rows: bool = False
+    comparable: bool = True
+    prune: Callable[[Sequence[Condition]], Pin] | None = None
+    sample: Callable[[int], pa.RecordBatch] | None = None
+    close: Callable[[], None] = lambda: None
+
+
+def partition_values(path: str, schema: pa.Schema) -> dict[str, pa.Scalar]:
+    """The columns of a file that stand in the names of its directories, ``key=value``, as in Hive.
+
+    Args:
+        path: or URI, of the file.
+        schema: of the table; its partition columns are marked with `PARTITION`.
+    """
+    names = {field.name: field for field in schema if PARTITION in (field.metadata or {})}
+    values = {}
+    for key, text in partition_texts(path).items() if names else ():
+        if key in names:
+            scalar = pa.scalar(text, pa.string())
+            values[key] = scalar.cast(names[key].type)
+    return values
+
+
+def partition_texts(path: str) -> dict[str, str | None]:
+    """The ``key=value`` directories of a path; None for Hive's name of a null."""
+    texts: dict[str, str | None] = {}
+    for part in path.split("/")[:-1]:
+        key, equals, text = part.partition("=")
+        if key and equals:
+            texts[unquote(key)] = None if text == _HIVE_NULL else unquote(text)
+    return texts
