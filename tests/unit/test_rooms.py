@@ -34,7 +34,7 @@ PURE_IMPORTS = (
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *("base64", "json", "numpy", "pyarrow", "urllib.parse", "protos.errors", "protos.layout"),
-    *("cache_client.permutation", "cache_server.tables.postgres.quoting"),
+    *("cache_client.permutation", "cache_server.pinned", "cache_server.tables.postgres.quoting"),
     "protos.spec.CATALOG_PREFIX",  # a constant: of a module that reads files, nothing else
 )
 # Inside an allowed package, what reads or writes all the same.
