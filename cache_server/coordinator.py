@@ -11,75 +11,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from cache_server.catalogue import Catalogue, SealedSummary
 from cache_server.forecast import forecast, nodes_needed
-from cache_server.pinned import Pin
-from cache_server.planning import VersionKey, bytes_by_node, desired_shards, place, row_starts
-from cache_server.versions import VersionPlan, plan_version, split_to_proto
+from cache_server.holdings import Holdings, Member, Version, load_error
+from cache_server.planning import VersionKey, bytes_by_node, place
+from cache_server.versions import VersionPlan, plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
-    CacheError,
     DatasetNotFoundError,
     LoadError,
     NotReadyError,
     StaleVersionError,
-    to_proto,
 )
 from protos.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
 
 _FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
-
-
-@dataclass
-class _Version:
-    """What is known of one version.
-
-    Attributes:
-        result_shards: of a whole query; None until it has run.
-        pins: keep the source as it was planned; closed when no split will be read any more.
-        last_used: by the coordinator's clock; None while nobody has read its rows.
-    """
-
-    plan: VersionPlan
-    created: int
-    secrets: pb.Secrets = field(default_factory=pb.Secrets)
-    pins: tuple[Pin, ...] = ()
-    sealed: dict[int, SealedSummary] = field(default_factory=dict)
-    failure: CacheError | None = None
-    attempt: int = 0
-    was_ready: bool = False
-    result_shards: int | None = None
-    last_used: float | None = None
-
-    @property
-    def num_shards(self) -> int | None:
-        """None while a whole query has not run."""
-        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
-
-    def row_starts(self) -> tuple[int, ...] | None:
-        """First row id of each shard and the total; None until every shard was sealed once."""
-        if self.num_shards is None or len(self.sealed) < self.num_shards:
-            return None
-        return row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
-
-    def release(self) -> None:
-        """Lets go of the source."""
-        for pin in self.pins:
-            pin.close()
-        self.pins = ()
-
-
-@dataclass
-class _Member:
-    node: pb.Node
-    last_seen: float
-    actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
 
 
 class Coordinator:
@@ -114,8 +66,8 @@ class Coordinator:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
-        self._versions: dict[VersionKey, _Version] = {}
-        self._members: dict[str, _Member] = {}
+        self._versions: dict[VersionKey, Version] = {}
+        self._members: dict[str, Member] = {}
         self._read_back()
 
     def listen(self, callback: Callable[[], None]) -> None:
@@ -141,7 +93,7 @@ class Coordinator:
         planned = plan_version(spec)
         with self._changed:
             version = self._versions.get(planned.plan.key)
-            if version is not None and self._failure(version) is None:
+            if version is not None and self._holdings(version).failure() is None:
                 planned.close()
                 return self._attach(version, spec)
             try:
@@ -154,7 +106,7 @@ class Coordinator:
             if version is not None:
                 version.release()
                 attempt = version.attempt + 1
-            version = _Version(
+            version = Version(
                 planned.plan,
                 self._created,
                 spec.secrets_to_proto(),
@@ -195,18 +147,18 @@ class Coordinator:
             limit = memory_limit_bytes or min(limits, default=0)
             return forecast(planned, names, limit)
 
-    def _of_same_spec(self, spec: DatasetSpec) -> _Version | None:
+    def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
         found = [
             version
             for version in self._versions.values()
             if not version.plan.comparable
-            and self._failure(version) is None
+            and self._holdings(version).failure() is None
             and _content(version.plan.spec) == _content(spec)
         ]
         return max(found, key=lambda version: version.created, default=None)
 
-    def _attach(self, version: _Version, spec: DatasetSpec) -> pb.DatasetInfo:
+    def _attach(self, version: Version, spec: DatasetSpec) -> pb.DatasetInfo:
         """Has one more user of a version that is there already; it is the newest now."""
         secrets = spec.secrets_to_proto()
         version.plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
@@ -287,7 +239,7 @@ class Coordinator:
         node_id = request.node.id
         with self._changed:
             new = node_id not in self._members
-            member = _Member(request.node, self._clock())
+            member = Member(request.node, self._clock())
             for actual in request.datasets:
                 member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
             self._members[node_id] = member
@@ -308,7 +260,7 @@ class Coordinator:
             )
             for version in self._versions.values():
                 if version.failure is None:
-                    response.datasets.append(self._desired(version, node_id))
+                    response.datasets.append(self._holdings(version).desired(node_id))
             self._changed.notify_all()
             return response
 
@@ -318,7 +270,7 @@ class Coordinator:
 
     # -- inside the lock -----------------------------------------------------------------------
 
-    def _find(self, name: str, fingerprint: str = "") -> _Version:
+    def _find(self, name: str, fingerprint: str = "") -> Version:
         versions = [
             v
             for key, v in self._versions.items()
@@ -346,18 +298,18 @@ class Coordinator:
             del self._members[node_id]
         return gone
 
-    def _take_in(self, version: _Version, actual: pb.ActualDataset, node_id: str) -> None:
+    def _take_in(self, version: Version, actual: pb.ActualDataset, node_id: str) -> None:
         if actual.attempt != version.attempt:
             return
         if actual.failure and version.failure is None and not version.was_ready:
-            version.failure = _load_error(version, actual.failure)
+            version.failure = load_error(version, actual.failure)
             logger.error("dataset failed reason=%s", version.failure)
         if actual.HasField("num_shards") and version.result_shards is None:
             version.result_shards = actual.num_shards
         for shard in actual.shards:
             if shard.failure:
                 if version.failure is None and not version.was_ready:
-                    version.failure = _load_error(version, shard.failure)
+                    version.failure = load_error(version, shard.failure)
                     logger.error("dataset failed reason=%s", version.failure)
             elif shard.sealed and shard.index < (version.num_shards or 0):
                 summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
@@ -388,7 +340,7 @@ class Coordinator:
                     f"footers of its files say {version.plan.max_rows}"
                 )
                 continue
-            if not self._is_ready(version):
+            if not self._holdings(version).is_ready():
                 continue
             if not version.was_ready:
                 version.was_ready = True
@@ -399,7 +351,7 @@ class Coordinator:
                 if not self._is_leased(self._versions[other]):
                     self._forget(other)
 
-    def _is_leased(self, version: _Version) -> bool:
+    def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
         return (
             version.was_ready
@@ -407,7 +359,7 @@ class Coordinator:
             and self._clock() - version.last_used < self._lease_s
         )
 
-    def _older(self, version: _Version) -> list[VersionKey]:
+    def _older(self, version: Version) -> list[VersionKey]:
         name = version.plan.key.dataset
         return [
             key
@@ -415,179 +367,28 @@ class Coordinator:
             if key.dataset == name and other.created < version.created
         ]
 
-    def _failure(self, version: _Version) -> CacheError | None:
-        """Why the version cannot be served: its load failed, or nobody can load a lost shard again.
-
-        The latter is no more than what the live nodes report now. The shards that are left stay
-        where they are: a lost node that comes back makes the version whole again.
-        """
-        if version.failure is not None or not version.was_ready:
-            return version.failure
-        held = self._holders(version, serving=False)
-        for node_id in sorted(self._alive()):
-            actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or actual.attempt != version.attempt:
-                continue
-            for shard in actual.shards:
-                if shard.failure and shard.index not in held:
-                    return _load_error(version, shard.failure)
-            if actual.failure and len(held) < (version.num_shards or 0):
-                return _load_error(version, actual.failure)
-        return None
-
     def _forget(self, key: VersionKey) -> None:
         self._versions.pop(key).release()
         self._catalogue.forget(key)
         logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
 
-    def _holders(self, version: _Version, *, serving: bool) -> dict[int, set[str]]:
-        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
-        starts = version.row_starts()
-        holders: dict[int, set[str]] = {}
-        for node_id in self._alive():
-            actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or actual.attempt != version.attempt:
-                continue
-            for shard in actual.shards:
-                known = starts is not None and shard.rows_fixed
-                if shard.sealed and (
-                    not serving or (known and starts and shard.row_start == starts[shard.index])
-                ):
-                    holders.setdefault(shard.index, set()).add(node_id)
-        return holders
+    def _holdings(self, version: Version) -> Holdings:
+        return Holdings(version, self._members, self._alive())
 
-    def _is_ready(self, version: _Version) -> bool:
-        if version.failure is not None or version.row_starts() is None:
-            return False
-        holders = self._holders(version, serving=True)
-        return all(holders.get(index) for index in range(version.num_shards or 0))
-
-    def _placement(self, plan: VersionPlan, num_shards: int) -> tuple[tuple[str, ...], ...]:
-        return place(
-            plan.key.fingerprint,
-            num_shards,
-            self._members,
-            plan.spec.replicas,
-            alive=self._alive(),
-        )
-
-    def _desired(self, version: _Version, node_id: str) -> pb.DesiredDataset:
-        plan, starts = version.plan, version.row_starts()
-        desired = pb.DesiredDataset(
-            plan=plan.to_load_plan(version.attempt),
-            rows_fixed=starts is not None,
-            num_rows=starts[-1] if starts else 0,
-            secrets=version.secrets,
-        )
-        sealed_on = self._holders(version, serving=False)
-        if plan.shards is None:
-            self._ask_for_whole_run(version, node_id, sealed_on, desired)
-        placement = self._placement(plan, version.num_shards or 0)
-        holders = self._holders(version, serving=True)
-        mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
-        if plan.shards is None and version.num_shards is None:
-            mine = set()  # left over from a run that did not come to its end
-        for index in sorted(desired_shards(node_id, placement, holders, mine)):
-            held_by = sealed_on.get(index, set())
-            shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
-            if node_id in held_by:
-                continue
-            if held_by:
-                self._let_copy(version, shard, held_by)
-            elif plan.shards is not None and placement[index][0] == node_id:
-                # One node reads the source; the others copy what it sealed.
-                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
-        if not desired.run_whole and not any(shard.splits for shard in desired.shards):
-            for table in desired.plan.tables:  # which nobody reads now
-                del table.splits[:]
-        return desired
-
-    def _ask_for_whole_run(
-        self,
-        version: _Version,
-        node_id: str,
-        sealed_on: Mapping[int, Set[str]],
-        desired: pb.DesiredDataset,
-    ) -> None:
-        """Has one node run a whole query, the first time or for the shards that were lost."""
-        ((runner, *_), *_) = self._placement(version.plan, 1)
-        missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
-        if node_id == runner and (version.num_shards is None or missing):
-            desired.run_whole = True
-            desired.missing.extend(missing)
-
-    def _let_copy(self, version: _Version, shard: pb.DesiredShard, held_by: Set[str]) -> None:
-        sealed = version.sealed[shard.index]
-        shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
-        shard.checksum = sealed.checksum
-        shard.copy_from.extend(
-            self._members[node_id].node.flight_location for node_id in sorted(held_by)
-        )
-
-    def _describe(self, version: _Version) -> pb.DatasetInfo:
-        plan, starts = version.plan, version.row_starts()
-        info = pb.DatasetInfo(
-            spec=plan.spec.to_proto(),
-            fingerprint=plan.key.fingerprint,
-            schema=plan.logical.serialize().to_pybytes(),
-            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
-            progress=self._progress(version),
-            lease_s=self._lease_s,
-        )
-        failure = self._failure(version)
-        if failure is not None:
-            info.state = pb.DATASET_STATE_FAILED
-            info.error.CopyFrom(to_proto(failure))
-        elif self._is_ready(version):
-            info.state = pb.DATASET_STATE_READY
-        else:
-            info.state = pb.DATASET_STATE_LOADING
-        if starts is not None:
-            info.num_rows = starts[-1]
-        num_shards = version.num_shards or 0
-        placement = self._placement(plan, num_shards)
-        holders = self._holders(version, serving=starts is not None)
-        named: set[str] = set()
-        for index in range(num_shards):
-            held = holders.get(index, set())
-            homes = [n for n in placement[index] if n in held]
-            ordered = homes + sorted(held - set(homes))
-            named.update(ordered)
-            sealed = version.sealed.get(index)
-            info.shards.add(
-                index=index,
-                rows=pb.RowRange(start=starts[index], stop=starts[index + 1]) if starts else None,
-                num_bytes=sealed.num_bytes if sealed else 0,
-                checksum=sealed.checksum if sealed else "",
-                node_ids=ordered,
-            )
-        info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
-        return info
-
-    def _progress(self, version: _Version) -> pb.LoadProgress:
-        partial: dict[int, int] = {}
-        whole = 0
-        for node_id in self._alive():
-            actual = self._members[node_id].actual.get(version.plan.key)
-            whole += actual.rows_loaded if actual else 0
-            for shard in actual.shards if actual else ():
-                if not shard.sealed:
-                    partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
-        done = sum(s.num_rows for s in version.sealed.values())
-        done += sum(rows for index, rows in partial.items() if index not in version.sealed)
-        return pb.LoadProgress(
-            shards_done=len(version.sealed),
-            shards_total=version.num_shards or 0,
-            rows_done=max(done, whole),
-            estimated_rows=version.plan.max_rows,
-            bytes_done=sum(s.num_bytes for s in version.sealed.values()),
-        )
+    def _describe(self, version: Version) -> pb.DatasetInfo:
+        return self._holdings(version).describe(self._lease_s)
 
     def _check_capacity(self, plan: VersionPlan) -> None:
         """Refuses what cannot fit, where that is known before the load."""
         if not plan.keeps_every_row or plan.shards is None:
             return
-        placement = self._placement(plan, len(plan.shards))
+        placement = place(
+            plan.key.fingerprint,
+            len(plan.shards),
+            self._members,
+            plan.spec.replicas,
+            alive=self._alive(),
+        )
         sizes = [shard.estimated_bytes for shard in plan.shards]
         for node_id, needed in sorted(bytes_by_node(placement, sizes).items()):
             node = self._members[node_id].node
@@ -601,7 +402,7 @@ class Coordinator:
                     "nodes of that limit"
                 )
 
-    def _write(self, version: _Version) -> None:
+    def _write(self, version: Version) -> None:
         sealed: list[SealedSummary] = []
         if version.row_starts() is not None:
             sealed = [version.sealed[index] for index in range(version.num_shards or 0)]
@@ -610,7 +411,7 @@ class Coordinator:
     def _read_back(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
-            version = _Version(entry.plan, entry.created, attempt=entry.attempt)
+            version = Version(entry.plan, entry.created, attempt=entry.attempt)
             version.sealed = dict(enumerate(entry.sealed))
             version.was_ready = bool(entry.sealed)  # written down when it is ready, not before
             version.result_shards = len(entry.sealed) or None
@@ -618,7 +419,7 @@ class Coordinator:
             logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
         # Presumed alive until they have had time to report, so that nothing moves meanwhile.
         for node_id in self._catalogue.read_members():
-            self._members[node_id] = _Member(pb.Node(id=node_id), self._clock())
+            self._members[node_id] = Member(pb.Node(id=node_id), self._clock())
 
 
 def _content(spec: DatasetSpec) -> bytes:
@@ -626,10 +427,6 @@ def _content(spec: DatasetSpec) -> bytes:
     content = spec.to_proto()
     content.replicas = 0
     return content.SerializeToString(deterministic=True)
-
-
-def _load_error(version: _Version, reason: str) -> LoadError:
-    return LoadError(f"dataset {version.plan.spec.name!r}: {reason}")
 
 
 def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:

@@ -265,6 +265,43 @@ def test_a_shard_stays_on_its_old_node_until_its_new_home_serves_it(
     assert state(coordinator) == "ready"
 
 
+def test_a_dataset_that_is_dropped_and_loaded_again_before_any_node_reports_is_loaded(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+
+    coordinator.delete("table")
+    coordinator.create(spec(source, replicas=2))
+    two.beat()  # while the coordinator knows only what the nodes held before
+    settle(one, two)
+
+    assert state(coordinator) == "ready"
+    assert one.holds("table") == two.holds("table") == SHARDS
+
+
+def test_a_replica_is_copied_from_where_it_is_and_the_source_is_read_once(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source, replicas=2))
+
+    told = [coordinator.heartbeat(node.report()).datasets[0] for node in (one, two)]
+    read = [{shard.index for shard in desired.shards if shard.splits} for desired in told]
+    assert read[0] | read[1] == SHARDS and not read[0] & read[1]
+    one.beat()
+    one.beat()
+    (desired,) = coordinator.heartbeat(two.report()).datasets
+    copies = {shard.index: list(shard.copy_from) for shard in desired.shards if shard.copy_from}
+
+    assert copies == {index: ["grpc://one:1"] for index in read[0]}
+    settle(one, two)
+    assert one.holds("table") == two.holds("table") == SHARDS
+
+
 def test_a_node_that_is_silent_longer_than_the_timeout_is_lost_and_its_shards_move(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:

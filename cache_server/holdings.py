@@ -1,0 +1,256 @@
+"""One version as the live nodes hold it: who has what, what each should have, how callers see it.
+
+Follows from the version, the members and which of them are alive; decides nothing that lasts, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field
+
+from cache_server.catalogue import SealedSummary
+from cache_server.pinned import Pin
+from cache_server.planning import VersionKey, desired_shards, place, row_starts
+from cache_server.versions import VersionPlan, split_to_proto
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import CacheError, LoadError, to_proto
+
+
+@dataclass
+class Version:
+    """What is known of one version.
+
+    Attributes:
+        result_shards: of a whole query; None until it has run.
+        pins: keep the source as it was planned; closed when no split will be read any more.
+        last_used: by the coordinator's clock; None while nobody has read its rows.
+    """
+
+    plan: VersionPlan
+    created: int
+    secrets: pb.Secrets = field(default_factory=pb.Secrets)
+    pins: tuple[Pin, ...] = ()
+    sealed: dict[int, SealedSummary] = field(default_factory=dict)
+    failure: CacheError | None = None
+    attempt: int = 0
+    was_ready: bool = False
+    result_shards: int | None = None
+    last_used: float | None = None
+
+    @property
+    def num_shards(self) -> int | None:
+        """None while a whole query has not run."""
+        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
+
+    def row_starts(self) -> tuple[int, ...] | None:
+        """First row id of each shard and the total; None until every shard was sealed once."""
+        if self.num_shards is None or len(self.sealed) < self.num_shards:
+            return None
+        return row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
+
+    def release(self) -> None:
+        """Lets go of the source."""
+        for pin in self.pins:
+            pin.close()
+        self.pins = ()
+
+
+@dataclass
+class Member:
+    """A node, as it last reported."""
+
+    node: pb.Node
+    last_seen: float
+    actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
+
+
+class Holdings:
+    """A view of one version, for as long as its arguments do not change.
+
+    Args:
+        version: whose shards they are.
+        members: every node that belongs to the cache.
+        alive: those of them that answer.
+    """
+
+    def __init__(
+        self, version: Version, members: Mapping[str, Member], alive: Collection[str]
+    ) -> None:
+        self.version = version
+        self._members = members
+        self._alive = alive
+
+    def failure(self) -> CacheError | None:
+        """Why the version cannot be served: its load failed, or nobody can load a lost shard again.
+
+        The latter is no more than what the live nodes report now. The shards that are left stay
+        where they are: a lost node that comes back makes the version whole again.
+        """
+        version = self.version
+        if version.failure is not None or not version.was_ready:
+            return version.failure
+        held = self.holders(serving=False)
+        for node_id in sorted(self._alive):
+            actual = self._members[node_id].actual.get(version.plan.key)
+            if actual is None or actual.attempt != version.attempt:
+                continue
+            for shard in actual.shards:
+                if shard.failure and shard.index not in held:
+                    return load_error(version, shard.failure)
+            if actual.failure and len(held) < (version.num_shards or 0):
+                return load_error(version, actual.failure)
+        return None
+
+    def holders(self, *, serving: bool) -> dict[int, set[str]]:
+        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
+        version = self.version
+        starts = version.row_starts()
+        holders: dict[int, set[str]] = {}
+        for node_id in self._alive:
+            actual = self._members[node_id].actual.get(version.plan.key)
+            if actual is None or actual.attempt != version.attempt:
+                continue
+            for shard in actual.shards:
+                if shard.index not in version.sealed:
+                    continue  # of an earlier version of the same content, which was dropped
+                known = starts is not None and shard.rows_fixed
+                if shard.sealed and (
+                    not serving or (known and starts and shard.row_start == starts[shard.index])
+                ):
+                    holders.setdefault(shard.index, set()).add(node_id)
+        return holders
+
+    def is_ready(self) -> bool:
+        """Whether every shard is served by a live node."""
+        version = self.version
+        if version.failure is not None or version.row_starts() is None:
+            return False
+        holders = self.holders(serving=True)
+        return all(holders.get(index) for index in range(version.num_shards or 0))
+
+    def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
+        plan = self.version.plan
+        return place(
+            plan.key.fingerprint, num_shards, self._members, plan.spec.replicas, alive=self._alive
+        )
+
+    def desired(self, node_id: str) -> pb.DesiredDataset:
+        """What a node should hold, and how it comes by what it lacks."""
+        version = self.version
+        plan, starts = version.plan, version.row_starts()
+        desired = pb.DesiredDataset(
+            plan=plan.to_load_plan(version.attempt),
+            rows_fixed=starts is not None,
+            num_rows=starts[-1] if starts else 0,
+            secrets=version.secrets,
+        )
+        sealed_on = self.holders(serving=False)
+        if plan.shards is None:
+            self._ask_for_whole_run(node_id, sealed_on, desired)
+        placement = self._placement(version.num_shards or 0)
+        holders = self.holders(serving=True)
+        mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
+        if plan.shards is None and version.num_shards is None:
+            mine = set()  # left over from a run that did not come to its end
+        for index in sorted(desired_shards(node_id, placement, holders, mine)):
+            held_by = sealed_on.get(index, set())
+            shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
+            if node_id in held_by:
+                continue
+            if held_by:
+                self._let_copy(shard, held_by)
+            elif plan.shards is not None and placement[index][0] == node_id:
+                # One node reads the source; the others copy what it sealed.
+                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
+        if not desired.run_whole and not any(shard.splits for shard in desired.shards):
+            for table in desired.plan.tables:  # which nobody reads now
+                del table.splits[:]
+        return desired
+
+    def _ask_for_whole_run(
+        self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
+    ) -> None:
+        """Has one node run a whole query, the first time or for the shards that were lost."""
+        version = self.version
+        ((runner, *_), *_) = self._placement(1)
+        missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
+        if node_id == runner and (version.num_shards is None or missing):
+            desired.run_whole = True
+            desired.missing.extend(missing)
+
+    def _let_copy(self, shard: pb.DesiredShard, held_by: Set[str]) -> None:
+        version = self.version
+        sealed = version.sealed[shard.index]
+        shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
+        shard.checksum = sealed.checksum
+        shard.copy_from.extend(
+            self._members[node_id].node.flight_location for node_id in sorted(held_by)
+        )
+
+    def describe(self, lease_s: float) -> pb.DatasetInfo:
+        """The version as callers see it."""
+        version = self.version
+        plan, starts = version.plan, version.row_starts()
+        info = pb.DatasetInfo(
+            spec=plan.spec.to_proto(),
+            fingerprint=plan.key.fingerprint,
+            schema=plan.logical.serialize().to_pybytes(),
+            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
+            progress=self._progress(),
+            lease_s=lease_s,
+        )
+        failure = self.failure()
+        if failure is not None:
+            info.state = pb.DATASET_STATE_FAILED
+            info.error.CopyFrom(to_proto(failure))
+        elif self.is_ready():
+            info.state = pb.DATASET_STATE_READY
+        else:
+            info.state = pb.DATASET_STATE_LOADING
+        if starts is not None:
+            info.num_rows = starts[-1]
+        num_shards = version.num_shards or 0
+        placement = self._placement(num_shards)
+        holders = self.holders(serving=starts is not None)
+        named: set[str] = set()
+        for index in range(num_shards):
+            held = holders.get(index, set())
+            homes = [n for n in placement[index] if n in held]
+            ordered = homes + sorted(held - set(homes))
+            named.update(ordered)
+            sealed = version.sealed.get(index)
+            info.shards.add(
+                index=index,
+                rows=pb.RowRange(start=starts[index], stop=starts[index + 1]) if starts else None,
+                num_bytes=sealed.num_bytes if sealed else 0,
+                checksum=sealed.checksum if sealed else "",
+                node_ids=ordered,
+            )
+        info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        return info
+
+    def _progress(self) -> pb.LoadProgress:
+        version = self.version
+        partial: dict[int, int] = {}
+        whole = 0
+        for node_id in self._alive:
+            actual = self._members[node_id].actual.get(version.plan.key)
+            whole += actual.rows_loaded if actual else 0
+            for shard in actual.shards if actual else ():
+                if not shard.sealed:
+                    partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
+        done = sum(s.num_rows for s in version.sealed.values())
+        done += sum(rows for index, rows in partial.items() if index not in version.sealed)
+        return pb.LoadProgress(
+            shards_done=len(version.sealed),
+            shards_total=version.num_shards or 0,
+            rows_done=max(done, whole),
+            estimated_rows=version.plan.max_rows,
+            bytes_done=sum(s.num_bytes for s in version.sealed.values()),
+        )
+
+
+def load_error(version: Version, reason: str) -> LoadError:
+    """The failure of a version, with its name."""
+    return LoadError(f"dataset {version.plan.spec.name!r}: {reason}")
