@@ -287,6 +287,8 @@ def _forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         facts.append(
             ("nodes needed", f"{needed}, of {_size(forecast.memory_limit_bytes)} each{fits}")
         )
+    if forecast.load_s is not None:
+        facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
     if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
         about = "" if forecast.rows_exact else "about "

@@ -52,6 +52,8 @@ class LoadForecast:
         node_bytes: on each node, all replicas.
         memory_limit_bytes: of each node; None for none.
         nodes_needed: for that limit; None when no number of nodes is enough.
+        load_s: seconds until it is ready, about, as the last load of this cache went; None before
+            any, and of a whole query.
         world_size, batch_size: asked for.
         steps_per_epoch: of each rank; None where the rows are not known.
         step_bytes: decoded bytes of a rank's full step; None where the rows are not known.
@@ -74,6 +76,7 @@ class LoadForecast:
     replicas: int
     memory_limit_bytes: int | None
     nodes_needed: int | None
+    load_s: float | None
     world_size: int
     batch_size: int
     steps_per_epoch: int | None
@@ -118,6 +121,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,
+        load_s=forecast.load_s if forecast.HasField("load_s") else None,
         world_size=world_size,
         batch_size=batch_size,
         steps_per_epoch=steps,

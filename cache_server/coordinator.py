@@ -66,6 +66,7 @@ class Coordinator:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
+        self._node_rate = 0.0  # bytes a second and node of the last load; 0 before the first
         self._versions: dict[VersionKey, Version] = {}
         self._members: dict[str, Member] = {}
         self._read_back()
@@ -112,6 +113,7 @@ class Coordinator:
                 spec.secrets_to_proto(),
                 tuple(planned.pins.values()),
                 attempt=attempt,
+                asked_at=self._clock(),
             )
             self._versions[planned.plan.key] = version
             self._write(version)
@@ -145,7 +147,7 @@ class Coordinator:
                 names = [f"node-{index}" for index in range(num_nodes)]
             limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
             limit = memory_limit_bytes or min(limits, default=0)
-            return forecast(planned, names, limit)
+            return forecast(planned, names, limit, self._node_rate)
 
     def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
@@ -345,11 +347,19 @@ class Coordinator:
             if not version.was_ready:
                 version.was_ready = True
                 version.release()
+                self._note_rate(version)
                 self._write(version)
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
             for other in older:
                 if not self._is_leased(self._versions[other]):
                     self._forget(other)
+
+    def _note_rate(self, version: Version) -> None:
+        """How fast a load went, to foretell the next one by."""
+        loaded = sum(shard.num_bytes for shard in version.sealed.values())
+        if version.asked_at is not None and loaded:
+            elapsed_s = max(self._clock() - version.asked_at, 1e-3)
+            self._node_rate = loaded / elapsed_s / max(1, len(self._alive()))
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""

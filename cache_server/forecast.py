@@ -21,13 +21,17 @@ _MOST_NODES = 4096  # that a forecast asks for
 
 
 def forecast(
-    planned: PlannedVersion, node_ids: Sequence[str], memory_limit_bytes: int
+    planned: PlannedVersion,
+    node_ids: Sequence[str],
+    memory_limit_bytes: int,
+    node_rate: float = 0.0,
 ) -> pb.LoadForecast:
     """The forecast of a planned load.
 
     Args:
         node_ids: over which its shards would be spread.
         memory_limit_bytes: of each node; 0 for none.
+        node_rate: decoded bytes that a node loads a second, by experience; 0 where there is none.
     """
     plan = planned.plan
     result = pb.LoadForecast(
@@ -64,6 +68,8 @@ def forecast(
     result.num_shards = len(plan.shards)
     result.node_bytes.extend(_node_bytes(plan, node_ids))
     result.nodes_needed = nodes_needed(plan, memory_limit_bytes)
+    if node_rate and node_ids:
+        result.load_s = result.num_bytes / node_rate / min(len(node_ids), len(plan.shards) or 1)
     filtered = _filtered_rows(planned, rows)
     if filtered is not None:
         result.filtered_rows = filtered

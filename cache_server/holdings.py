@@ -25,6 +25,7 @@ class Version:
         result_shards: of a whole query; None until it has run.
         pins: keep the source as it was planned; closed when no split will be read any more.
         last_used: by the coordinator's clock; None while nobody has read its rows.
+        asked_at: by the coordinator's clock; None of one that was there before a restart.
     """
 
     plan: VersionPlan
@@ -37,6 +38,7 @@ class Version:
     was_ready: bool = False
     result_shards: int | None = None
     last_used: float | None = None
+    asked_at: float | None = None
 
     @property
     def num_shards(self) -> int | None:

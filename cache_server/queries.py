@@ -252,7 +252,7 @@ def _conditions(plan: Any) -> tuple[Condition, ...]:
 
 
 def _comparisons(predicate: Any) -> Iterator[Condition]:
-    node = predicate.to_variant()
+    node = _expression(predicate)
     if type(node).__name__ != "BinaryExpr":
         return
     left, right = predicate.rex_call_operands()
@@ -260,13 +260,21 @@ def _comparisons(predicate: Any) -> Iterator[Condition]:
         yield from _comparisons(left)
         yield from _comparisons(right)
         return
-    column, literal = left.to_variant(), right.to_variant()
+    column, literal = _expression(left), _expression(right)
     if type(column).__name__ == "Column" and type(literal).__name__ == "Literal":
         value = right.python_value()
         value = value.as_py() if isinstance(value, pa.Scalar) else value
         is_plain = isinstance(value, int | str | date) and not isinstance(value, bool | datetime)
         if is_plain and node.op() in ("=", "<", "<=", ">", ">="):
             yield Condition(column.name(), node.op(), value)
+
+
+def _expression(expression: Any) -> Any:
+    """What an expression is; None of a kind that the bindings of DataFusion do not show."""
+    try:
+        return expression.to_variant()
+    except ValueError:
+        return None
 
 
 def _walk(plan: Any, kind: str = "") -> Iterator[Any]:

@@ -90,6 +90,21 @@ def test_words_are_foretold_without_size_statistics_too(
     assert foretold == pytest.approx(info.num_bytes, rel=0.30)
 
 
+def test_the_time_of_a_load_is_foretold_by_the_last_one(table: Path) -> None:
+    with LocalCluster(2) as cluster:
+        client = CacheClient(cluster.endpoint)
+        spec = DatasetSpec("t", table, target_shard_bytes="64KiB")
+
+        before = client.plan(spec).load_s
+        client.load(spec)
+        two, four = client.plan(spec), client.plan(spec, num_nodes=4)
+
+    assert before is None
+    assert two.load_s is not None and four.load_s is not None
+    assert 0 < two.load_s < 60
+    assert four.load_s == pytest.approx(two.load_s / 2)
+
+
 def test_the_steps_of_a_job_are_foretold(
     client: CacheClient, cluster: LocalCluster, dataset_name: str, table: Path
 ) -> None:

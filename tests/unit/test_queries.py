@@ -433,6 +433,9 @@ def test_a_filter_cannot_reach_beyond_the_source(tmp_path: Path) -> None:
         ("a + 1 > 3", []),
         ("b < 2", []),  # of floats: NaN is larger than any number here
         ("a > 3 AND (b < 1 OR text = 'x')", [("a", ">", 3)]),
+        ("abs(a) < 3 AND upper(text) = 'X' AND a < 9", [("a", "<", 9)]),
+        ("a IN (1, 2) AND text LIKE 'x%' AND text IS NOT NULL AND NOT a = 3", []),
+        ("CASE WHEN a > 1 THEN true ELSE false END AND a < 9", [("a", "<", 9)]),
     ],
 )
 def test_the_comparisons_that_every_kept_row_fulfils_are_known(

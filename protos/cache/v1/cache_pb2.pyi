@@ -834,6 +834,7 @@ class LoadForecast(_message.Message):
     NODE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     NODES_NEEDED_FIELD_NUMBER: _builtins.int
+    LOAD_S_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     schema: _builtins.bytes
     """logical columns, storage types"""
@@ -856,6 +857,8 @@ class LoadForecast(_message.Message):
     """0: none"""
     nodes_needed: _builtins.int
     """for that limit; 0: no number of nodes is enough"""
+    load_s: _builtins.float
+    """about; by the rate of the last load of this cache"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -882,17 +885,22 @@ class LoadForecast(_message.Message):
         node_bytes: _abc.Iterable[_builtins.int] | None = ...,
         memory_limit_bytes: _builtins.int = ...,
         nodes_needed: _builtins.int = ...,
+        load_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "load_s", b"load_s", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
     _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
+    _WhichOneofReturnType__load_s: _TypeAlias = _typing.Literal["load_s"]  # noqa: Y015
+    _WhichOneofArgType__load_s: _TypeAlias = _typing.Literal["_load_s", b"_load_s"]  # noqa: Y015
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__filtered_rows) -> _WhichOneofReturnType__filtered_rows | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_s) -> _WhichOneofReturnType__load_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
 
