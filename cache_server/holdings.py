@@ -124,12 +124,20 @@ class Holdings:
         return holders
 
     def is_ready(self) -> bool:
-        """Whether every shard is served by a live node."""
+        """Whether every shard is served by a live node; the first time, by all that should."""
         version = self.version
         if version.failure is not None or version.row_starts() is None:
             return False
         holders = self.holders(serving=True)
-        return all(holders.get(index) for index in range(version.num_shards or 0))
+        shards = range(version.num_shards or 0)
+        if version.was_ready:
+            return all(holders.get(index) for index in shards)
+        # Whoever asks for replicas and sees the dataset ready may lose a node.
+        placement = self._placement(len(shards))
+        return all(
+            placement[index] and set(placement[index]) <= holders.get(index, set())
+            for index in shards
+        )
 
     def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
         plan = self.version.plan

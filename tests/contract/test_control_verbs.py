@@ -219,8 +219,11 @@ def test_fewer_replicas_drop_copies_and_the_dataset_stays_ready(
     create(stub, spec(dataset_name, source, replicas=1))
 
     wait_until(lambda: len(shard_files(cluster, dataset_name)) == 4, TIMEOUT_S, "one copy")
-    info = watch(stub, dataset_name)[-1]
-    assert {len(shard.node_ids) for shard in info.shards} == {1}
+    wait_until(
+        lambda: {len(shard.node_ids) for shard in watch(stub, dataset_name)[-1].shards} == {1},
+        TIMEOUT_S,
+        "one node a shard",
+    )
 
 
 def test_another_spec_of_the_same_name_replaces_the_version_when_it_is_ready(
