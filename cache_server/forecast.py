@@ -108,9 +108,10 @@ def _filtered_rows(planned: PlannedVersion, rows: int | None) -> int | None:
     sample = planned.pins[table.name].sample
     if rows is None or sample is None or query.keeps_every_row or not query.only_drops_rows:
         return None
+    before = planned.rows_before or 0
     try:
         kept = loader.count_kept(plan.sql, table.name, sample(_SAMPLE_ROWS))
     except LoadError as error:
         logger.info("no estimate dataset=%s reason=%s", plan.key.dataset, error)
         return None
-    return round(rows * kept / _SAMPLE_ROWS)
+    return min(rows, round(before * kept / _SAMPLE_ROWS))

@@ -212,7 +212,6 @@ def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
 ) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
     """The rows of a query over each split of one table, in row order; the first of several read."""
-    splits = loader.with_rows(splits, sql, table)
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
             if len(files) == 1:

@@ -5,23 +5,14 @@ The words that the modules of `tables` and the planners share.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "=": operator.eq,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 
 
 @dataclass(frozen=True)
@@ -105,10 +96,6 @@ class Condition:
     column: str
     operator: str
     value: object
-
-    def holds(self, value: Any) -> bool:
-        """Whether a row with this value in the column may be kept."""
-        return value is not None and bool(_OPERATORS[self.operator](value, self.value))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from cache_server import queries, tables
+from cache_server import loader, queries, tables
 from cache_server.packing import storage_schema, storage_type
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
-from cache_server.planning import ShardPlan, VersionKey, cut_shards
+from cache_server.planning import ShardPlan, VersionKey, cut_shards, max_rows
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
@@ -106,12 +106,14 @@ class PlannedVersion:
         pins: by the name of the table.
         table_splits: how each table would be cut, for forecasts.
         query: as it was checked.
+        rows_before: of the table that is read split by split, before anything was pruned.
     """
 
     plan: VersionPlan
     pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
     query: queries.Query
+    rows_before: int | None
 
     def close(self) -> None:
         """Lets go of the sources."""
@@ -152,6 +154,10 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         stored = logical if len(pins) == 1 and query.drivers else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
     driver, why = _driver(query, splits)
+    rows_before = max_rows(splits[driver]) if driver is not None else None
+    if driver is not None and not query.joins:
+        by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
+        splits[driver] = tuple(loader.with_rows(splits[driver], text, by_split))
     if driver is not None and not query.only_drops_rows:
         # An unnest or a join may make any number of rows of one: the footer is no upper bound.
         splits[driver] = tuple(replace(split, num_rows=None) for split in splits[driver])
@@ -182,7 +188,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         any(table.secrets for table in spec.tables),
         why,
     )
-    return PlannedVersion(plan, dict(pins), splits, query)
+    return PlannedVersion(plan, dict(pins), splits, query, rows_before)
 
 
 def _driver(

@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from cache_server import loader, object_stores
 from cache_server.pinned import (
     PARTITION,
-    Condition,
     Pin,
     SourceFile,
     Split,
@@ -83,26 +82,15 @@ def _pin(
     schema: pa.Schema,
     content: Sequence[object],
 ) -> Pin:
-    constants = [partition_values(file.path, schema) for file in files]
-
     def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
         if format == "parquet":
             return parquet.cut(files, footers, stored, target_bytes)
         return text_splits(files, format, target_bytes)
 
-    def prune(conditions: Sequence[Condition]) -> Pin:
-        kept = [
-            index
-            for index, values in enumerate(constants)
-            if all(c.holds(values[c.column].as_py()) for c in conditions if c.column in values)
-        ]
-        kept_footers = [footers[index] for index in kept] if footers else ()
-        return _pin(format, [files[index] for index in kept], kept_footers, schema, content)
-
     def sample(num_rows: int) -> pa.RecordBatch:
         groups = [
-            (footer.row_group(index), values)
-            for footer, values in zip(footers, constants, strict=True)
+            (footer.row_group(index), partition_values(file.path, schema))
+            for file, footer in zip(files, footers, strict=True)
             for index in range(footer.num_row_groups)
         ]
         return rows_like(groups, schema, num_rows)
@@ -113,7 +101,6 @@ def _pin(
         content,
         cut,
         exact_rows=is_parquet,
-        prune=prune if any(constants) else None,
         sample=sample if is_parquet else None,
     )
 

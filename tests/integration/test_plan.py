@@ -140,6 +140,18 @@ def test_what_passes_a_filter_is_estimated_from_statistics(
         assert forecast.steps_per_epoch == pytest.approx(NUM_ROWS * share / 1024, abs=1.0)
 
 
+def test_what_is_pruned_is_not_estimated_twice(client: CacheClient, tmp_path: Path) -> None:
+    for day in range(4):
+        folder = tmp_path / f"day={day}"
+        folder.mkdir()
+        pq.write_table(pa.table({"n": np.arange(1000)}), folder / "x.parquet")
+
+    forecast = client.plan(DatasetSpec("t", tmp_path, filter="day >= 2 AND n < 500"))
+
+    assert forecast.num_rows == 2000
+    assert forecast.filtered_rows == pytest.approx(1000, rel=0.05)
+
+
 def test_the_nodes_that_a_memory_limit_needs_are_foretold(client: CacheClient, table: Path) -> None:
     spec = DatasetSpec("t", table, columns=["half"], replicas=2, target_shard_bytes="10KB")
 

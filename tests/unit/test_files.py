@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from cache_server import loader
 from cache_server.loader import LocalFile
 from cache_server.packing import storage_schema
-from cache_server.pinned import Condition, PinnedTable, SourceFile, Split
+from cache_server.pinned import PinnedTable, SourceFile, Split
 from cache_server.tables import files as sources
 from cache_server.tables import parquet
+from cache_server.versions import plan_version
 from protos.errors import LoadError, RequestError
 from protos.spec import DatasetSpec, TableSpec
 
@@ -630,17 +631,25 @@ def test_the_columns_in_the_names_of_directories_appear_with_their_types(tmp_pat
     assert len(rows) == 18
 
 
-def test_partitions_that_no_row_can_come_from_are_never_looked_at(tmp_path: Path) -> None:
-    _, pin = sources.pin(table_spec(write_partitions(tmp_path)))
-    conditions = [Condition("day", ">=", 2), Condition("land", "=", "fr"), Condition("n", "<", 0)]
-    assert pin.prune is not None
+@pytest.mark.parametrize(
+    ("filter", "left"),
+    [
+        ("day >= 2 AND land = 'fr'", ["day=2/land=fr", "day=3/land=fr"]),
+        ("day IN (1, 7) AND land IS NOT NULL", ["day=1/land=de", "day=1/land=fr"]),
+        ("day = 2 OR n = 30", None),
+        ("day > 9", []),
+    ],
+)
+def test_partitions_that_no_row_can_come_from_are_never_looked_at(
+    tmp_path: Path, filter: str, left: list[str] | None
+) -> None:
+    write_partitions(tmp_path)
 
-    splits = pin.prune(conditions).cut(storage_schema(pin.schema), 10**9)
+    plan = plan_version(DatasetSpec("t", tmp_path, filter=filter)).plan
 
-    assert [split.file.path.removeprefix(str(tmp_path)) for split in splits] == [
-        "/day=2/land=fr/x.parquet",
-        "/day=3/land=fr/x.parquet",
-    ]
+    splits = [split for shard in plan.shards or () for split in shard.splits]
+    found = [str(Path(split.file.path).parent.relative_to(tmp_path)) for split in splits]
+    assert found == left if left is not None else len(found) == 9
 
 
 def test_directories_above_the_source_and_keys_that_not_all_files_have_are_no_columns(
