@@ -78,7 +78,8 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     Args:
         dataset: name of a dataset in the cache.
-        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else that of the
+            TrainJob this runs in.
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.

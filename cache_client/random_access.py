@@ -55,7 +55,8 @@ class CacheDataset(Dataset[Any]):
 
     Args:
         dataset: name of a dataset in the cache.
-        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else that of the
+            TrainJob this runs in.
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one tensor (``[n]`` in a row, ``[B, n]`` in a
             batch) in their place.
