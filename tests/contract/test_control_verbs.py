@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -27,7 +28,7 @@ from protos.errors import (
     from_proto,
 )
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import files_below, wait_until
 
 TIMEOUT_S = 20.0
 HEALTH = health_pb2.HealthCheckResponse
@@ -65,11 +66,12 @@ def load(stub: CoordinatorStub, dataset: pb.DatasetSpec) -> pb.DatasetInfo:
 
 def shard_files(cluster: LocalCluster, name: str) -> dict[Path, int]:
     """Every shard file of a dataset on every node, with its inode: a new file is a new load."""
-    return {
-        path: path.stat().st_ino
-        for node in cluster.nodes
-        for path in node.cache_dir.glob(f"{name}/*/shard-*.arrow")
-    }
+    found = {}
+    for path in files_below(*(node.cache_dir / name for node in cluster.nodes)):
+        with suppress(FileNotFoundError):  # dropped just now
+            if path.name.startswith("shard-"):
+                found[path] = path.stat().st_ino
+    return found
 
 
 def refused(call: Callable[[], object]) -> tuple[grpc.StatusCode, CacheError]:

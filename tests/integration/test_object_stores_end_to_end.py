@@ -27,7 +27,7 @@ from cache_server import LocalCluster
 from protos.errors import LoadError
 from tests.conftest import numbered_table
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, Request, S3Server
-from tests.waiting import wait_until
+from tests.waiting import files_below, wait_until
 
 WAIT_S = 30.0
 BUCKET = "lake"
@@ -155,11 +155,9 @@ def held(client: CacheClient, name: str) -> dict[int, tuple[str, ...]]:
 
 
 def left_behind(cluster: LocalCluster, name: str) -> list[Path]:
-    found: list[Path] = []
-    for node in cluster.nodes:
-        found += node.cache_dir.glob(f"{name}/**/*")
-        found += node.cache_dir.glob(".scratch/**/*")
-    return found
+    return files_below(
+        *(node.cache_dir / folder for node in cluster.nodes for folder in (name, ".scratch"))
+    )
 
 
 def assert_no_secret(text: str) -> None:
