@@ -1,0 +1,24 @@
+"""Runs a TrainJob with its runtime on one machine, for development.
+
+    documents  YAML -> TrainJob, runtime, Secrets         reads files
+    render     TrainJob + runtime -> JobSet               pure, as Trainer 2.3 does it
+    patches    strategic merge of runtimePatches          pure
+    pods       JobSet -> pods -> processes                pure
+    policies   exit code -> restart, replace, fail        pure
+    volumes    emptyDir, Secrets, ConfigMaps as folders
+    containers a process and all that it starts
+    probes     gRPC, TCP, HTTP, command
+    kubelet    one pod
+    controller Jobs and the JobSet
+    run        all of it
+
+Everything that runs does so in one asyncio event loop: stopping a job is cancelling a task, which
+stops its pods on the way out.
+"""
+
+from runtimes.local.controller import Console
+from runtimes.local.documents import Manifests, read_manifests
+from runtimes.local.render import render
+from runtimes.local.run import run_local
+
+__all__ = ["Console", "Manifests", "read_manifests", "render", "run_local"]

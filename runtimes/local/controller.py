@@ -1,0 +1,263 @@
+"""A JobSet: its Jobs, what they wait for, and what their ends mean for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from runtimes.local import policies
+from runtimes.local.kubelet import Backoff, Events, PodRun
+from runtimes.local.pods import Pod
+from runtimes.local.policies import ContainerExit, JobStatus
+
+Json = dict[str, Any]
+
+
+# Makes the volumes and the processes of a pod; the context ends with the pod.
+PodStarter = Callable[[Pod, Events], AbstractContextManager[PodRun]]
+
+
+@dataclass(frozen=True)
+class Console:
+    """Where everything is said.
+
+    Attributes:
+        event: what happens to the job.
+        line: the pod, the container and a line of its log.
+    """
+
+    event: Callable[[str], None]
+    line: Callable[[str, str, str], None]
+
+
+class JobFailed(Exception):
+    """A Job of a replicated job has failed.
+
+    Attributes:
+        job: the replicated job.
+        reason: as the Job's condition has it, such as ``BackoffLimitExceeded``.
+        pod: whose end it was.
+        exit: of its container.
+    """
+
+    def __init__(self, job: str, reason: str, pod: str, exit: ContainerExit) -> None:
+        super().__init__(job, reason, pod, exit)
+        self.job = job
+        self.reason = reason
+        self.pod = pod
+        self.exit = exit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.job}: {self.reason}: {self.pod}/{self.exit.container} ended with exit code "
+            f"{self.exit.code}: {self.exit.message}"
+        )
+
+
+class JobRun:
+    """One indexed Job: as many pods as completions, each replaced when it fails."""
+
+    def __init__(
+        self,
+        job: Json,
+        pods: list[Pod],
+        start: PodStarter,
+        console: Console,
+        changed: Callable[[], None],
+        backoff: Backoff,
+    ) -> None:
+        self._name = job["name"]
+        self._spec = job["template"]["spec"]
+        self._pods = pods
+        self._start = start
+        self._console = console
+        self._changed = changed
+        self._backoff = backoff
+        self._running: dict[int, PodRun] = {}
+        self._succeeded: set[int] = set()
+        self._failures = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every pod is ready or has succeeded."""
+        ready = {index for index, run in self._running.items() if run.is_ready}
+        return len(ready | self._succeeded) >= len(self._pods)
+
+    async def run(self) -> None:
+        """Until every index has succeeded.
+
+        Raises:
+            JobFailed: by the failure policy of pods, or by too many failures.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for pod in self._pods:
+                    group.create_task(self._run_index(pod))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _run_index(self, pod: Pod) -> None:
+        failures = 0
+        while True:
+            exits = await self._run_pod(pod)
+            failed = next((ended for ended in exits if ended.code != 0), None)
+            if failed is None:
+                self._succeeded.add(pod.index)
+                self._changed()
+                return
+            action = policies.after_pod_failure(self._spec, exits)
+            if action in ("FailJob", "FailIndex"):
+                reason = policies.POD_FAILURE_POLICY
+                if action == "FailIndex":
+                    reason = policies.FAILED_INDEXES
+                raise JobFailed(self._name, reason, pod.name, failed)
+            failures += 1
+            if action == "Count":
+                self._count(pod, failed, failures)
+            self._console.event(
+                f"{pod.name} failed: {failed.container} ended with exit code {failed.code}; "
+                "another pod takes its place"
+            )
+            await asyncio.sleep(self._backoff.delay_s(failures))
+
+    def _count(self, pod: Pod, failed: ContainerExit, failures_of_index: int) -> None:
+        self._failures += 1
+        per_index = self._spec.get("backoffLimitPerIndex")
+        if per_index is not None:
+            if failures_of_index > per_index:
+                raise JobFailed(self._name, policies.FAILED_INDEXES, pod.name, failed)
+        elif self._failures > self._spec.get("backoffLimit", policies.DEFAULT_BACKOFF_LIMIT):
+            raise JobFailed(self._name, policies.BACKOFF_LIMIT_EXCEEDED, pod.name, failed)
+
+    async def _run_pod(self, pod: Pod) -> list[ContainerExit]:
+        restarts = 0
+
+        def restarted(ended: ContainerExit) -> None:
+            nonlocal restarts
+            restarts += 1
+            if pod.spec.get("restartPolicy") == "OnFailure":
+                self._count(pod, ended, restarts)
+            self._console.event(
+                f"{pod.name}/{ended.container} ended with exit code {ended.code}; it is restarted "
+                "in place"
+            )
+
+        def log(container: str, line: str) -> None:
+            self._console.line(pod.name, container, line)
+
+        with self._start(pod, Events(log, restarted, self._changed)) as run:
+            self._running[pod.index] = run
+            try:
+                return await run.run()
+            finally:
+                del self._running[pod.index]
+                self._changed()
+
+
+class JobSetRun:
+    """A whole JobSet, once through its failure policy."""
+
+    def __init__(
+        self,
+        jobset: Json,
+        pods: list[Pod],
+        start: PodStarter,
+        console: Console,
+        backoff: Backoff,
+    ) -> None:
+        self._spec = jobset["spec"]
+        self._pods = pods
+        self._start = start
+        self._console = console
+        self._backoff = backoff
+        self._replicas = {job["name"]: job.get("replicas", 1) for job in self._jobs}
+
+    @property
+    def _jobs(self) -> list[Json]:
+        jobs: list[Json] = self._spec["replicatedJobs"]
+        return jobs
+
+    async def run(self) -> None:
+        """Until the success policy holds; then what still runs is stopped.
+
+        Raises:
+            JobFailed: which the failure policy did not mend.
+        """
+        restarts = counted = 0
+        while True:
+            try:
+                await self._run_once()
+                return
+            except JobFailed as failed:
+                action = policies.after_job_failure(
+                    self._spec.get("failurePolicy"), failed.job, failed.reason, counted
+                )
+                if action == "FailJobSet":
+                    raise
+                restarts += 1
+                counted += action == "RestartJobSet"
+                self._console.event(f"all is restarted, for the time {restarts}: {failed}")
+                await asyncio.sleep(self._backoff.delay_s(restarts))
+
+    async def _run_once(self) -> None:
+        changed = asyncio.Event()
+        runs: dict[tuple[str, int], JobRun] = {}
+        tasks: dict[asyncio.Task[None], str] = {}
+        succeeded: Counter[str] = Counter()
+        try:
+            while not policies.is_complete(self._spec, succeeded):
+                self._start_jobs(runs, tasks, succeeded, changed.set)
+                waiting = asyncio.create_task(changed.wait())
+                try:
+                    await asyncio.wait((*tasks, waiting), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+                changed.clear()
+                for task in [task for task in tasks if task.done()]:
+                    name = tasks.pop(task)
+                    task.result()
+                    succeeded[name] += 1
+                    self._console.event(f"{name} succeeded")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_jobs(
+        self,
+        runs: dict[tuple[str, int], JobRun],
+        tasks: dict[asyncio.Task[None], str],
+        succeeded: Counter[str],
+        changed: Callable[[], None],
+    ) -> None:
+        """Starts the Jobs whose dependencies have come to pass."""
+        running = Counter(
+            name
+            for (name, _), run in runs.items()
+            if run.is_ready and succeeded[name] < self._replicas[name]
+        )
+        status = {
+            name: JobStatus(ready=running[name], succeeded=succeeded[name])
+            for name in self._replicas
+        }
+        for job in self._jobs:
+            for replica in range(self._replicas[job["name"]]):
+                key = (job["name"], replica)
+                if key in runs or not policies.may_start(job, status, self._replicas):
+                    continue
+                pods = [pod for pod in self._pods if (pod.job["name"], pod.replica) == key]
+                self._console.event(f"{job['name']} starts with {len(pods)} pods")
+                runs[key] = JobRun(job, pods, self._start, self._console, changed, self._backoff)
+                tasks[asyncio.create_task(runs[key].run())] = job["name"]
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error of a group of groups."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,323 @@
+"""What Trainer makes of a TrainJob and its runtime, restated."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from protos.errors import ConfigError
+from runtimes.local.patches import merged
+from runtimes.local.render import pod_spec, render
+from tests.train_jobs import container, env, replicated_job, runtime, train_job
+
+Json = dict[str, Any]
+
+INITIALIZER_MOUNT = [{"name": "initializer", "mountPath": "/workspace"}]
+
+
+def two_jobs(**node: Any) -> Json:
+    return runtime(
+        replicated_job(
+            "dataset-initializer",
+            container(
+                "dataset-initializer",
+                "serve",
+                env=env(STORAGE_URI="none", KEPT="1"),
+                volumeMounts=INITIALIZER_MOUNT,
+            ),
+            ancestor="dataset-initializer",
+            parallelism=3,
+            volumes=[{"name": "initializer", "emptyDir": {}}],
+        ),
+        replicated_job(
+            "node",
+            container("node", "train", env=env(MODE="slow"), **node),
+            ancestor="trainer",
+            depends_on="dataset-initializer:Ready",
+        ),
+    )
+
+
+def job_of(jobset: Json, name: str) -> Json:
+    return next(job for job in jobset["spec"]["replicatedJobs"] if job["name"] == name)
+
+
+def environment(jobset: Json, job: str, name: str) -> dict[str, Any]:
+    spec = pod_spec(job_of(jobset, job))
+    found = next(
+        c for c in [*spec["containers"], *spec.get("initContainers", ())] if c["name"] == name
+    )
+    return {item["name"]: item.get("value", item.get("valueFrom")) for item in found["env"]}
+
+
+def test_the_jobset_has_the_name_and_the_namespace_of_the_job() -> None:
+    job = train_job("mine")
+    job["metadata"]["namespace"] = "team"
+    jobset = render(job, two_jobs())
+    assert jobset["metadata"] == {"name": "mine", "namespace": "team"}
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+
+
+def test_the_initializer_gets_its_uri_its_variables_and_its_secret() -> None:
+    dataset = {
+        "storageUri": "s3://bucket/table",
+        "env": env(REGION="eu", KEPT="2"),
+        "secretRef": {"name": "keys"},
+    }
+    jobset = render(train_job(initializer={"dataset": dataset}), two_jobs())
+    found = environment(jobset, "dataset-initializer", "dataset-initializer")
+    assert found == {"STORAGE_URI": "s3://bucket/table", "KEPT": "2", "REGION": "eu"}
+    cache = pod_spec(job_of(jobset, "dataset-initializer"))["containers"][0]
+    assert cache["envFrom"] == [{"secretRef": {"name": "keys"}}]
+
+
+def test_every_cache_pod_counts_as_the_runtime_says_and_trainers_as_the_job_says() -> None:
+    jobset = render(train_job(trainer={"numNodes": 4}), two_jobs())
+    counts = {
+        job["name"]: (
+            job["template"]["spec"]["parallelism"],
+            job["template"]["spec"]["completions"],
+        )
+        for job in jobset["spec"]["replicatedJobs"]
+    }
+    assert counts == {"dataset-initializer": (3, 3), "node": (4, 4)}
+
+
+def test_the_trainer_of_the_job_takes_the_place_of_the_runtimes() -> None:
+    trainer = {
+        "image": "mine",
+        "command": ["python"],
+        "args": ["train.py"],
+        "env": env(MODE="fast", MORE="1"),
+        "resourcesPerNode": {"limits": {"cpu": "3"}},
+    }
+    jobset = render(train_job(trainer=trainer), two_jobs())
+    node = pod_spec(job_of(jobset, "node"))["containers"][0]
+    assert (node["image"], node["command"], node["args"]) == ("mine", ["python"], ["train.py"])
+    assert node["resources"] == {"limits": {"cpu": "3"}}
+    found = environment(jobset, "node", "node")
+    assert (found["MODE"], found["MORE"]) == ("fast", "1")
+
+
+def test_torchrun_finds_its_variables() -> None:
+    jobset = render(train_job("mine", trainer={"numNodes": 2, "numProcPerNode": 3}), two_jobs())
+    found = environment(jobset, "node", "node")
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    assert found["PET_NNODES"] == "2"
+    assert found["PET_NPROC_PER_NODE"] == "3"
+    assert found["PET_NODE_RANK"] == {"fieldRef": index}
+    assert found["PET_MASTER_ADDR"] == "mine-node-0-0.mine"
+    assert found["PET_MASTER_PORT"] == "29500"
+
+
+def test_without_a_trainer_in_the_job_there_are_no_variables_of_torchrun() -> None:
+    assert environment(render(train_job(), two_jobs()), "node", "node") == {"MODE": "slow"}
+
+
+@pytest.mark.parametrize(
+    ("resources", "processes"),
+    [
+        ({}, "1"),
+        ({"limits": {"cpu": "4"}}, "4"),
+        ({"limits": {"cpu": "4"}, "requests": {"cpu": "2500m"}}, "3"),
+        ({"limits": {"cpu": "4", "nvidia.com/gpu": 2}}, "auto"),
+        ({"requests": {"memory": "1Gi"}}, "1"),
+    ],
+)
+def test_processes_a_node_come_from_the_resources(resources: Json, processes: str) -> None:
+    jobset = render(train_job(trainer={}), two_jobs(resources=resources))
+    assert environment(jobset, "node", "node")["PET_NPROC_PER_NODE"] == processes
+
+
+def test_a_sidecar_gets_the_variables_of_torchrun_where_the_policy_says_so() -> None:
+    policy = {
+        "numNodes": 2,
+        "torch": {"envInjection": {"targets": [{"jobName": "node", "containerNames": ["cache"]}]}},
+    }
+    sidecar = container("cache", "serve", env=env(OWN="1"), restartPolicy="Always")
+    made = runtime(
+        replicated_job(
+            "node", container("node", "train"), ancestor="trainer", initContainers=[sidecar]
+        ),
+        ml_policy=policy,
+    )
+    found = environment(render(train_job(trainer={}), made), "node", "cache")
+    assert found["PET_NNODES"] == "2"
+    assert found["OWN"] == "1"
+
+
+def test_jax_finds_its_variables() -> None:
+    made = runtime(
+        replicated_job("node", container("node", "train"), ancestor="trainer"),
+        ml_policy={"numNodes": 2, "jax": {}},
+    )
+    found = environment(render(train_job("mine", trainer={"numNodes": 3}), made), "node", "node")
+    assert found["JAX_NUM_PROCESSES"] == "3"
+    assert found["JAX_COORDINATOR_ADDRESS"].startswith("mine-node-0-0.mine:")
+
+
+def test_runtime_patches_reach_the_template_and_the_labels() -> None:
+    sidecar = container("cache", "serve", env=env(CACHE_SQL="old"), restartPolicy="Always")
+    made = runtime(
+        replicated_job(
+            "node", container("node", "train"), ancestor="trainer", initContainers=[sidecar]
+        )
+    )
+    patch_of_pod = {
+        "nodeSelector": {"zone": "a"},
+        "initContainers": [{"name": "cache", "env": env(CACHE_SQL="new")}],
+    }
+    patch = {
+        "manager": "example.com/me",
+        "trainingRuntimeSpec": {
+            "template": {
+                "metadata": {"labels": {"queue": "q"}},
+                "spec": {
+                    "replicatedJobs": [
+                        {"name": "node", "template": {"spec": {"template": {"spec": patch_of_pod}}}}
+                    ]
+                },
+            }
+        },
+    }
+    jobset = render(train_job(runtimePatches=[patch]), made)
+    assert jobset["metadata"]["labels"] == {"queue": "q"}
+    assert environment(jobset, "node", "cache") == {"CACHE_SQL": "new"}
+    assert pod_spec(job_of(jobset, "node"))["nodeSelector"] == {"zone": "a"}
+
+
+def test_rendering_changes_neither_the_job_nor_the_runtime() -> None:
+    job = train_job(initializer={"dataset": {"storageUri": "s3://a/b"}}, trainer={"numNodes": 2})
+    made = two_jobs()
+    before = copy.deepcopy((job, made))
+    render(job, made)
+    assert (job, made) == before
+
+
+def without_mount() -> Json:
+    made = two_jobs()
+    del pod_spec(made["spec"]["template"]["spec"]["replicatedJobs"][0])["containers"][0][
+        "volumeMounts"
+    ]
+    return made
+
+
+def only_node() -> Json:
+    return runtime(replicated_job("node", container("node", "train"), ancestor="trainer"))
+
+
+def patched(job: str, container_name: str, **fields: Any) -> Json:
+    pod = {"containers": [{"name": container_name, **fields}]}
+    template = {"spec": {"template": {"spec": pod}}}
+    return {
+        "manager": "example.com/me",
+        "trainingRuntimeSpec": {
+            "template": {"spec": {"replicatedJobs": [{"name": job, "template": template}]}}
+        },
+    }
+
+
+DATASET = {"dataset": {"storageUri": "s3://a/b"}}
+
+
+@pytest.mark.parametrize(
+    ("job", "made", "words"),
+    [
+        (train_job(initializer=DATASET), only_node(), ["spec.initializer.dataset", "no job"]),
+        (train_job(initializer=DATASET), without_mount(), ["no volumeMount 'initializer'"]),
+        (
+            train_job(trainer={"env": env(PET_NNODES="2")}),
+            two_jobs(),
+            ["spec.trainer.env must not have PET_NNODES"],
+        ),
+        (train_job("a" * 34), two_jobs(), ["too long", "63"]),
+        (train_job("a" * 64), only_node(), ["RFC 1035"]),
+        (
+            train_job(runtimePatches=[patched("other", "node")]),
+            two_jobs(),
+            ["no replicated job 'other'"],
+        ),
+        (
+            train_job(runtimePatches=[patched("node", "other")]),
+            two_jobs(),
+            ["node has no container 'other'"],
+        ),
+        (
+            train_job(runtimePatches=[patched("node", "node", env=env(A="1"))]),
+            two_jobs(),
+            ["env of the container node"],
+        ),
+        (
+            train_job(runtimePatches=[{**patched("node", "node"), "manager": "me"}]),
+            two_jobs(),
+            ["runtimePatches.manager", "'me'"],
+        ),
+        (
+            train_job(),
+            runtime(replicated_job("node", container("main", "train"), ancestor="trainer")),
+            ["node: no container 'node'"],
+        ),
+        (
+            train_job(),
+            runtime(
+                replicated_job(
+                    "node",
+                    container("node", "train"),
+                    ancestor="trainer",
+                    depends_on="later:Ready",
+                )
+            ),
+            ["dependsOn 'later'"],
+        ),
+    ],
+)
+def test_what_a_cluster_would_refuse_is_refused(job: Json, made: Json, words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a cluster would refuse it") as caught:
+        render(job, made)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_problem_is_named_at_once() -> None:
+    job = train_job(initializer=DATASET, trainer={"env": env(PET_NODE_RANK="0", PET_NNODES="1")})
+    with pytest.raises(ConfigError) as caught:
+        render(job, without_mount())
+    assert "volumeMount" in str(caught.value)
+    assert "PET_NODE_RANK" in str(caught.value)
+    assert "PET_NNODES" in str(caught.value)
+
+
+def test_a_policy_that_is_not_rendered_here_is_named() -> None:
+    made = runtime(
+        replicated_job("node", container("node", "train"), ancestor="trainer"),
+        ml_policy={"numNodes": 2, "mpi": {}},
+    )
+    with pytest.raises(ConfigError, match="got mpi"):
+        render(train_job(), made)
+
+
+@pytest.mark.parametrize(
+    ("base", "patch", "result"),
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"d": 3}}, {"a": 1, "b": {"c": 2, "d": 3}}),
+        ({"a": 1, "b": 2}, {"a": None}, {"b": 2}),
+        ({"args": ["a", "b"]}, {"args": ["c"]}, {"args": ["c"]}),
+        (
+            {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]},
+            {"env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}]},
+            {"env": env(A="1", B="3", C="4")},
+        ),
+        (
+            {"volumeMounts": [{"mountPath": "/a", "name": "x"}]},
+            {"volumeMounts": [{"mountPath": "/a", "name": "y"}]},
+            {"volumeMounts": [{"mountPath": "/a", "name": "y"}]},
+        ),
+        ({}, {"tolerations": [{"key": "gpu"}]}, {"tolerations": [{"key": "gpu"}]}),
+    ],
+)
+def test_a_strategic_merge(base: Json, patch: Json, result: Json) -> None:
+    before = copy.deepcopy(base)
+    assert merged(base, patch) == result
+    assert base == before
