@@ -12,8 +12,6 @@ from cache_client.routing import ShardMap
 from protos.errors import NodeUnavailableError, NotReadyError
 from protos.layout import Layout
 
-_PLAIN_COLUMN_BYTES = 32  # guessed for a string or list
-
 
 def wait_for_plan(
     endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
@@ -42,5 +40,4 @@ def wait_for_plan(
 
 def row_bytes(layout: Layout) -> int:
     """Bytes of a row on the wire, at least 1; strings and lists are guessed."""
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    return max(1, layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES)
+    return max(1, layout.guessed_row_bytes)

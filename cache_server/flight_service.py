@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 ENDPOINTS_ACTION = "endpoints"
 _STREAM_BATCH_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
-_PLAIN_COLUMN_BYTES = 32  # guessed for a string or list when sizing a message
 _M = TypeVar("_M", bound=Message)
 _FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
 _REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
@@ -272,9 +271,7 @@ def _file_chunks(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _rows_per_message(layout: Layout) -> int:
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    row_bytes = layout.fixed_row_bytes + plain * _PLAIN_COLUMN_BYTES
-    return max(1, _STREAM_BATCH_BYTES // max(1, row_bytes))
+    return max(1, _STREAM_BATCH_BYTES // max(1, layout.guessed_row_bytes))
 
 
 def _flight_info(

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
 
-from cache_server.pinned import PinnedTable, Split, partition_values
+from cache_server.pinned import PinnedTable, Split
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -130,7 +130,7 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
     answers: dict[tuple[object, ...], bool] = {}
     kept = []
     for split in splits:
-        constants = partition_values(split.file.path, table.schema)
+        constants = table.partition_of(split)
         key = tuple(value.as_py() for value in constants.values())
         if key not in answers:
             answers[key] = not constants or _may_keep(constants, sql, table)
@@ -211,7 +211,7 @@ def _register_table(context: SessionContext, file: LocalFile, table: PinnedTable
     if file.format != table.format:  # staged: it holds what is read, and no more
         _register(context, table.name, file.path, file.format, None)
         return
-    constants = partition_values(file.split.file.path, table.schema)
+    constants = table.partition_of(file.split)
     if not constants:
         _register(context, table.name, file.path, file.format, table.schema)
         return

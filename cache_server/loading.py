@@ -22,6 +22,7 @@ from cache_server import loader, peers, staging
 from cache_server.packing import ShardBuilder
 from cache_server.pinned import PinnedTable, Split
 from cache_server.planning import VersionKey, max_rows
+from cache_server.quoting import identifier
 from cache_server.store import ShardStore
 from cache_server.versions import split_from_proto, table_from_proto
 from protos.cache.v1 import cache_pb2 as pb
@@ -81,6 +82,7 @@ class WholeTables:
         self._directory = directory
         self._lock = threading.Lock()
         self._paths: dict[str, Path] = {}
+        self._is_used = False
 
     def paths(self, job: Job, wanted: list[PinnedTable]) -> dict[str, Path]:
         """The files of these tables.
@@ -89,6 +91,7 @@ class WholeTables:
             LoadError: naming table, file, split and reason.
         """
         with self._lock:
+            self._is_used = self._is_used or bool(wanted)
             for table in wanted:
                 if table.name not in self._paths:
                     path = self._directory / f"{table.name}.arrow"
@@ -97,10 +100,12 @@ class WholeTables:
             return {table.name: self._paths[table.name] for table in wanted}
 
     def close(self) -> None:
-        """Removes the files."""
+        """Removes the files; costs nothing where there are none."""
         with self._lock:
-            self._paths.clear()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            if self._is_used:
+                self._paths.clear()
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._is_used = False
 
 
 def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: WholeTables) -> None:
@@ -127,8 +132,8 @@ def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: Whole
             rows = _joined_rows(job, table, splits, whole.paths(job, others), store.scratch)
         else:
             rows = _rows(job, table, splits, job.plan.sql, store.scratch)
-        for split, batch in rows:
-            _append(builder, batch, str(split))
+        for what, batch in rows:
+            _append(builder, batch, what)
             job.rows = builder.num_rows
         store.seal(job.key, shard.index, _finish(builder, ", ".join(map(str, splits))), draft)
 
@@ -210,17 +215,19 @@ def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
 
 def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
-) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table, in row order; the first of several read."""
+) -> Generator[tuple[str, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table, in row order, and whose they are."""
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
             if len(files) == 1:
+                what = str(files[0].split)
                 batches = loader.read_split(files[0], sql, table)
             else:
+                what = f"{files[0].split} to {files[-1].split}"
                 batches = loader.read_together(files, sql, table)
             for batch in batches:
                 _check_wanted(job)
-                yield files[0].split, batch
+                yield what, batch
 
 
 def _joined_rows(
@@ -229,26 +236,32 @@ def _joined_rows(
     splits: Sequence[Split],
     others: Mapping[str, Path],
     scratch: Path,
-) -> Generator[tuple[Split, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table and the whole of others."""
+) -> Generator[tuple[str, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table and the whole of others, and whose."""
     for split in splits:
         path = scratch / f"{uuid.uuid4().hex}.arrow"
         try:
             _spool(job, table, [split], path)
-            for batch in loader.run_whole(job.plan.sql, {**others, table.name: path}):
+            for batch in _run_over(split, job.plan.sql, {**others, table.name: path}):
                 _check_wanted(job)
-                yield split, batch
-        except LoadError as error:
-            raise LoadError(f"cannot load {split}: {error}") from None
+                yield str(split), batch
         finally:
             path.unlink(missing_ok=True)
 
 
+def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
+    """The rows of a query of which one table holds the rows of ``split``."""
+    try:
+        yield from loader.run_whole(sql, tables)
+    except LoadError as error:
+        raise LoadError(f"cannot load {split}: {error}") from None
+
+
 def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) -> None:
-    """Writes what a query reads of some splits as one Arrow file."""
+    """Writes what a query reads of some splits as one Arrow file, all of it or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = ", ".join('"' + name.replace('"', '""') + '"' for name in table.read_schema.names)
-    rows = _rows(job, table, splits, f"SELECT {names} FROM {table.name}", path.parent)
+    names = ", ".join(map(identifier, table.read_schema.names))
+    rows = _rows(job, table, splits, f"SELECT {names} FROM {identifier(table.name)}", path.parent)
     with closing(rows):
         try:
             first = next(rows, None)
@@ -257,8 +270,11 @@ def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) ->
             staging.write_arrow(
                 path, schema, batches if first is None else chain([first[1]], batches)
             )
-        except OSError as error:
-            raise LoadError(f"cannot write {path}: {error.strerror}") from None
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise LoadError(f"cannot write {path}: {error.strerror}") from None
+            raise
 
 
 def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterator[tuple[int, int]]:

@@ -35,6 +35,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_server.quoting import identifier
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
@@ -175,7 +176,7 @@ def _null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
         encoded: the column comes as a dictionary.
     """
     problem = f"column {field.name!r} holds {count} null(s), and {field.type} has no value for them"
-    name = _identifier(field.name)
+    name = identifier(field.name)
     if pa.types.is_nested(field.type):
         cast = _sql_cast(field, large=False)
         return (
@@ -192,16 +193,12 @@ def _null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
     return f"{problem}: write {coalesce} in the sql, or filter those rows out"
 
 
-def _identifier(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
 def _sql_cast(field: pa.Field, *, large: bool) -> str | None:
     """SQL that makes the lists of a stored column of any length, or its offsets 64-bit."""
     spelt = _spelt(field.type, "Large" if large else "")
     if spelt is None or b"cache.unit" in (field.metadata or {}):  # which the cast would lose
         return None
-    name = _identifier(field.name)
+    name = identifier(field.name)
     return f"arrow_cast({name}, '{spelt}') AS {name}"
 
 

@@ -5,8 +5,10 @@ The words that the modules of `tables` and the planners share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -83,6 +85,14 @@ class PinnedTable:
             return self.schema
         return pa.schema([self.schema.field(name) for name in self.columns])
 
+    @cached_property
+    def _partition_types(self) -> Mapping[str, pa.DataType]:
+        return partition_types(self.schema)
+
+    def partition_of(self, split: Split) -> dict[str, pa.Scalar]:
+        """The columns of the split's rows that stand in the path of its file."""
+        return partition_values(split.file.path, self._partition_types)
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -96,6 +106,13 @@ class Condition:
     column: str
     operator: str
     value: object
+
+
+class Sampler(Protocol):
+    """Makes up rows of a table."""
+
+    def __call__(self, num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
+        """So many rows; other columns than the named ones are null. None names all."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +130,7 @@ class Pin:
             such as for a database, a version of the same spec counts as the same until a refresh.
         prune: the same without splits of which no row fulfils all conditions, as partitions and
             statistics tell; None where there are none to tell.
-        sample: so many rows that are like those of the table, made up from its statistics; None
-            where the format has none.
+        sample: makes up rows from the statistics of the table; None where the format has none.
         close: lets go of what keeps the state readable, such as a transaction. Called once, when
             no split will be read any more.
     """
@@ -126,24 +142,29 @@ class Pin:
     exact_rows: bool = False
     comparable: bool = True
     prune: Callable[[Sequence[Condition]], Pin] | None = None
-    sample: Callable[[int], pa.RecordBatch] | None = None
+    sample: Sampler | None = None
     close: Callable[[], None] = lambda: None
 
 
-def partition_values(path: str, schema: pa.Schema) -> dict[str, pa.Scalar]:
+def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:
+    """The columns of a table that stand in paths: those that are marked with `PARTITION`."""
+    return {field.name: field.type for field in schema if PARTITION in (field.metadata or {})}
+
+
+def partition_values(path: str, types: Mapping[str, pa.DataType]) -> dict[str, pa.Scalar]:
     """The columns of a file that stand in the names of its directories, ``key=value``, as in Hive.
 
     Args:
         path: or URI, of the file.
-        schema: of the table; its partition columns are marked with `PARTITION`.
+        types: of these columns; see `partition_types`.
     """
-    names = {field.name: field for field in schema if PARTITION in (field.metadata or {})}
-    values = {}
-    for key, text in partition_texts(path).items() if names else ():
-        if key in names:
-            scalar = pa.scalar(text, pa.string())
-            values[key] = scalar.cast(names[key].type)
-    return values
+    if not types:
+        return {}
+    return {
+        key: pa.scalar(text, pa.string()).cast(types[key])
+        for key, text in partition_texts(path).items()
+        if key in types
+    }
 
 
 def partition_texts(path: str) -> dict[str, str | None]:

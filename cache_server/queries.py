@@ -21,6 +21,7 @@ from datafusion import DataFrame, SessionContext
 
 from cache_server.loader import open_session, read_only, reason_of
 from cache_server.pinned import Condition
+from cache_server.quoting import identifier
 from protos.errors import RequestError
 from protos.spec import TABLE
 
@@ -90,7 +91,7 @@ def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) ->
     """The SQL of a spec: ``sql`` as it is, or the query that columns and filter stand for."""
     if sql:
         return sql
-    names = ", ".join(_quoted(name) for name in columns) if columns else "*"
+    names = ", ".join(identifier(name) for name in columns) if columns else "*"
     where = f" WHERE ({filter})" if filter else ""
     return f"SELECT {names} FROM {TABLE}{where}"
 
@@ -296,7 +297,3 @@ def _scans(plan: Any) -> list[str]:
 
 def _has_subquery(plan: Any) -> bool:
     return any(line.strip() == "Subquery:" for line in plan.display_indent().splitlines())
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

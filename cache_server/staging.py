@@ -2,8 +2,9 @@
 
 A file of this machine is read where it lies. The bytes of an object that a split needs are fetched
 into a sparse file at their own places, so that it is cut and read like any other; the rows of any
-other table are written as an Arrow file. A few splits are staged ahead while one is read, and small
-objects in groups that are read together. Nothing is left behind. Knows neither queries nor shards.
+other table are written as an Arrow file. A few splits are staged ahead while one is read. Small
+files are read together: in one folder, where those of this machine are links. Nothing is left
+behind. Knows neither queries nor shards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow as pa
 
 from cache_server import object_stores, tables
 from cache_server.loader import LocalFile
-from cache_server.pinned import PinnedTable, Split, partition_values
+from cache_server.pinned import PinnedTable, Split
 from cache_server.tables import files, parquet
 from protos.errors import LoadError
 
@@ -28,7 +29,7 @@ _AHEAD = 8
 _AHEAD_BYTES = 64 * 1024 * 1024
 # Below this, fetching a whole object costs less than asking where its columns are.
 _WHOLE_BYTES = 4 * 1024 * 1024
-# Whole objects up to this size are read together, so many of them, and so many bytes, at once.
+# Whole files up to this size are read together, so many of them, and so many bytes, at once.
 _SMALL_BYTES = 1024 * 1024
 _TOGETHER, _TOGETHER_BYTES = 32, 8 * 1024 * 1024
 
@@ -49,13 +50,29 @@ def stage(
     Raises:
         LoadError: naming file, split and reason; also when a file changed since it was planned.
     """
-    if table.format in tables.FILE_FORMATS and not any(
-        object_stores.is_remote(split.file.path) for split in splits
-    ):
-        yield from _where_they_lie(table, splits)
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=directory))
+    try:
+        if table.format in tables.FILE_FORMATS and not any(
+            object_stores.is_remote(split.file.path) for split in splits
+        ):
+            yield from _where_they_lie(table, splits, directory)
+        else:
+            yield from _fetched(table, splits, secrets, directory)
+    except OSError as error:
+        raise LoadError(f"cannot stage {table.name!r} in {directory}: {error.strerror}") from None
+
+
+def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Writes batches as one Arrow IPC file that the loader reads."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _fetched(
+    table: PinnedTable, splits: Sequence[Split], secrets: Mapping[str, str], directory: Path
+) -> Generator[tuple[LocalFile, ...], None, None]:
+    """Of splits that must be fetched, a few ahead."""
+    folder = _new_folder(directory)
     pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="stage")
     under_way: deque[tuple[Path, int, list[Future[LocalFile]]]] = deque()
     waiting = deque(enumerate(_groups(table, splits)))
@@ -79,49 +96,67 @@ def stage(
             yield tuple(fetch.result() for fetch in fetches)
             shutil.rmtree(place, ignore_errors=True)
             staged_bytes -= size
-    except OSError as error:
-        raise LoadError(f"cannot stage {table.name!r} in {directory}: {error.strerror}") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Writes batches as one Arrow IPC file that the loader reads."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
+def _new_folder(directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(dir=directory))
 
 
-def _where_they_lie(table: PinnedTable, splits: Sequence[Split]) -> Iterator[tuple[LocalFile]]:
-    for split in splits:
-        files.check_unchanged(split.file)
-        yield (LocalFile(Path(split.file.path), table.format, split),)
-        files.check_unchanged(split.file)
+def _where_they_lie(
+    table: PinnedTable, splits: Sequence[Split], directory: Path
+) -> Generator[tuple[LocalFile, ...], None, None]:
+    for group in _groups(table, splits):
+        for split in group:
+            files.check_unchanged(split.file)
+        if len(group) == 1:
+            yield (LocalFile(Path(group[0].file.path), table.format, group[0]),)
+        else:
+            yield from _linked(table, group, directory)
+        for split in group:
+            files.check_unchanged(split.file)
+
+
+def _linked(
+    table: PinnedTable, group: Sequence[Split], directory: Path
+) -> Generator[tuple[LocalFile, ...], None, None]:
+    """Links to the files of a group, alone in a folder."""
+    folder = _new_folder(directory)
+    try:
+        linked = []
+        for index, split in enumerate(group):
+            link = folder / f"{index:06d}.{table.format}"
+            link.symlink_to(split.file.path)
+            linked.append(LocalFile(link, table.format, split))
+        yield tuple(linked)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]]:
-    """The splits in their order, runs of small objects together."""
+    """The splits in their order, runs of small files together."""
     group: list[Split] = []
     size = 0
+    partition: dict[str, pa.Scalar] = {}  # of the group
     for split in splits:
         small = table.format == "parquet" and split.parts == 1 and split.file.size <= _SMALL_BYTES
+        found = table.partition_of(split)
         if group and not (
             small
             and len(group) < _TOGETHER
             and size + split.file.size <= _TOGETHER_BYTES
-            and _partition(table, split) == _partition(table, group[0])
+            and found == partition
         ):
             yield group
             group, size = [], 0
         group.append(split)
+        partition = found
         size += split.file.size if small else _TOGETHER_BYTES
     if group:
         yield group
-
-
-def _partition(table: PinnedTable, split: Split) -> dict[str, pa.Scalar]:
-    return partition_values(split.file.path, table.schema)
 
 
 def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target: Path) -> LocalFile:

@@ -29,6 +29,7 @@ from protos.errors import RequestError
 
 COLUMNS_KEY = b"cache.columns"
 LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
+GUESSED_VALUE_BYTES = 32  # of a string or list of which nothing is known
 
 Matrix = npt.NDArray[np.generic]
 
@@ -65,6 +66,7 @@ class Layout:
         columns: as stored.
         schema: of a stored batch; says in its metadata what the logical one is.
         fixed_row_bytes: bytes a row in packed and matrix columns.
+        guessed_row_bytes: bytes a row, `GUESSED_VALUE_BYTES` for each plain column.
     """
 
     # All worked out at once: the lock of a cached_property, held by a thread of a process that
@@ -85,6 +87,8 @@ class Layout:
         self.fixed_row_bytes: int = sum(
             c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None
         )
+        plain = sum(c.kind == "plain" for c in self.columns)
+        self.guessed_row_bytes: int = self.fixed_row_bytes + plain * GUESSED_VALUE_BYTES
 
     @classmethod
     def of_stored(cls, schema: pa.Schema) -> Layout:

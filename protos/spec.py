@@ -22,6 +22,17 @@ from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import ConfigError
 
 FORMATS = ("parquet", "arrow", "csv", "json", "iceberg", "delta", "postgres")
+FILE_SUFFIXES = {  # of the names of files, in lower case -> their format
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".arrow": "arrow",
+    ".ipc": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+}
 TABLE = "source"  # the table of a spec with one source
 _TABLE_FORMATS = ("iceberg", "delta", "postgres")  # they say themselves what is in them
 CATALOG_PREFIX = "catalog."  # of the options that are a catalogue's
@@ -33,9 +44,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
-_TABLE_KEYS = (
-    *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options"),
-    "ignore",
+_TABLE_KEYS = (  # the arguments of `DatasetSpec` that are about one table
+    *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options", "ignore"),
 )
 
 # Every other option is a secret. Without the prefixes of `_is_public`.
@@ -54,6 +64,7 @@ _PUBLIC_OPTIONS = {
     *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
 }
 _SIGNATURES = {"sig", "signature", "x-amz-signature", "x-goog-signature", "token", "password"}
+# What a user may give as a source: a path, glob or URI, or several of them in row order.
 Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -68,7 +79,7 @@ def parse_bytes(value: object) -> int:
             return int(_BYTE_SIZE.validate_python(value))
     except ValidationError:
         pass
-    raise ValueError(f"must be a size in bytes such as 64MiB, got {value!r}")
+    raise ValueError(f"must be a size in bytes such as 64MiB, got {_shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +192,7 @@ class DatasetSpec:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             problems.append(
                 "name must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
-                f"or digit, got {name!r}"
+                f"or digit, got {_shown(name)}"
             )
         one = {
             "source": source,
@@ -202,16 +213,16 @@ class DatasetSpec:
             if sql is None:
                 problems.append("sources needs a sql that says what to make of them")
         if sql is not None and (not isinstance(sql, str) or not sql.strip()):
-            problems.append(f"sql must be a query over {_names(tables)}, got {sql!r}")
+            problems.append(f"sql must be a query over {_names(tables)}, got {_shown(sql)}")
         if sql is not None and (columns is not None or filter is not None):
             problems.append("sql cannot be combined with columns or filter: write them in the sql")
         if filter is not None and (not isinstance(filter, str) or not filter.strip()):
-            problems.append(f"filter must be an SQL condition, got {filter!r}")
+            problems.append(f"filter must be an SQL condition, got {_shown(filter)}")
         names = _columns(columns, problems)
         if not isinstance(allow_unordered, bool):
-            problems.append(f"allow_unordered must be true or false, got {allow_unordered!r}")
+            problems.append(f"allow_unordered must be true or false, got {_shown(allow_unordered)}")
         if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            problems.append(f"replicas must be a number of at least 1, got {replicas!r}")
+            problems.append(f"replicas must be a number of at least 1, got {_shown(replicas)}")
         elif replicas > _MAX_REPLICAS:
             problems.append(f"replicas must be at most {_MAX_REPLICAS}, got {replicas}")
         shard_bytes = 0
@@ -302,21 +313,18 @@ class DatasetSpec:
             ConfigError: for something else than a mapping, unknown keys and missing ones.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"a dataset spec must be a mapping, got {mapping!r}")
-        known = [name for name in inspect.signature(cls).parameters if name != "self"]
+            raise ConfigError(f"a dataset spec must be a mapping, got {_shown(mapping)}")
+        known = inspect.signature(cls).parameters
         unknown = [key for key in mapping if key not in known]
         if unknown:
             raise ConfigError(
                 f"unknown key {', '.join(map(repr, unknown))} in the dataset spec; "
                 f"known keys: {', '.join(known)}"
             )
-        missing = [key for key in ("name",) if key not in mapping]
-        if "source" not in mapping and "sources" not in mapping:
-            missing.append("source")
-        if missing:
+        has = {"name": "name" in mapping, "source": "source" in mapping or "sources" in mapping}
+        if missing := [key for key, given in has.items() if not given]:
             raise ConfigError(f"the dataset spec lacks {', '.join(missing)}")
-        arguments: dict[str, Any] = dict(mapping)
-        return cls(arguments.pop("name"), arguments.pop("source", None), **arguments)
+        return cls(**mapping)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> DatasetSpec:
@@ -330,11 +338,18 @@ class DatasetSpec:
         except OSError as error:
             raise ConfigError(f"cannot read the dataset spec {path}: {error.strerror}") from None
         except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date
-            raise ConfigError(f"{path} is not YAML: {error}") from None
+            raise ConfigError(f"{path} is not YAML: {_yaml_problem(error)}") from None
         try:
             return cls.from_mapping(mapping)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+
+
+def _yaml_problem(error: Exception) -> str:
+    """Without the lines that PyYAML quotes, which may hold secrets."""
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
+    return str(error)
 
 
 def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
@@ -351,21 +366,25 @@ def _names(tables: Sequence[TableSpec]) -> str:
 
 def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]:
     if not isinstance(sources, Mapping) or not sources:
-        problems.append(f"sources must be a mapping of table names to sources, got {sources!r}")
+        problems.append(
+            f"sources must be a mapping of table names to sources, got {_shown(sources)}"
+        )
         return ()
     tables = []
     for name, value in sources.items():
         if not isinstance(name, str) or not _TABLE_NAME.fullmatch(name):
             problems.append(
                 "the names of sources must be lower-case letters, digits and '_', starting with a "
-                f"letter, got {name!r}"
+                f"letter, got {_shown(name)}"
             )
             continue
         arguments = dict(value) if isinstance(value, Mapping) else {"source": value}
         found: list[str] = []
         unknown = [key for key in arguments if key not in _TABLE_KEYS]
         if unknown:
-            found.append(f"unknown key {', '.join(map(repr, unknown))}")
+            found.append(
+                f"unknown key {', '.join(map(repr, unknown))}; known keys: {', '.join(_TABLE_KEYS)}"
+            )
         tables.append(_table(name, arguments, found))
         problems += [f"sources.{name}: {problem}" for problem in found]
     return tuple(tables)
@@ -375,17 +394,19 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
     """One table of the arguments that `DatasetSpec` has for it."""
     format = arguments.get("format")
     if format is not None and format not in FORMATS:
-        problems.append(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+        problems.append(f"format must be one of {', '.join(FORMATS)}, got {_shown(format)}")
         format = None
     snapshot = arguments.get("snapshot")
     if snapshot is not None and (
         isinstance(snapshot, bool) or not isinstance(snapshot, int) or snapshot < 0
     ):
-        problems.append(f"snapshot must be the number of a snapshot or version, got {snapshot!r}")
+        problems.append(
+            f"snapshot must be the number of a snapshot or version, got {_shown(snapshot)}"
+        )
         snapshot = None
     policy = arguments.get("missing_columns", "refuse")
     if policy not in ("refuse", "null"):
-        problems.append(f"missing_columns must be refuse or null, got {policy!r}")
+        problems.append(f"missing_columns must be refuse or null, got {_shown(policy)}")
     options, secrets = _options(arguments.get("storage_options"), "storage_options", problems)
     if arguments.get("catalog") is not None:
         public, private = _options(arguments["catalog"], "catalog", problems)
@@ -416,7 +437,7 @@ def _ignored(patterns: object, problems: list[str]) -> tuple[str, ...]:
         return ()
     items = list(patterns) if _is_list(patterns) else []
     if not _is_list(patterns) or not all(isinstance(item, str) and item for item in items):
-        problems.append(f"ignore must be a list of patterns of file names, got {patterns!r}")
+        problems.append(f"ignore must be a list of patterns of file names, got {_shown(patterns)}")
         return ()
     return tuple(items)
 
@@ -450,7 +471,23 @@ def _is_public(name: str) -> bool:
 
 
 def _has_password(text: str) -> bool:
-    return bool(_URI.match(text)) and urlsplit(text).password is not None
+    try:
+        return bool(_URI.match(text)) and urlsplit(text).password is not None
+    except ValueError:  # it cannot be taken apart, so nobody knows
+        return True
+
+
+def _shown(value: object) -> str:
+    """A bad value for a message: by its type alone where it may hold a secret, such as options."""
+    return f"a {type(value).__name__}" if _may_hold_secret(value) else repr(value)
+
+
+def _may_hold_secret(value: object) -> bool:
+    if isinstance(value, list | tuple | Set):
+        return any(map(_may_hold_secret, value))
+    if isinstance(value, str | bytes):
+        return _has_password(value if isinstance(value, str) else value.decode("latin-1"))
+    return isinstance(value, Mapping) and bool(value)
 
 
 def _sources(
@@ -465,7 +502,7 @@ def _sources(
     result = []
     for item in items:
         if not isinstance(item, str | os.PathLike) or not os.fspath(item):
-            problems.append(f"source must be a path, glob or URI, got {item!r}")
+            problems.append(f"source must be a path, glob or URI, got {_shown(item)}")
             continue
         text = str(os.fspath(item))
         if _URI.match(text):
@@ -478,7 +515,11 @@ def _sources(
 
 
 def _without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> str:
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # whose text may quote the password
+        problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
+        return uri
     signed = [key for key, _ in parse_qsl(parts.query) if key.lower() in _SIGNATURES]
     if signed:
         problems.append(
@@ -498,12 +539,12 @@ def _columns(columns: object, problems: list[str]) -> tuple[str, ...] | None:
     if columns is None:
         return None
     if not _is_list(columns):
-        problems.append(f"columns must be a list of column names, got {columns!r}")
+        problems.append(f"columns must be a list of column names, got {_shown(columns)}")
         return None
     names = list(columns)
     bad = [name for name in names if not isinstance(name, str) or not name]
     if bad or not names:
-        problems.append(f"columns must be a list of column names, got {names!r}")
+        problems.append(f"columns must be a list of column names, got {_shown(names)}")
         return None
     if len(set(names)) != len(names):
         problems.append(f"columns must not repeat a name, got {names!r}")

@@ -70,9 +70,8 @@ _REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes
 MAX_RETRIES = 10
 RETRY_TIMEOUT_S = 120.0
 MAX_BACKOFF_S = 15.0
-
-
-_WHERE = {
+# Of S3, which libraries other than obstore do not look up by themselves; the first that is set.
+_S3_VARIABLES = {
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
 }
@@ -113,9 +112,9 @@ def client_for(
 
 def from_env() -> dict[str, str]:
     """The variables that decide how a store is reached."""
-    return {
-        name: text for name, text in os.environ.items() if name.upper().startswith(_ENVIRONMENT)
-    }
+    # By name first: this is asked for every object, and to read a variable costs more.
+    names = [name for name in os.environ if name.upper().startswith(_ENVIRONMENT)]
+    return {name: os.environ[name] for name in names}
 
 
 def settings_for_libraries(
@@ -128,11 +127,15 @@ def settings_for_libraries(
     """
     settings = store_settings(options, secrets)
     environ = from_env()
-    for name, variables in _WHERE.items():
-        found = [environ[variable] for variable in variables if environ.get(variable)]
-        if name not in settings and found:
-            settings[name] = found[0]
+    for name in _S3_VARIABLES:
+        if name not in settings and (found := _s3_variable(environ, name)):
+            settings[name] = found
     return settings
+
+
+def _s3_variable(environ: Mapping[str, str], name: str) -> str:
+    """What the environment says of a setting of S3; empty where it says nothing."""
+    return next((environ[key] for key in _S3_VARIABLES[name] if environ.get(key)), "")
 
 
 @lru_cache(maxsize=64)
@@ -173,15 +176,8 @@ def _connect(
 def _s3(
     location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
 ) -> tuple[Any, Place]:
-    endpoint = values.pop("endpoint", "") or next(
-        (
-            environ[name]
-            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-            if environ.get(name)
-        ),
-        "",
-    )
-    region = values.get("region") or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
+    endpoint = values.pop("endpoint", "") or _s3_variable(environ, "endpoint")
+    region = values.get("region") or _s3_variable(environ, "region")
     place = Place(
         location.bucket, _shown(endpoint or f"https://s3.{region or 'us-east-1'}.amazonaws.com")
     )

@@ -94,6 +94,16 @@ def expand(
     raise LoadError(f"source {source!r} does not exist")
 
 
+def root_of(source: str, options: Mapping[str, str]) -> str:
+    """The directory below which `expand` finds the objects of a URI, in the form of their URIs.
+
+    Raises:
+        RequestError: for a URI that can never be right.
+    """
+    location = _location(source, options)
+    return location.base + _fixed_directory(location.key)
+
+
 def read_tail(
     file: SourceFile, num_bytes: int, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> bytes:
@@ -231,9 +241,8 @@ def _below(
 
 
 def _glob(client: _Client, location: Location) -> list[SourceFile]:
-    parts = location.key.split("/")
-    first = next(i for i, part in enumerate(parts) if _MAGIC.search(part))
-    prefix, patterns = "/".join([*parts[:first], ""]), parts[first:]
+    prefix = _fixed_directory(location.key)
+    patterns = location.key.removeprefix(prefix).split("/")
     base = location.base + prefix
     every = _hidden(patterns)
     found = []
@@ -254,6 +263,12 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
     if patterns[0] == "**":
         return any(_matches(names[i:], patterns[1:]) for i in range(len(names) + 1))
     return bool(names) and fnmatchcase(names[0], patterns[0]) and _matches(names[1:], patterns[1:])
+
+
+def _fixed_directory(key: str) -> str:
+    """What stands before the first name of a glob; of another key, all of it as a directory."""
+    magic = _MAGIC.search(key)
+    return _directory(key) if magic is None else key[: key.rfind("/", 0, magic.start()) + 1]
 
 
 def _directory(prefix: str) -> str:

@@ -16,9 +16,9 @@ import pyarrow as pa
 from cache_server.pinned import Pin, PinnedTable, Split
 from cache_server.tables import files
 from protos.errors import RequestError
-from protos.spec import CATALOG_PREFIX, TableSpec
+from protos.spec import CATALOG_PREFIX, FILE_SUFFIXES, TableSpec
 
-FILE_FORMATS = frozenset(files.SUFFIXES.values())
+FILE_FORMATS = frozenset(FILE_SUFFIXES.values())
 _POSTGRES = ("postgresql://", "postgres://")
 
 

@@ -25,6 +25,7 @@ from cache_server.object_stores.options import store_settings
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
+from protos.layout import Layout
 from protos.spec import TableSpec
 
 # Reader features that reading the files as below honours, or that change nothing in them.
@@ -134,7 +135,7 @@ def pin(table: TableSpec) -> Pin:
         files = _counted(version)
 
     def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = lake.row_bytes(stored_schema)
+        row_bytes = Layout(stored_schema).guessed_row_bytes
         return tuple(
             Split(SourceFile(path, size, 0), 0, 1, rows, rows * row_bytes)
             for path, size, rows in files

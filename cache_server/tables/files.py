@@ -28,29 +28,18 @@ from cache_server.pinned import (
     SourceFile,
     Split,
     partition_texts,
+    partition_types,
     partition_values,
 )
 from cache_server.tables import parquet
 from cache_server.tables.synthetic import rows_like
 from protos.errors import LoadError, RequestError
-from protos.spec import TableSpec
+from protos.spec import FILE_SUFFIXES, TableSpec
 
-SUFFIXES = {
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".ipc": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-}
 _THREADS = 32  # that wait for stores most of the time
 _FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
 _HEAD_BYTES = 4 * 1024 * 1024  # of a text, to see its columns
 _DELTA_LOG = "_delta_log"
-_MAGIC = re.compile(r"[*?\[]")
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
@@ -87,13 +76,15 @@ def _pin(
             return parquet.cut(files, footers, stored, target_bytes)
         return text_splits(files, format, target_bytes)
 
-    def sample(num_rows: int) -> pa.RecordBatch:
+    def sample(num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
+        types = partition_types(schema)
+        constants = [partition_values(file.path, types) for file in files]
         groups = [
-            (footer.row_group(index), partition_values(file.path, schema))
-            for file, footer in zip(files, footers, strict=True)
+            (footer.row_group(index), values)
+            for footer, values in zip(footers, constants, strict=True)
             for index in range(footer.num_row_groups)
         ]
-        return rows_like(groups, schema, num_rows)
+        return rows_like(groups, schema, num_rows, columns)
 
     is_parquet = format == "parquet"
     return Pin(
@@ -119,22 +110,24 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         RequestError: for a URI scheme that is not served, or a format that cannot be told.
     """
     format = table.format
-    suffixes = [suffix for suffix, kind in SUFFIXES.items() if format in (None, kind)]
+    suffixes = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
     files: list[SourceFile] = []
     relative: list[str] = []
     formats: dict[str, str] = {}
     for source in table.source:
         if object_stores.is_remote(source):
+            root = object_stores.root_of(source, table.options)
             found = object_stores.expand(source, suffixes, table.options, table.secrets)
         else:
-            found = [_stat(path) for path in _expand(source, suffixes)]
-        root = _root(source)
-        found = [file for file in found if not _ignored(file.path, root, table.ignore)]
+            root, paths = _expand(source, suffixes)
+            found = [_stat(path) for path in paths]
+        names = {file: _below(file.path, root) for file in found}
+        found = [file for file in found if not _ignored(names[file], table.ignore)]
         if not found:
             kind = f"{format} files" if format else "files of a known format"
-            raise LoadError(f"source {source!r} holds no {kind} ({', '.join(SUFFIXES)})")
+            raise LoadError(f"source {source!r} holds no {kind} ({', '.join(FILE_SUFFIXES)})")
         files += found
-        relative += [file.path.removeprefix(root) for file in found]
+        relative += [names[file] for file in found]
         for file in found:
             formats.setdefault(format or _format_of(file.path), file.path)
     if len(formats) > 1:
@@ -269,12 +262,13 @@ def _partition_fields(relative: Sequence[str]) -> list[pa.Field]:
     return fields
 
 
-def _expand(source: str, suffixes: Collection[str]) -> list[str]:
+def _expand(source: str, suffixes: Collection[str]) -> tuple[str, list[str]]:
+    """The directory below which a source of this machine finds its files, and their paths."""
     path = _local_path(source)
     if os.path.isdir(path):
         if os.path.isdir(os.path.join(path, _DELTA_LOG)):
             raise RequestError(f"source {source!r} is a Delta table: say format: delta")
-        return sorted(
+        return str(Path(path)), sorted(
             str(child)
             for child in Path(path).rglob("*")
             if child.is_file()
@@ -282,39 +276,32 @@ def _expand(source: str, suffixes: Collection[str]) -> list[str]:
             and child.suffix.lower() in suffixes
         )
     if os.path.exists(path):
-        return [path]
+        return os.path.dirname(path), [path]
     if glob.has_magic(path):
         return _glob(path)
     raise LoadError(f"source {source!r} does not exist on the node")
 
 
-def _glob(pattern: str) -> list[str]:
+def _glob(pattern: str) -> tuple[str, list[str]]:
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
     root = Path(*fixed)
     names_hidden = _hidden(Path(pattern).relative_to(root))
-    return sorted(
-        found
+    return str(root), sorted(
+        str(Path(found))
         for found in glob.glob(pattern, recursive=True)
         if os.path.isfile(found) and (names_hidden or not _hidden(Path(found).relative_to(root)))
     )
 
 
-def _ignored(path: str, root: str, patterns: Iterable[str]) -> bool:
-    names = (path.removeprefix(root), path.rpartition("/")[2])
+def _below(path: str, root: str) -> str:
+    """A path from the directory ``root`` on; the name alone of a file that is not below it."""
+    inside = path.removeprefix(root.rstrip("/") + "/")
+    return inside if inside != path else path.rpartition("/")[2]
+
+
+def _ignored(relative: str, patterns: Iterable[str]) -> bool:
+    names = (relative, relative.rpartition("/")[2])
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
-
-
-def _root(source: str) -> str:
-    """The directory, with a slash at its end, below which a source finds its files."""
-    path = (
-        source.replace("s3a://", "s3://", 1)
-        if object_stores.is_remote(source)
-        else _local_path(source)
-    )
-    magic = _MAGIC.search(path)
-    if magic is not None:
-        return path[: path.rfind("/", 0, magic.start()) + 1]
-    return path if path.endswith("/") else f"{path}/"
 
 
 def _local_path(source: str) -> str:
@@ -332,11 +319,11 @@ def _hidden(relative: Path) -> bool:
 
 def _format_of(path: str) -> str:
     try:
-        return SUFFIXES[Path(path).suffix.lower()]
+        return FILE_SUFFIXES[Path(path).suffix.lower()]
     except KeyError:
         raise RequestError(
             f"cannot tell the format of {path} by its name; give format= one of "
-            f"{', '.join(sorted(set(SUFFIXES.values())))}"
+            f"{', '.join(sorted(set(FILE_SUFFIXES.values())))}"
         ) from None
 
 

@@ -46,6 +46,7 @@ from cache_server.object_stores.options import catalog_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
 from protos.errors import LoadError, RequestError
+from protos.layout import Layout
 from protos.spec import TableSpec
 
 # pyiceberg's names of what `store_settings` calls otherwise.
@@ -152,7 +153,7 @@ def pin(table: TableSpec) -> Pin:
     ]
 
     def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = lake.row_bytes(stored_schema)
+        row_bytes = Layout(stored_schema).guessed_row_bytes
         return tuple(Split(file, 0, 1, rows, rows * row_bytes) for file, rows in files)
 
     whole = Pin(

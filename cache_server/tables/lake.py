@@ -21,9 +21,7 @@ import pyarrow as pa
 from cache_server.object_stores.errors import redacted
 from cache_server.object_stores.options import store_settings
 from protos.errors import CacheError, LoadError
-from protos.layout import Layout
 
-_VARIABLE_WIDTH_BYTES = 32  # of a string or list, which no log or manifest tells about
 _SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
@@ -32,13 +30,6 @@ _PASSWORD = re.compile(r"://[^/?#@:]*:([^/?#]+)@")
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
-
-
-def row_bytes(stored_schema: pa.Schema) -> int:
-    """About what a row takes in a shard."""
-    layout = Layout(stored_schema)
-    plain = sum(column.kind == "plain" for column in layout.columns)
-    return layout.fixed_row_bytes + plain * _VARIABLE_WIDTH_BYTES
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:

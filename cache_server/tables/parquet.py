@@ -6,7 +6,7 @@ Reads footers, never rows. Knows neither stores nor listings.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,11 +14,10 @@ import pyarrow.parquet as pq
 from cache_server.pinned import SourceFile, Split
 from cache_server.tables.size_statistics import unencoded_bytes
 from protos.errors import LoadError
-from protos.layout import Layout
+from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 _ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
-_VARIABLE_WIDTH_BYTES = 32  # of a string or list that no footer tells about
 _OFFSET_BYTES = 4
 
 Range = tuple[int, int]
@@ -81,14 +80,9 @@ def cut(
     """
     splits: list[Split] = []
     layout = Layout(stored)
-    has_plain = any(column.kind == "plain" for column in layout.columns)
     for file, footer in zip(files, footers, strict=True):
         groups = _groups(footer)
-        unencoded = unencoded_bytes(footer) if has_plain else []
-        sizes = [
-            _decoded_bytes(group, unencoded[index] if has_plain else (), layout)
-            for index, group in enumerate(groups)
-        ]
+        sizes = _decoded_bytes(footer, groups, layout)
         wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))
         part_bytes = math.ceil(file.size / wanted)
         parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
@@ -113,16 +107,17 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
     """
     part_bytes = math.ceil(split.file.size / split.parts)
     wanted = set(columns) if columns is not None else None
+    needed = [wanted is None or _column_of(path, wanted) is not None for path in _paths(footer)]
     found: list[Range] = []
     data_end = 0
     for group in _groups(footer):
-        chunks = [group.column(i) for i in range(group.num_columns)]
-        for chunk in chunks:
+        is_ours = _start(group) // part_bytes == split.part
+        for i in range(group.num_columns):
+            chunk = group.column(i)
             start = _chunk_start(chunk)
             stop = start + chunk.total_compressed_size
             data_end = max(data_end, stop)
-            name = chunk.path_in_schema.split(".")[0]
-            if _start(group) // part_bytes == split.part and (wanted is None or name in wanted):
+            if is_ours and needed[i]:
                 found.append((start, stop))
     return [*sorted(found), (data_end, split.file.size)]
 
@@ -166,20 +161,38 @@ def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
     return int(offset if offset is not None else chunk.data_page_offset)
 
 
+def _paths(footer: pq.FileMetaData) -> list[str]:
+    """The names that lead to each leaf column, with dots between them."""
+    return [footer.schema.column(i).path for i in range(footer.num_columns)]
+
+
+def _column_of(path: str, names: Container[str]) -> str | None:
+    """Which of these columns a leaf is a part of; their own names may have dots, too."""
+    while path not in names:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            return None
+    return path
+
+
 def _decoded_bytes(
-    group: pq.RowGroupMetaData, unencoded: Sequence[int | None], layout: Layout
-) -> int:
-    """Of the columns that are kept, once they are stored."""
-    rows: int = group.num_rows
-    of_plain: dict[str, int] = {}
-    for i in range(len(unencoded)):
-        chunk = group.column(i)
-        name = chunk.path_in_schema.split(".")[0]
-        of_plain[name] = of_plain.get(name, 0) + _plain_bytes(chunk, unencoded[i])
-    plain = [column.names[0] for column in layout.columns if column.kind == "plain"]
-    return rows * layout.fixed_row_bytes + sum(
-        of_plain.get(name, rows * _VARIABLE_WIDTH_BYTES) for name in plain
-    )
+    footer: pq.FileMetaData, groups: Sequence[pq.RowGroupMetaData], layout: Layout
+) -> list[int]:
+    """Of each row group the columns that are kept, once they are stored."""
+    plain = {column.names[0] for column in layout.columns if column.kind == "plain"}
+    if not plain:
+        return [group.num_rows * layout.fixed_row_bytes for group in groups]
+    columns = [_column_of(path, plain) for path in _paths(footer)]
+    unknown = len(plain - set(columns)) * GUESSED_VALUE_BYTES
+    return [
+        group.num_rows * (layout.fixed_row_bytes + unknown)
+        + sum(
+            _plain_bytes(group.column(i), of_values)
+            for i, of_values in enumerate(unencoded)
+            if columns[i] is not None
+        )
+        for group, unencoded in zip(groups, unencoded_bytes(footer), strict=True)
+    ]
 
 
 def _plain_bytes(chunk: pq.ColumnChunkMetaData, unencoded: int | None) -> int:

@@ -9,7 +9,7 @@ and the largest are known. A column without statistics is null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,27 +22,40 @@ _SEED = 0  # the same footers give the same estimate
 Group = tuple[pq.RowGroupMetaData, Mapping[str, pa.Scalar]]
 
 
-def rows_like(groups: Sequence[Group], schema: pa.Schema, num_rows: int) -> pa.RecordBatch:
+def rows_like(
+    groups: Sequence[Group],
+    schema: pa.Schema,
+    num_rows: int,
+    columns: Collection[str] | None = None,
+) -> pa.RecordBatch:
     """Made-up rows of a table.
 
     Args:
         groups: each row group, with the columns that stand in the path of its file.
         schema: of the table.
         num_rows: to make.
+        columns: to make up; the others are null. None for all.
     """
     rng = np.random.default_rng(_SEED)
     weights = np.array([group.num_rows for group, _ in groups], np.float64)
     if not weights.sum():
         return pa.RecordBatch.from_pylist([], schema)
     counts = rng.multinomial(num_rows, weights / weights.sum())
-    batches = [
-        pa.RecordBatch.from_arrays(
-            [_column(group, constants, field, int(count), rng) for field in schema], schema=schema
-        )
+    drawn = [
+        (group, constants, int(count))
         for (group, constants), count in zip(groups, counts, strict=True)
         if count
     ]
-    return pa.Table.from_batches(batches, schema).combine_chunks().to_batches()[0]
+
+    def column(field: pa.Field) -> pa.Array:
+        if columns is not None and field.name not in columns:
+            return pa.nulls(num_rows, field.type)
+        return pa.concat_arrays(
+            [_column(group, constants, field, count, rng) for group, constants, count in drawn]
+        )
+
+    fields = [field.with_nullable(True) for field in schema]
+    return pa.RecordBatch.from_arrays([column(field) for field in fields], schema=pa.schema(fields))
 
 
 def _column(

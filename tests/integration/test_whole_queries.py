@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +203,70 @@ def left_behind(cluster: LocalCluster, dataset: str) -> list[Path]:
     return files_below(
         *(node.cache_dir / name for node in cluster.nodes for name in (dataset, ".scratch"))
     )
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        'SELECT o.id, c."select" FROM "table" o JOIN "lateral" c ON o.id = c.id',
+        'SELECT o.id, c."select" FROM "table" o JOIN "lateral" c ON o.id = c.id ORDER BY o.id',
+    ],
+)
+def test_tables_and_columns_may_be_named_like_words_of_sql(
+    client: CacheClient, dataset_name: str, tmp_path: Path, sql: str
+) -> None:
+    pq.write_table(pa.table({"id": [1, 2, 3]}), tmp_path / "table.parquet")
+    pq.write_table(pa.table({"id": [2, 3], "select": [20, 30]}), tmp_path / "lateral.parquet")
+    tables = {name: str(tmp_path / f"{name}.parquet") for name in ("table", "lateral")}
+
+    client.load(DatasetSpec(dataset_name, sources=tables, sql=sql, allow_unordered=True))
+
+    assert multiset(cached(client, dataset_name)) == Counter([(2, 20), (3, 30)])
+
+
+@pytest.mark.parametrize("order", ["", " ORDER BY id"])
+@pytest.mark.parametrize("bad", ["driver", "other"])
+def test_an_error_of_a_join_names_the_split_once(
+    client: CacheClient,
+    cluster: LocalCluster,
+    dataset_name: str,
+    tmp_path: Path,
+    order: str,
+    bad: str,
+) -> None:
+    ids = pa.table({"id": range(1000), "x": range(1000)})
+    pq.write_table(ids, tmp_path / "driver.parquet", compression="none")
+    pq.write_table(ids.slice(0, 10), tmp_path / "other.parquet", compression="none")
+    path = tmp_path / f"{bad}.parquet"
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(4)
+        file.write(b"\xff" * 64)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    sql = f"SELECT d.id, d.x, o.x AS y FROM driver d JOIN other o ON d.id = o.id{order}"
+    tables = {name: str(tmp_path / f"{name}.parquet") for name in ("driver", "other")}
+
+    with pytest.raises(LoadError) as caught:
+        client.load(DatasetSpec(dataset_name, sources=tables, sql=sql, allow_unordered=True))
+
+    assert str(caught.value).count("cannot load") == 1
+    assert f"cannot load {path}: " in str(caught.value)
+    wait_until(lambda: not left_behind(cluster, dataset_name), WAIT_S, "nothing left")
+
+
+def test_a_row_of_a_join_that_fails_names_its_split_once(
+    client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    for name in ("driver", "other"):
+        pq.write_table(pa.table({"id": [0, 1, 2]}), tmp_path / f"{name}.parquet")
+    tables = {name: str(tmp_path / f"{name}.parquet") for name in ("driver", "other")}
+    sql = "SELECT d.id, 1 / o.id AS y FROM driver d JOIN other o ON d.id = o.id"
+
+    with pytest.raises(LoadError, match=r"[Dd]ivide by zero") as caught:
+        client.load(DatasetSpec(dataset_name, sources=tables, sql=sql, allow_unordered=True))
+
+    assert str(caught.value).count("cannot load") == 1
+    assert re.search(r"cannot load \S+\.parquet: cannot run ", str(caught.value))
 
 
 def test_lost_shards_of_a_result_are_made_again_as_they_were(tmp_path: Path, lake: Path) -> None:

@@ -74,7 +74,8 @@ def write_groups(path: Path, groups: Sequence[int], **options: Any) -> pa.Table:
 def plan_parquet(path: Path, target_bytes: int) -> tuple[pa.Schema, tuple[Split, ...]]:
     files = (pinned(path),)
     schema, footers = parquet_schema(files)
-    return schema, parquet.cut(files, footers, storage_schema(schema), target_bytes)
+    stored = storage_schema(pa.schema([f for f in schema if not pa.types.is_struct(f.type)]))
+    return schema, parquet.cut(files, footers, stored, target_bytes)
 
 
 def read(split: Split, format: str, schema: pa.Schema, sql: str = ALL) -> list[dict[str, Any]]:
@@ -486,6 +487,53 @@ def test_only_the_columns_that_are_kept_count(tmp_path: Path) -> None:
     )
 
 
+def dotted_table(num_rows: int) -> pa.Table:
+    """Names with dots beside structures whose fields have the same paths."""
+    return pa.table(
+        {
+            "a.b": [f"text {i}" for i in range(num_rows)],
+            "a": [{"b": i, "c": "x"} for i in range(num_rows)],
+            "row": range(num_rows),
+            "v.1": np.arange(num_rows) / 2,
+            "tags": [[i] for i in range(num_rows)],
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "leaves"),
+    [
+        (["a.b"], [0, 1]),  # the field b of a cannot be told from it, and may be read too
+        (["a"], [0, 1, 2]),
+        (["v.1", "row"], [3, 4]),
+        (["tags"], [5]),
+        ([], []),
+        (None, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_bytes_of_a_column_are_found_whatever_its_name(
+    tmp_path: Path, columns: list[str] | None, leaves: list[int]
+) -> None:
+    pq.write_table(dotted_table(100), tmp_path / "a.parquet", use_dictionary=False)
+    (split,) = plan_parquet(tmp_path / "a.parquet", 10**9)[1]
+    footer = pq.read_metadata(tmp_path / "a.parquet")
+    chunks = [footer.row_group(0).column(i) for i in range(6)]
+    ends = [(c.data_page_offset, c.data_page_offset + c.total_compressed_size) for c in chunks]
+
+    found = parquet.ranges(footer, split, columns)
+
+    assert found == [*(ends[leaf] for leaf in leaves), (ends[-1][1], split.file.size)]
+
+
+def test_the_strings_of_a_column_with_a_dot_in_its_name_count(tmp_path: Path) -> None:
+    texts = pa.table({"a.b": ["x" * 1000] * 100, "c": ["y" * 1000] * 100})
+    pq.write_table(texts, tmp_path / "a.parquet")
+
+    (split,) = plan_parquet(tmp_path / "a.parquet", 10**9)[1]
+
+    assert split.estimated_bytes == 2 * 100 * (1000 + 4)
+
+
 # -- CSV, JSON, Arrow ------------------------------------------------------------------------------
 
 
@@ -661,3 +709,51 @@ def test_directories_above_the_source_and_keys_that_not_all_files_have_are_no_co
     (root / "day=1" / "other").mkdir()
     pq.write_table(pa.table({"n": [1]}), root / "day=1" / "other" / "y.parquet")
     assert sources.pin(table_spec(root))[1].schema.names == ["n", "day"]
+
+
+def test_a_source_that_is_a_file_has_no_columns_of_the_directories_above(tmp_path: Path) -> None:
+    root = write_partitions(tmp_path / "year=2024")
+    file = root / "day=1" / "land=de" / "x.parquet"
+
+    for source in (file, file.as_uri(), tmp_path / "year=2024/day=1/land=de" / "[x].parquet"):
+        assert sources.find_files(table_spec(source))[2] == ("x.parquet",)
+        assert sources.pin(table_spec(source))[1].schema.names == ["n"]
+
+
+def test_brackets_in_the_name_of_a_directory_do_not_move_the_source_up(tmp_path: Path) -> None:
+    root = write_partitions(tmp_path / "set[1]" / "year=2024")
+
+    assert sources.pin(table_spec(root))[1].schema.names == ["n", "day", "land"]
+
+
+@pytest.mark.parametrize("source", ["//year=2024//", "//year=2024/./day=*"])
+def test_a_uri_with_slashes_to_spare_finds_the_same_columns(tmp_path: Path, source: str) -> None:
+    write_partitions(tmp_path / "year=2024")
+    uri = f"file://{tmp_path}{source}" + ("/*/*.parquet" if "*" in source else "")
+
+    assert sources.pin(table_spec(uri))[1].schema.names == ["n", "day", "land"]
+
+
+def test_patterns_to_ignore_are_over_paths_below_the_source(tmp_path: Path) -> None:
+    kept = touch(tmp_path / "old" / "new" / "a.parquet")
+    touch(tmp_path / "old" / "new" / "old" / "b.parquet")
+
+    for source in (tmp_path / "old" / "new", f"file://{tmp_path}/old//new"):
+        _, files, relative = sources.find_files(table_spec(source, ignore=["old/*"]))
+        assert ([file.path for file in files], relative) == ([kept], ("a.parquet",))
+
+
+def test_a_sample_makes_up_the_columns_that_are_read_and_no_others(tmp_path: Path) -> None:
+    pq.write_table(table_of(500), tmp_path / "a.parquet", row_group_size=100)
+    _, pin = sources.pin(table_spec(tmp_path))
+    assert pin.sample is not None
+
+    some, every = pin.sample(1000, ("row",)), pin.sample(1000)
+
+    assert (some.num_rows, some.schema.names) == (1000, ["row", "half", "text"])
+    assert [column.null_count for column in some.columns] == [0, 1000, 1000]
+    assert [column.null_count for column in every.columns] == [0, 0, 0]
+    assert set(some["row"].to_pylist()) <= set(range(500))
+    assert loader.count_kept("SELECT row FROM source WHERE row < 250", "source", some) in range(
+        450, 550
+    )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cache_server.packing import ShardBuilder, storage_schema
 from protos.errors import RequestError
 from protos.layout import (
+    GUESSED_VALUE_BYTES,
     Layout,
     as_matrix,
     from_matrix,
@@ -106,6 +107,7 @@ def test_scalars_of_one_type_share_a_column_whatever_their_names() -> None:
         ("plain", ("tags",)),
     ]
     assert layout.fixed_row_bytes == 3 * 4 + 8 + 4
+    assert layout.guessed_row_bytes == layout.fixed_row_bytes + 2 * GUESSED_VALUE_BYTES
 
 
 def test_columns_named_like_stored_ones_come_back_as_themselves() -> None:

@@ -47,7 +47,7 @@ def yaml_problem(tmp_path: Path, text: str) -> str:
         ("source", [None], "None"),
         ("source", 7, "7"),
         ("source", b"/data", "b'/data'"),
-        ("source", {"/a": 1}, "{'/a': 1}"),
+        ("source", {"/a": 1}, "a dict"),
         ("source", {"/a"}, "{'/a'}"),
         ("format", "orc", "'orc'"),
         ("format", "Parquet", "'Parquet'"),
@@ -219,7 +219,7 @@ def test_a_yaml_file_gives_the_same_spec_as_the_arguments(tmp_path: Path) -> Non
         ("name: t\nsource: /data\nreplica: 2", "unknown key 'replica'"),
         ("name: t\nsource: /data\nx: 1\n3: y", "unknown key 'x', 3"),
         ("name: 12\nsource: /data", "got 12"),
-        ("name: t\nsource: {path: /data}", "got {'path': '/data'}"),
+        ("name: t\nsource: {path: /data}", "got a dict"),
         ("name: t\nsource: /data\ntarget_shard_bytes: .inf", "got inf"),
     ],
 )
@@ -247,6 +247,49 @@ def test_an_unreadable_yaml_file_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the dataset spec") as caught:
         DatasetSpec.from_yaml(tmp_path / missing)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"source": {"path": "/a", "secret_access_key": "hush"}}, "URI, got a dict"),
+        ({"source": [["/a", {"key": "hush"}]]}, "URI, got a list"),
+        ({"sources": [{"name": "a", "storage_options": {"key": "hush"}}]}, "sources, got a list"),
+        ({"sources": "postgresql://me:hush@db/x"}, "sources, got a str"),
+        ({"sources": {"a": {"source": {"key": "hush"}}}}, "sources.a: source must be a path"),
+        ({"sources": {"a": {"source": "/a", "ignore": {"key": "hush"}}}}, "names, got a dict"),
+        ({"source": "/a", "format": {"key": "hush"}}, "postgres, got a dict"),
+        ({"source": "/a", "snapshot": {"key": "hush"}}, "version, got a dict"),
+        ({"source": "/a", "missing_columns": {"key": "hush"}}, "null, got a dict"),
+        ({"source": "/a", "columns": [{"key": "hush"}]}, "names, got a list"),
+        ({"source": "/a", "target_shard_bytes": {"key": "hush"}}, "64MiB, got a dict"),
+        ({"source": b"postgresql://me:hush@db/x"}, "URI, got a bytes"),
+        ({"source": "postgresql://me:hush@[db/x"}, "of the scheme postgresql"),
+        ({"source": "/a", "storage_options": {"endpoint": "http://me:hush@[h"}, "replicas": 0}, ""),
+    ],
+)
+def test_a_bad_value_that_may_hold_a_secret_is_not_quoted(
+    fields: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DatasetSpec.from_mapping({"name": "t", **fields})
+
+    assert found in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["- storage_options: {key: hush}", 'name: t\nstorage_options: {key: "hush}', "a: [hush"]
+)
+def test_a_bad_yaml_file_shows_no_secret(tmp_path: Path, text: str) -> None:
+    assert "hush" not in yaml_problem(tmp_path, text)
+
+
+def test_an_unknown_key_of_one_table_comes_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sources\.a: unknown key 'colums'; known keys: source, "
+    ):
+        DatasetSpec("t", sources={"a": {"source": "/a", "colums": []}}, sql="SELECT * FROM a")
 
 
 # -- the wire ----------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from cache_server.tables.postgres.ranges import (
 )
 from cache_server.tables.postgres.relation import Relation
 from cache_server.tables.postgres.session import Session
-from protos.layout import Layout
+from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 _SAMPLED_ROWS = 200_000  # for the bounds of ranges
 _MEASURED_ROWS = 10_000  # for the lengths of texts
 _BUCKETS_PER_SPLIT = 8  # so that buckets of unequal sizes still make even splits
 _MAX_BUCKETS = 4096
-_VARIABLE_WIDTH_BYTES = 32  # of a text or list that is not measured
 _OFFSET_BYTES = 4
 
 
@@ -125,7 +124,7 @@ class Cutting:
         if not plain:
             return max(1, layout.fixed_row_bytes)
         if not self.relation.is_stored:
-            return layout.fixed_row_bytes + _VARIABLE_WIDTH_BYTES * len(plain)
+            return layout.guessed_row_bytes
         sizes = ", ".join(self._average_bytes(field) for field in plain)
         source = self._sample(self.estimate, _MEASURED_ROWS)
         return layout.fixed_row_bytes + float(
@@ -154,4 +153,4 @@ def _value_bytes(dtype: pa.DataType) -> int:
     try:
         return max(1, int(dtype.bit_width) // 8)
     except ValueError:  # it has no one width
-        return _VARIABLE_WIDTH_BYTES
+        return GUESSED_VALUE_BYTES

@@ -1,18 +1,10 @@
-"""Names and values as SQL has them, whatever characters they hold. Pure."""
+"""Values as PostgreSQL alone has them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-def identifier(name: str) -> str:
-    """A name as SQL has it."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def literal(value: str) -> str:
-    """A text as SQL has it."""
-    return "'" + value.replace("'", "''") + "'"
+from cache_server.quoting import literal
 
 
 def array_literal(values: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
-from cache_server.tables.postgres.quoting import literal
+from cache_server.quoting import literal
 from protos.errors import CacheError, LoadError, RequestError
 
 DEFAULT_CONNECT_TIMEOUT_S = 10

@@ -13,7 +13,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from cache_server.object_stores import download, expand, read_tail
+from cache_server.tables.files import find_files
 from protos.errors import LoadError, RequestError
+from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import PARQUET
 from tests.store_stubs import HubStub, Served
 
@@ -70,6 +72,15 @@ def test_files_of_the_hub_are_found_and_read(hub: Path, tmp_path: Path, source: 
     assert (tmp_path / "f").read_bytes() == b"b.parquet"
     download(files[1], tmp_path / "f", {}, {}, [(2, 5)])
     assert (tmp_path / "f").read_bytes()[2:5] == b"par"
+
+
+@pytest.mark.parametrize("kind", ["", "datasets/"])
+def test_partitions_of_the_hub_are_those_below_the_source(hub: Path, kind: str) -> None:
+    (hub / "day=1").mkdir()
+    (hub / "day=1" / "c.parquet").write_bytes(b"c")
+    for source, relative in (("data/day=1/c.parquet", "c.parquet"), ("**/c.parquet", None)):
+        (table,) = DatasetSpec("t", f"hf://{kind}tatsu-lab/alpaca/{source}").tables
+        assert find_files(table)[2] == (relative or "data/day=1/c.parquet",)
 
 
 def test_one_file_of_the_hub_is_pinned(hub: Path, tmp_path: Path) -> None:

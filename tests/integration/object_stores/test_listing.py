@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cache_server.object_stores import download, expand, is_remote
+from cache_server.object_stores import download, expand, is_remote, root_of
+from cache_server.tables.files import find_files
 from protos.errors import LoadError
+from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import PARQUET, found, one
 from tests.object_store import S3Server
 
@@ -124,3 +126,34 @@ def test_an_object_is_pinned_the_same_by_head_and_by_listing(tree: S3Server) -> 
     assert by_head.size == len("t/b.parquet")
     assert re.fullmatch("[0-9a-f]{32}", by_head.etag)
     assert by_head.mtime_ns % 10**9 == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "root"),
+    [
+        ("s3a://b/t", "s3://b/t/"),
+        ("S3://b/t/", "s3://b/t/"),
+        ("s3://b", "s3://b/"),
+        ("gcs://b/t/year=*/x.parquet", "gs://b/t/"),
+        ("abfss://c@a.dfs.core.windows.net/t", "abfss://c@a.dfs.core.windows.net/t/"),
+        ("hf://org/name", "hf://datasets/org/name/"),
+        ("hf://datasets/org/name@v1/data/", "hf://datasets/org/name@v1/data/"),
+    ],
+)
+def test_the_root_of_a_source_is_in_the_form_of_its_objects(source: str, root: str) -> None:
+    assert root_of(source, {}) == root
+
+
+@pytest.mark.parametrize(
+    ("source", "relative"),
+    [
+        ("s3://tree/t/year=2024/d.parquet", "d.parquet"),
+        ("s3a://tree/t/year=2024", "d.parquet"),
+        ("s3a://tree/t/year=*/d.parquet", "year=2024/d.parquet"),
+        ("s3://tree/t//", "a.PARQUET b.parquet sub/c.parquet year=2024/d.parquet"),
+    ],
+)
+def test_paths_are_relative_to_the_source(tree: S3Server, source: str, relative: str) -> None:
+    (table,) = DatasetSpec("t", source, storage_options={**tree.options, **tree.secrets}).tables
+
+    assert find_files(table)[2] == tuple(relative.split())
