@@ -1,10 +1,15 @@
 """Read a cached table: `CacheIterableDataset` in a training loop, `CacheClient` to load it.
 
 `CacheDataset` reads rows by number, for samplers and libraries that bring their own order.
+
+The two datasets need torch and are imported when they are first asked for: `CacheClient` and
+``cachectl`` work without it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from cache_client.client import CacheClient, DatasetInfo, NodeInfo
-from cache_client.dataset import CacheIterableDataset
 from cache_client.errors import (
     CacheError,
     ConfigError,
@@ -17,8 +22,13 @@ from cache_client.errors import (
     RequestError,
     StaleVersionError,
 )
-from cache_client.random_access import CacheDataset
 from protos.spec import DatasetSpec
+
+if TYPE_CHECKING:
+    from cache_client.dataset import CacheIterableDataset
+    from cache_client.random_access import CacheDataset
+
+_NEED_TORCH = {"CacheDataset": "random_access", "CacheIterableDataset": "dataset"}
 
 __all__ = [
     "CacheClient",
@@ -38,3 +48,13 @@ __all__ = [
     "RequestError",
     "StaleVersionError",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
@@ -20,7 +23,9 @@ from rich.text import Text
 from cache_client.client import CacheClient, DatasetInfo
 from cache_client.forecast import LoadForecast
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
-from protos.spec import parse_bytes
+from protos.job_settings import spec_from_env
+from protos.spec import DatasetSpec, parse_bytes
+from protos.trainjob_status import TrainJobStatus
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -50,7 +55,13 @@ _console = Console(width=None if sys.stdout.isatty() else 250)
 
 @app.command()
 def load(
-    spec: SpecFile,
+    spec: Annotated[Path | None, typer.Argument(help="YAML file: name, source and so on.")] = None,
+    from_env: Annotated[
+        bool,
+        typer.Option(
+            "--from-env", help="Instead: what STORAGE_URI and the settings beside it mean."
+        ),
+    ] = False,
     endpoint: Endpoint = None,
     wait: Annotated[bool, typer.Option(help="Until the dataset is ready.")] = True,
     timeout_s: Annotated[
@@ -62,9 +73,40 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset; attaches at once when this version of it is there already."""
-    client = CacheClient(endpoint)
-    info = client.load(spec, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh)
+    client, wanted = _what_to_load(spec, from_env, endpoint)
+    with ExitStack() as stack:
+        status = TrainJobStatus.from_env(os.environ) if from_env else None
+        info = client.load(
+            wanted,
+            wait=wait,
+            progress=not as_json,
+            on_progress=None if status is None else stack.enter_context(status).show,
+            timeout_s=timeout_s,
+            refresh=refresh,
+        )
     _show_dataset(info, as_json)
+
+
+def _what_to_load(
+    path: Path | None, from_env: bool, endpoint: str | None
+) -> tuple[CacheClient, DatasetSpec]:
+    """The cache and the spec; every bad setting of both is named at once."""
+    if (path is None) != from_env:
+        raise ConfigError("give either a SPEC file or --from-env")
+    problems: list[str] = []
+    spec: DatasetSpec | None = None
+    client: CacheClient | None = None
+    try:
+        spec = spec_from_env(os.environ) if path is None else DatasetSpec.from_yaml(path)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        client = CacheClient(endpoint)
+    except ConfigError as error:
+        problems.append(str(error))
+    if client is None or spec is None:
+        raise ConfigError("; ".join(problems))
+    return client, spec
 
 
 @app.command()
@@ -197,6 +239,61 @@ def head(
     _show_rows(batch.schema.names, [[_cell(value) for value in row.values()] for row in rows])
 
 
+@app.command("run-local")
+def run_local(
+    train_job: Annotated[
+        Path, typer.Argument(help="YAML file with a TrainJob, and its Secrets if it has any.")
+    ],
+    runtimes: Annotated[
+        Path | None,
+        typer.Option(help="Folder or file of training runtimes; default: those of this package."),
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for every container; may be repeated.")
+    ] = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Print the JobSet that a cluster would make of it.")
+    ] = False,
+) -> None:
+    """Run a TrainJob with its runtime as processes of this machine: a tool for development."""
+    try:
+        import runtimes as shipped
+        from runtimes import local
+    except ImportError as error:
+        raise ConfigError(
+            f"run-local needs {error.name}: pip install 'trainer-data-cache[server,kubernetes]'"
+        ) from None
+    manifests = local.read_manifests(train_job, runtimes or shipped.MANIFESTS)
+    jobset = local.render(manifests.train_job, manifests.runtime)
+    if render:
+        print(yaml.safe_dump(jobset, sort_keys=False), end="")
+        return
+    given = dict(_variable(text) for text in env or ())
+    print("run-local: a tool for development: no images, no isolation", file=sys.stderr)
+
+    def event(text: str) -> None:
+        print(f"run-local: {text}", file=sys.stderr, flush=True)
+
+    def line(pod: str, container: str, text: str) -> None:
+        print(f"{pod}/{container} | {text}", flush=True)
+
+    code = local.run_local(
+        manifests,
+        jobset,
+        environment=os.environ,
+        extra_environment=given,
+        console=local.Console(event=event, line=line),
+    )
+    raise typer.Exit(code)
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"--env must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def main() -> None:
     """Entry point: errors of the tree become one line and an exit code.
 
@@ -305,7 +402,12 @@ def _column_names(columns: Sequence[str]) -> str:
 
 def _forecast_json(forecast: LoadForecast) -> dict[str, Any]:
     columns = {field.name: str(field.type) for field in forecast.schema}
-    return {**asdict(replace(forecast, schema=None)), "schema": columns, "fits": forecast.fits}
+    return {
+        **asdict(replace(forecast, schema=None)),
+        "sql_goes": forecast.sql_goes,
+        "schema": columns,
+        "fits": forecast.fits,
+    }
 
 
 def _show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:

@@ -7,9 +7,10 @@ later fork could break.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
 from protos.errors import ConfigError, LoadError, NotReadyError
 from protos.layout import schema_from_bytes
+from protos.load_progress import EachSecond, LoadMeter, LoadReport
 from protos.spec import DatasetSpec
 
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
@@ -106,6 +108,7 @@ class CacheClient:
         *,
         wait: bool = True,
         progress: bool = False,
+        on_progress: Callable[[LoadReport], None] | None = None,
         timeout_s: float | None = None,
         refresh: bool = False,
     ) -> DatasetInfo:
@@ -117,7 +120,9 @@ class CacheClient:
         Args:
             spec: a spec, or the path of one in YAML.
             wait: until the dataset is ready.
-            progress: show a progress bar on standard error.
+            progress: show a progress bar on standard error, or a line a second where that is no
+                terminal.
+            on_progress: called in this thread with how far it is, a few times a second.
             timeout_s: of the whole load; None for no limit. The load goes on after it.
             refresh: make a new version also of a source that cannot tell whether it changed, such
                 as a database.
@@ -136,8 +141,11 @@ class CacheClient:
             if wait:
                 watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
                 remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-                with _progress_bar(spec.name, progress) as show:
-                    info = _wait_until_done(stub, watch, remaining, show, info)
+                with ExitStack() as stack:
+                    take = [on_progress] if on_progress is not None else []
+                    if progress:
+                        take.append(stack.enter_context(_shown_progress(spec.name)))
+                    info = _wait_until_done(stub, watch, remaining, take, info)
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return _dataset_info(info)
@@ -283,13 +291,16 @@ def _wait_until_done(
     stub: cache_pb2_grpc.CoordinatorStub,
     watch: pb.WatchDatasetRequest,
     timeout_s: float | None,
-    show: Callable[[pb.LoadProgress], None],
+    take: Iterable[Callable[[LoadReport], None]],
     info: pb.DatasetInfo,
 ) -> pb.DatasetInfo:
+    meter = LoadMeter(watch.name)
     try:
         for response in stub.WatchDataset(watch, timeout=timeout_s):
             info = response.dataset
-            show(info.progress)
+            report = meter.read(info.progress)
+            for function in take:
+                function(report)
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
@@ -320,9 +331,10 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
 
 
 @contextmanager
-def _progress_bar(name: str, shown: bool) -> Iterator[Callable[[pb.LoadProgress], None]]:
-    if not shown:
-        yield lambda progress: None
+def _shown_progress(name: str) -> Iterator[Callable[[LoadReport], None]]:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield EachSecond(_print_line)
         return
     columns = (
         TextColumn("load {task.description}"),
@@ -331,15 +343,20 @@ def _progress_bar(name: str, shown: bool) -> Iterator[Callable[[pb.LoadProgress]
         TextColumn("shards, {task.fields[rows]:,} rows"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         task: TaskID = bar.add_task(name, total=None, rows=0)
 
-        def show(progress: pb.LoadProgress) -> None:
+        def show(report: LoadReport) -> None:
             bar.update(
                 task,
-                completed=progress.shards_done,
-                total=progress.shards_total,
-                rows=progress.rows_done,
+                completed=report.shards_done,
+                total=report.shards_total,
+                rows=report.num_rows,
             )
 
         yield show
+
+
+def _print_line(report: LoadReport) -> None:
+    sys.stderr.write(f"{report}\n")
+    sys.stderr.flush()

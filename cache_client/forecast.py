@@ -61,7 +61,6 @@ class LoadForecast:
 
     name: str
     fingerprint: str
-    sql_goes: str
     whole: bool
     why: str
     ordered: bool
@@ -81,6 +80,11 @@ class LoadForecast:
     batch_size: int
     steps_per_epoch: int | None
     step_bytes: int | None
+
+    @property
+    def sql_goes(self) -> str:
+        """Which way the query goes, for a person."""
+        return "whole, on one node" if self.whole else "split by split"
 
     @property
     def fits(self) -> bool:
@@ -106,7 +110,6 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
     return LoadForecast(
         name=forecast.spec.name,
         fingerprint=forecast.fingerprint,
-        sql_goes="whole, on one node" if forecast.whole else "split by split",
         whole=forecast.whole,
         why=forecast.why,
         ordered=forecast.ordered,

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch.distributed as dist
 
 from protos.errors import ConfigError
 
@@ -163,7 +162,9 @@ def find_rank(
         )
     if rank is not None and world_size is not None:
         return Rank(rank, world_size)
-    if dist.is_available() and dist.is_initialized():
+    # Only who imported it can have initialised it; without torch the rest works all the same.
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         return Rank(dist.get_rank(), dist.get_world_size())
     return find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
 

@@ -10,19 +10,21 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
 from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
-from cache_server.job_settings import spec_from_env
 from cache_server.local import LocalCluster, describe_nodes
 from cache_server.server import CacheServer
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
+from protos.job_settings import asks_for_dataset, spec_from_env
+from protos.load_progress import EachSecond
 from protos.spec import DatasetSpec, parse_bytes
 
 EXIT_FAILURE = 1
@@ -38,6 +40,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -52,11 +57,29 @@ def serve(
     control_port: Annotated[int, typer.Option(help="gRPC; 0 picks a free one.")] = 50_052,
     coordinator: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of the coordinator's control port; default: this node."),
+        typer.Option(
+            help="HOST:PORT of the coordinator's control port, which may be this node's own; "
+            "default: this node."
+        ),
     ] = None,
+    num_nodes: Annotated[
+        int, typer.Option(help="That join before a load of the environment begins.")
+    ] = 1,
+    join_timeout_s: Annotated[float, typer.Option(help="For them to join.")] = 300.0,
     memory_limit: Annotated[
         str | None, typer.Option(help="Of all shards of this node, such as 8GiB.")
     ] = None,
+    container_memory_limit: Annotated[
+        str | None,
+        typer.Option(help="Instead: of its container; the process keeps 1 GiB or a quarter of it."),
+    ] = None,
+    load_from_env: Annotated[
+        bool,
+        typer.Option(
+            help="As the coordinator, load what STORAGE_URI and the settings beside it mean, and "
+            "be ready once it is."
+        ),
+    ] = False,
     load_threads: Annotated[int, typer.Option(help="Shards loaded at once.")] = 2,
     heartbeat_interval_s: Annotated[float, typer.Option(help="Asked of every node.")] = 0.5,
     node_timeout_s: Annotated[float, typer.Option(help="Silence that counts as loss.")] = 10.0,
@@ -73,23 +96,38 @@ def serve(
     log_level: LogLevel = "info",
 ) -> None:
     """Run one cache node; prints one JSON line when it listens."""
-    _set_up_logging(log_level)
-    config = NodeConfig.build(
-        cache_dir=cache_dir,
-        bind=bind,
-        advertise=advertise,
-        flight_port=flight_port,
-        control_port=control_port,
-        coordinator=coordinator,
-        memory_limit_bytes=memory_limit,
-        load_threads=load_threads,
-        heartbeat_interval_s=heartbeat_interval_s,
-        node_timeout_s=node_timeout_s,
-        lease_s=lease_s,
-        drain_timeout_s=drain_timeout_s,
+    problems: list[str] = []
+    _checked(problems, lambda: _set_up_logging(log_level))
+    config = _checked(
+        problems,
+        lambda: NodeConfig.build(
+            cache_dir=cache_dir,
+            bind=bind,
+            advertise=advertise,
+            flight_port=flight_port,
+            control_port=control_port,
+            coordinator=coordinator,
+            num_nodes=num_nodes,
+            join_timeout_s=join_timeout_s,
+            memory_limit_bytes=memory_limit,
+            container_memory_limit_bytes=container_memory_limit,
+            load_threads=load_threads,
+            heartbeat_interval_s=heartbeat_interval_s,
+            node_timeout_s=node_timeout_s,
+            lease_s=lease_s,
+            drain_timeout_s=drain_timeout_s,
+        ),
     )
+    loads = load_from_env and (config is None or config.is_coordinator)
+    spec = None
+    if loads and asks_for_dataset(os.environ):
+        spec = _checked(problems, lambda: spec_from_env(os.environ))
+    if problems or config is None:
+        raise ConfigError("; ".join(problems))
+    if loads and spec is None:
+        logger.info("no dataset in the environment: one may be loaded later")
     stop = _Stop(with_stdin=exit_with_stdin)
-    server = CacheServer(config)
+    server = CacheServer(config, load=spec, environ=os.environ, on_load_failure=stop.fail)
     line = {
         "event": "listening",
         "flight": server.endpoints.flight_location,
@@ -103,10 +141,11 @@ def serve(
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:
-        # A Flight stream that a client keeps open would hold the interpreter's exit forever.
-        logging.shutdown()
-        sys.stdout.flush()
-        os._exit(0)
+        # A Flight stream that a client keeps open, or a source that hangs, would hold the
+        # interpreter's exit forever.
+        _exit_at_once(stop.failure)
+    if stop.failure is not None:
+        raise stop.failure
 
 
 @app.command()
@@ -141,7 +180,7 @@ def local(
         with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
             if spec is not None:
                 with RemoteCoordinator(cluster.nodes[0].control_location) as coordinator:
-                    coordinator.load(spec)
+                    coordinator.load(spec, EachSecond(lambda report: logger.info("%s", report)))
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
             signals.wait()
@@ -159,11 +198,33 @@ def main() -> None:
     try:
         app()
     except CacheError as error:
-        message = " ".join(str(error).split("\n"))
-        print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
-        if isinstance(error, ConfigError):
-            sys.exit(EXIT_CONFIG)
-        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
+        sys.exit(_tell(error))
+
+
+def _tell(error: CacheError) -> int:
+    """Says why the process ends, as its last line; returns its exit code."""
+    message = " ".join(str(error).split("\n"))
+    print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    return EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE
+
+
+def _exit_at_once(error: CacheError | None) -> NoReturn:
+    logging.shutdown()
+    code = 0 if error is None else _tell(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
+    """What ``make`` returns; None where it finds bad settings, which are added to ``problems``."""
+    try:
+        return make()
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
 
 
 def _set_up_logging(level: str) -> None:
@@ -203,13 +264,14 @@ class _Signals:
 
 
 class _Stop:
-    """Waits for SIGTERM or SIGINT or, where asked for, the end of standard input.
+    """Waits for SIGTERM or SIGINT, a failure or, where asked for, the end of standard input.
 
     A process that ends with its parent leaves SIGINT to it: a terminal sends it to both.
     """
 
     def __init__(self, *, with_stdin: bool) -> None:
         self.parent_is_gone = False
+        self.failure: CacheError | None = None
         self._signals = _Signals()
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN if with_stdin else self._on_signal)
@@ -219,6 +281,11 @@ class _Stop:
     def wait(self) -> None:
         """Until there is a reason to stop."""
         self._signals.wait()
+
+    def fail(self, error: CacheError) -> None:
+        """Ends `wait`, from any thread, because of an error."""
+        self.failure = error
+        self._signals.wake()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The wake-up is all that is wanted of a signal."""

@@ -8,10 +8,19 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
 
 from protos.errors import ConfigError
+from protos.memory import LEAST_SHARD_BYTES, shard_bytes
 from protos.spec import parse_bytes
 
 _HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
@@ -41,8 +50,14 @@ class NodeConfig(BaseModel):
         advertise: host name under which others reach this node; default: ``bind``, or the host
             name of the machine when ``bind`` is a wildcard.
         flight_port, control_port: 0 picks a free one.
-        coordinator: ``HOST:PORT`` of the coordinator's control port; None: this node is it.
+        coordinator: ``HOST:PORT`` of the coordinator's control port. None, or the advertised host
+            and control port of this node itself: this node is it, so that all the pods of a cache
+            can have the same arguments.
+        num_nodes: that this coordinator waits for before it loads what its environment asks for.
+        join_timeout_s: how long it waits for them.
         memory_limit_bytes: of all shard files of this node together.
+        container_memory_limit_bytes: instead: of the container of this node, of which the shards
+            get what the process does not need.
         load_threads: shards loaded at once.
         heartbeat_interval_s: how often the nodes of this coordinator report.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
@@ -59,7 +74,10 @@ class NodeConfig(BaseModel):
     flight_port: Port = 50_051
     control_port: Port = 50_052
     coordinator: Annotated[str | None, BeforeValidator(_host_port)] = None
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    join_timeout_s: Seconds = 300.0
     memory_limit_bytes: Bytes | None = None
+    container_memory_limit_bytes: Bytes | None = None
     load_threads: Annotated[int, Field(ge=1)] = 2
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
@@ -70,12 +88,49 @@ class NodeConfig(BaseModel):
     def host(self) -> str:
         """The host name to give to others."""
         if self.advertise:
-            return self.advertise
+            return _in_brackets(self.advertise)
         try:
             wildcard = ipaddress.ip_address(self.bind).is_unspecified
         except ValueError:
             wildcard = False
-        return socket.getfqdn() if wildcard else self.bind
+        return socket.getfqdn() if wildcard else self.listen_host
+
+    @property
+    def listen_host(self) -> str:
+        """``bind`` as it stands before a port."""
+        return _in_brackets(self.bind)
+
+    @field_validator("container_memory_limit_bytes")
+    @classmethod
+    def _leaves_room(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is None:
+            return None
+        if info.data.get("memory_limit_bytes") is not None:
+            raise ValueError(
+                f"cannot be combined with memory_limit_bytes, got {value} and "
+                f"{info.data['memory_limit_bytes']}"
+            )
+        if (left := shard_bytes(value)) < LEAST_SHARD_BYTES:
+            raise ValueError(
+                f"leaves {max(0, left)} bytes for shards, of at least {LEAST_SHARD_BYTES}, beside "
+                f"the {value - left} of the process: give the container more memory, got {value}"
+            )
+        return value
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this node coordinates the cache."""
+        if self.coordinator is None:
+            return True
+        host, _, port = self.coordinator.rpartition(":")
+        return int(port) == self.control_port and _same_host(host, self.host)
+
+    @property
+    def shard_limit_bytes(self) -> int | None:
+        """How much the shards of this node may take; None without a limit."""
+        if self.container_memory_limit_bytes is not None:
+            return shard_bytes(self.container_memory_limit_bytes)
+        return self.memory_limit_bytes
 
     @classmethod
     def build(cls, **values: Any) -> NodeConfig:
@@ -84,6 +139,15 @@ class NodeConfig(BaseModel):
             return cls(**values)
         except ValidationError as error:
             raise ConfigError("; ".join(map(_problem, error.errors()))) from None
+
+
+def _in_brackets(host: str) -> str:
+    """An IPv6 address as it stands before a port; a pod of such a cluster is given a bare one."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one.strip("[]").rstrip(".").lower() == other.strip("[]").rstrip(".").lower()
 
 
 def _problem(error: ErrorDetails) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -12,9 +14,12 @@ from cache_server.coordinator import require_ready
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
+from protos.errors import NodeUnavailableError
+from protos.load_progress import LoadMeter, LoadReport
 from protos.spec import DatasetSpec
 
 _CALL_TIMEOUT_S = 10.0
+_CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
 _PLAN_TIMEOUT_S = 600.0  # many footers to read
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_MS = 10_000
@@ -23,22 +28,32 @@ _KEEPALIVE_MS = 10_000
 class RemoteCoordinator:
     """A `CoordinatorLink` over gRPC. Thread-safe; connects when first used, and again after loss.
 
+    A coordinator whose name is not known yet, because its pod does not exist, is found soon after
+    it is: gRPC itself asks for a name less and less often, in the end every two minutes, so the
+    connection is made anew while heartbeats are not answered.
+
     Args:
         location: ``host:port`` of the coordinator's control port.
     """
 
     def __init__(self, location: str) -> None:
         self._location = location
+        self._lock = threading.Lock()
+        self._connect()
+
+    def _connect(self) -> None:
         self._channel = grpc.insecure_channel(
-            location,
+            self._location,
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_reconnect_backoff_ms", 2_000),
+                ("grpc.dns_min_time_between_resolutions_ms", 2_000),
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
                 ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
             ],
         )
+        self._connected_at = time.monotonic()
         self._stub = cache_pb2_grpc.CoordinatorStub(self._channel)
 
     def __enter__(self) -> RemoteCoordinator:
@@ -54,11 +69,18 @@ class RemoteCoordinator:
 
     def close(self) -> None:
         """Closes the channel."""
-        self._channel.close()
+        with self._lock:
+            self._channel.close()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Reports the actual shards; answers the desired ones."""
-        response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
+        try:
+            response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
+        except NodeUnavailableError:
+            with self._lock:
+                if time.monotonic() - self._connected_at > _CONNECT_ANEW_S:
+                    self._connect()  # the old one ends with the calls of others that it carries
+            raise
         return response
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
@@ -79,8 +101,14 @@ class RemoteCoordinator:
         response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())
         return list(response.nodes)
 
-    def load(self, spec: DatasetSpec) -> pb.DatasetInfo:
+    def load(
+        self, spec: DatasetSpec, on_progress: Callable[[LoadReport], None] = lambda report: None
+    ) -> pb.DatasetInfo:
         """Loads a dataset, or attaches to it, and waits until it is ready.
+
+        Args:
+            spec: of the dataset.
+            on_progress: called in this thread with how far it is, a few times a second.
 
         Raises:
             LoadError, RequestError: as the coordinator says.
@@ -89,9 +117,11 @@ class RemoteCoordinator:
         created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)
         watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
         info: pb.DatasetInfo = created.dataset
+        meter = LoadMeter(spec.name)
         try:
             for response in self._stub.WatchDataset(watch):
                 info = response.dataset
+                on_progress(meter.read(info.progress))
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._location) from None
         return require_ready(info)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from cache_server.planning import VersionKey, bytes_by_node, place
 from cache_server.versions import VersionPlan, plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
+    CacheError,
     DatasetNotFoundError,
     LoadError,
     NotReadyError,
@@ -31,6 +32,7 @@ from protos.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
 
+_WATCH_S = 0.5
 _FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
 
 
@@ -71,6 +73,13 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._read_back()
 
+    def close(self) -> None:
+        """Lets go of the sources of loads under way; nothing is decided any more after it."""
+        with self._changed:
+            for version in self._versions.values():
+                version.release()
+            self._changed.notify_all()
+
     def listen(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called when there is something new to do, before a heartbeat is due."""
         self._listeners.append(callback)
@@ -94,7 +103,7 @@ class Coordinator:
         planned = plan_version(spec)
         with self._changed:
             version = self._versions.get(planned.plan.key)
-            if version is not None and self._holdings(version).failure() is None:
+            if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
                 return self._attach(version, spec)
             try:
@@ -127,6 +136,23 @@ class Coordinator:
         self._tell()
         return info
 
+    def attach(self, spec: DatasetSpec) -> pb.DatasetInfo | None:
+        """Attaches to a version of this very spec that was ready before, and reads no source.
+
+        For whoever starts again and wants what it had, whether or not the source is another one
+        by now, or is there at all; `create` looks.
+
+        Returns:
+            None where there is none.
+        """
+        with self._changed:
+            version = self._newest(
+                version
+                for version in self._versions.values()
+                if version.was_ready and _content(version.plan.spec) == _content(spec)
+            )
+            return None if version is None else self._attach(version, spec)
+
     def plan(
         self, spec: DatasetSpec, *, num_nodes: int = 0, memory_limit_bytes: int = 0
     ) -> pb.LoadForecast:
@@ -151,20 +177,28 @@ class Coordinator:
 
     def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
-        found = [
+        return self._newest(
             version
             for version in self._versions.values()
             if not version.plan.comparable
-            and self._holdings(version).failure() is None
+            # What kept the source as it was planned is lost with a restart in the middle of a load.
+            and (version.was_ready or version.asked_at is not None)
+            and self._holdings(version).load_failure() is None
             and _content(version.plan.spec) == _content(spec)
-        ]
-        return max(found, key=lambda version: version.created, default=None)
+        )
+
+    @staticmethod
+    def _newest(versions: Iterable[Version]) -> Version | None:
+        return max(versions, key=lambda version: version.created, default=None)
 
     def _attach(self, version: Version, spec: DatasetSpec) -> pb.DatasetInfo:
-        """Has one more user of a version that is there already; it is the newest now."""
-        secrets = spec.secrets_to_proto()
-        version.plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
-        version.secrets = secrets
+        """Has one more user of a version that is there already; it is the newest now.
+
+        Whoever gives no secrets, because it has none or reads by other ones, takes none away.
+        """
+        given = spec.secrets_to_proto()
+        version.secrets = given if given.tables else version.secrets
+        version.plan = replace(version.plan, spec=spec, has_secrets=bool(version.secrets.tables))
         version.created = self._created = self._created + 1
         self._write(version)
         self._settle()
@@ -186,6 +220,15 @@ class Coordinator:
             if lease:
                 version.last_used = self._clock()
             return self._describe(version)
+
+    def failure(self, name: str, fingerprint: str) -> CacheError | None:
+        """Why a version cannot be served; None while it can be, or may be when it is loaded.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError: it was dropped.
+        """
+        with self._changed:
+            return self._holdings(self._find(name, fingerprint)).failure()
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """The newest version of every dataset, by name."""
@@ -211,7 +254,7 @@ class Coordinator:
     ) -> Iterator[pb.DatasetInfo]:
         """The dataset at every change, until it is ready or failed, or ``active()`` is false.
 
-        At least one is given every heartbeat interval or so, changed or not.
+        At least one is given every half a second or so, changed or not.
         """
         while active():
             with self._changed:
@@ -220,7 +263,7 @@ class Coordinator:
             if info.state != pb.DATASET_STATE_LOADING:
                 return
             with self._changed:
-                self._changed.wait(self._interval_s)
+                self._changed.wait(min(self._interval_s, _WATCH_S))
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -341,6 +384,8 @@ class Coordinator:
                     f"dataset {version.plan.spec.name!r} came out with {starts[-1]} rows, but the "
                     f"footers of its files say {version.plan.max_rows}"
                 )
+                version.release()
+                logger.error("dataset failed reason=%s", version.failure)
                 continue
             if not self._holdings(version).is_ready():
                 continue
@@ -425,6 +470,8 @@ class Coordinator:
             version.sealed = dict(enumerate(entry.sealed))
             version.was_ready = bool(entry.sealed)  # written down when it is ready, not before
             version.result_shards = len(entry.sealed) or None
+            if version.was_ready:  # who reads it now has had no time to say so
+                version.last_used = self._clock()
             self._versions[entry.plan.key] = version
             logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
         # Presumed alive until they have had time to report, so that nothing moves meanwhile.

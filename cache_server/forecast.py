@@ -6,7 +6,9 @@ Reads nothing of the source; all of it was pinned before.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from cache_server import loader
 from cache_server.planning import bytes_by_node, max_rows, place
@@ -17,7 +19,6 @@ from protos.errors import LoadError
 logger = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 20_000
-_MOST_NODES = 4096  # that a forecast asks for
 
 
 def forecast(
@@ -68,6 +69,9 @@ def forecast(
     result.num_shards = len(plan.shards)
     result.node_bytes.extend(_node_bytes(plan, node_ids))
     result.nodes_needed = nodes_needed(plan, memory_limit_bytes)
+    fits = max(result.node_bytes, default=0) <= memory_limit_bytes
+    if fits and len(node_ids) in range(plan.spec.replicas, result.nodes_needed):
+        result.nodes_needed = len(node_ids)  # by luck; see `nodes_needed`
     if node_rate and node_ids:
         result.load_s = result.num_bytes / node_rate / min(len(node_ids), len(plan.shards) or 1)
     filtered = _filtered_rows(planned, rows)
@@ -77,20 +81,26 @@ def forecast(
 
 
 def nodes_needed(plan: VersionPlan, memory_limit_bytes: int) -> int:
-    """The fewest nodes with this limit that hold every replica; 0 when no number is enough."""
+    """So many nodes with this limit hold every replica for sure; 0 when no number is enough.
+
+    `place` gives no node more shards than its even share, so no node holds more than the largest
+    ones of that number. By luck fewer nodes may do, where shards differ in size.
+    """
     sizes = [shard.estimated_bytes for shard in plan.shards or ()]
     replicas = plan.spec.replicas
     if not memory_limit_bytes or not sizes:
         return replicas
     if max(sizes) > memory_limit_bytes:
         return 0
-    fewest = max(replicas, -(-sum(sizes) * replicas // memory_limit_bytes))
-    # More nodes than copies of shards hold no more.
-    for count in range(fewest, min(_MOST_NODES, len(sizes) * replicas) + 1):
-        names = [f"node-{index}" for index in range(count)]
-        if max(_node_bytes(plan, names)) <= memory_limit_bytes:
-            return count
-    return 0
+    largest = list(accumulate(sorted(sizes, reverse=True)))
+
+    def fits(count: int) -> bool:
+        share = -(-len(sizes) * replicas // count)
+        return largest[share - 1] <= memory_limit_bytes
+
+    # More nodes hold no more each; as many as there are copies of shards hold one each.
+    counts = range(replicas, len(sizes) * replicas + 1)
+    return counts[bisect_left(counts, True, key=fits)]
 
 
 def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:
@@ -110,7 +120,8 @@ def _filtered_rows(planned: PlannedVersion, rows: int | None) -> int | None:
         return None
     before = planned.rows_before or 0
     try:
-        kept = loader.count_kept(plan.sql, table.name, sample(_SAMPLE_ROWS))
+        rows_made_up = sample(_SAMPLE_ROWS, query.columns[table.name])
+        kept = loader.count_kept(plan.sql, table.name, rows_made_up)
     except LoadError as error:
         logger.info("no estimate dataset=%s reason=%s", plan.key.dataset, error)
         return None

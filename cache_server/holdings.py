@@ -45,6 +45,11 @@ class Version:
         """None while a whole query has not run."""
         return self.result_shards if self.plan.shards is None else len(self.plan.shards)
 
+    @property
+    def lacks_secrets(self) -> bool:
+        """Whether its source cannot be read before somebody gives its secrets again."""
+        return self.plan.has_secrets and not self.secrets.tables
+
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard and the total; None until every shard was sealed once."""
         if self.num_shards is None or len(self.sealed) < self.num_shards:
@@ -84,7 +89,14 @@ class Holdings:
         self._alive = alive
 
     def failure(self) -> CacheError | None:
-        """Why the version cannot be served: its load failed, or nobody can load a lost shard again.
+        """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
+
+        A load of the same spec with its secrets mends the latter, and goes on with what is there.
+        """
+        return self.load_failure() or self._secrets_failure()
+
+    def load_failure(self) -> CacheError | None:
+        """Why the version must be loaded anew: its load failed, or that of a lost shard does.
 
         The latter is no more than what the live nodes report now. The shards that are left stay
         where they are: a lost node that comes back makes the version whole again.
@@ -103,6 +115,18 @@ class Holdings:
             if actual.failure and len(held) < (version.num_shards or 0):
                 return load_error(version, actual.failure)
         return None
+
+    def _secrets_failure(self) -> CacheError | None:
+        if not self.version.lacks_secrets:
+            return None
+        if not all(self._members[node_id].node.flight_location for node_id in self._alive):
+            return None  # known from before a restart, and yet to say what it holds
+        if len(self.holders(serving=False)) == self.version.num_shards:
+            return None  # nothing is to be read
+        return LoadError(
+            f"the credentials of {self.version.plan.spec.name!r} were not kept over the restart of "
+            "the coordinator: load its spec again"
+        )
 
     def holders(self, *, serving: bool) -> dict[int, set[str]]:
         """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
@@ -150,7 +174,6 @@ class Holdings:
         version = self.version
         plan, starts = version.plan, version.row_starts()
         desired = pb.DesiredDataset(
-            plan=plan.to_load_plan(version.attempt),
             rows_fixed=starts is not None,
             num_rows=starts[-1] if starts else 0,
             secrets=version.secrets,
@@ -160,6 +183,7 @@ class Holdings:
             self._ask_for_whole_run(node_id, sealed_on, desired)
         placement = self._placement(version.num_shards or 0)
         holders = self.holders(serving=True)
+        loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         if plan.shards is None and version.num_shards is None:
             mine = set()  # left over from a run that did not come to its end
@@ -170,19 +194,29 @@ class Holdings:
                 continue
             if held_by:
                 self._let_copy(shard, held_by)
-            elif plan.shards is not None and placement[index][0] == node_id:
+            elif plan.shards is None or version.lacks_secrets or index in loading:
+                continue
+            elif placement[index][0] == node_id:
                 # One node reads the source; the others copy what it sealed.
                 shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
-        if not desired.run_whole and not any(shard.splits for shard in desired.shards):
-            for table in desired.plan.tables:  # which nobody reads now
-                del table.splits[:]
+        reads = desired.run_whole or any(shard.splits for shard in desired.shards)
+        desired.plan.CopyFrom(plan.to_load_plan(version.attempt, with_splits=reads))
         return desired
+
+    def _loading(self, node_id: str) -> frozenset[int]:
+        """The shards that a node says it is loading: it knows their splits already."""
+        actual = self._members[node_id].actual.get(self.version.plan.key)
+        if actual is None or actual.attempt != self.version.attempt:
+            return frozenset()
+        return frozenset(s.index for s in actual.shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
         self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
     ) -> None:
         """Has one node run a whole query, the first time or for the shards that were lost."""
         version = self.version
+        if version.lacks_secrets:
+            return
         ((runner, *_), *_) = self._placement(1)
         missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
         if node_id == runner and (version.num_shards is None or missing):

@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from cache_server import loading
+from cache_server import defects, loading
 from cache_server.loading import CancelledError, Job, WholeTables
 from cache_server.planning import VersionKey
 from cache_server.store import ResidentRows, ShardStore
@@ -27,7 +27,6 @@ from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
     DatasetNotFoundError,
-    LoadError,
     NodeUnavailableError,
     NotReadyError,
     StaleVersionError,
@@ -38,6 +37,7 @@ from protos.shards import MappedShard
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # between heartbeats that the coordinator does not answer
+_OUTAGE_LOG_S = 10.0
 
 
 class CoordinatorLink(Protocol):
@@ -89,6 +89,31 @@ class _Serving:
         return [*self.loads.values(), *([self.whole_run] if self.whole_run else [])]
 
 
+class _Outage:
+    """Logs that the coordinator does not answer, and for how long, without a line a heartbeat."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._due = 0.0
+
+    def note(self, error: CacheError, *, joined: bool) -> None:
+        """A heartbeat was not answered."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = self._due = now
+        if now >= self._due:
+            what = "heartbeat failed" if joined else "waiting for the coordinator to join it"
+            logger.warning("%s since_s=%.0f reason=%s", what, now - self._since, error)
+            self._due = now + _OUTAGE_LOG_S
+
+    def end(self) -> None:
+        """One was answered."""
+        if self._since is not None:
+            waited_s = time.monotonic() - self._since
+            logger.info("the coordinator answers after_s=%.1f", waited_s)
+            self._since = None
+
+
 class Node:
     """Thread-safe; `start` begins the heartbeat loop, `close` ends it.
 
@@ -138,17 +163,40 @@ class Node:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Stops the loop and the loads; sealed shards stay on disk."""
+    def stop(self) -> None:
+        """Ends the loop and the loads, and waits for neither; what is served is served on."""
         self._stop.set()
         self._wake.set()
-        with self._lock:
-            for serving in self._serving.values():
-                for load in serving.all_loads():
-                    load.job.cancelled.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:  # so that no load begins meanwhile
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for load in self._loads():
+                load.job.cancelled.set()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Stops, and waits until nothing writes any more; sealed shards stay on disk.
+
+        A load looks only now and then whether it is still wanted, and a source that hangs may
+        never let it.
+
+        Args:
+            timeout_s: None for as long as it takes.
+
+        Returns:
+            Whether the loop and every load ended in time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self.stop()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(timeout_s)
+        with self._lock:
+            # Not those that never began: `wait` would wait for them for ever.
+            futures = [load.future for load in self._loads() if not load.future.done()]
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        _, running = wait(futures, left)
+        return not running and not self._thread.is_alive()
+
+    def _loads(self) -> list[_Load]:
+        return [load for serving in self._serving.values() for load in serving.all_loads()]
 
     def wait_until_joined(self, timeout_s: float) -> bool:
         """Waits until the coordinator has answered once; whether it did."""
@@ -219,14 +267,16 @@ class Node:
 
     def _run(self) -> None:
         interval = _RETRY_S
+        outage = _Outage()
         while not self._stop.is_set():
             self._wake.clear()
             try:
                 response = self._link.heartbeat(self._report())
             except CacheError as error:
-                logger.warning("heartbeat failed reason=%s", error)
+                outage.note(error, joined=self._joined.is_set())
                 interval = _RETRY_S
             else:
+                outage.end()
                 interval = response.interval_s
                 self.coordinator = response.coordinator
                 try:
@@ -289,6 +339,8 @@ class Node:
         wanted = {VersionKey(d.plan.dataset, d.plan.fingerprint): d for d in desired}
         news = False
         with self._lock:
+            if self._stop.is_set():
+                return False
             sealed = self._store.versions()
             for key in [key for key in {*self._serving, *sealed} if key not in wanted]:
                 if self._retire(key):
@@ -436,12 +488,13 @@ class Node:
         except NodeUnavailableError as error:
             logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
             self._stop.wait(_RETRY_S)
-        except LoadError as error:
+        except CacheError as error:
             logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
             self._fail(serving, job, str(error))
         except Exception as error:
-            logger.exception("load failed dataset=%s %s", job.key.dataset, what)
-            self._fail(serving, job, f"cannot load {what}: {error!r}")
+            reason, trace = defects.reason(error, job.secrets), defects.trace(error, job.secrets)
+            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
+            self._fail(serving, job, f"cannot load {what}: {reason}")
         finally:
             self._wake.set()
 

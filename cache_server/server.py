@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -15,80 +16,125 @@ from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
 from cache_server.control_service import ControlService
 from cache_server.coordinator import Coordinator
+from cache_server.environment_load import EnvironmentLoad
 from cache_server.flight_service import FlightService
 from cache_server.node import CoordinatorLink, Node
 from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import ConfigError
+from protos.errors import CacheError, ConfigError
+from protos.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
+_LEAST_WAIT_S = 0.5
 
 
 class CacheServer:
     """A running cache node: serves from construction until `close`.
 
+    Args:
+        config: of this node.
+        load: what a coordinating node loads on its own. It is then ready only once the whole cache
+            serves it.
+        environ: of this process: where the status of ``load`` is told besides the log.
+        on_load_failure: called at most once, from another thread, with why ``load`` is not served
+            and will not be: the caller should close the server, and say so.
+
     Raises:
         ConfigError: the directory or a port cannot be used.
     """
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(
+        self,
+        config: NodeConfig,
+        *,
+        load: DatasetSpec | None = None,
+        environ: Mapping[str, str] | None = None,
+        on_load_failure: Callable[[CacheError], None] = lambda error: None,
+    ) -> None:
         self._config = config
+        self._load: EnvironmentLoad | None = None
         with ExitStack() as stack:
             store = stack.enter_context(
-                ShardStore(config.cache_dir.absolute(), config.memory_limit_bytes)
-            )
-            self._control = ControlService(config.bind, config.control_port)
-            try:
-                self._flight = FlightService(config.bind, config.flight_port)
-            except (OSError, pa.ArrowException) as error:
-                raise ConfigError(
-                    f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}"
-                ) from None
-            self.endpoints = pb.CoordinatorEndpoints(
-                flight_location=f"grpc://{config.host}:{self._flight.port}",
-                control_location=f"{config.host}:{self._control.port}",
-            )
-            description = pb.Node(
-                id=store.node_id,
-                flight_location=self.endpoints.flight_location,
-                control_location=self.endpoints.control_location,
-                cache_dir=str(store.cache_dir),
-                memory_limit_bytes=config.memory_limit_bytes or 0,
+                ShardStore(config.cache_dir.absolute(), config.shard_limit_bytes)
             )
             self.node_id = store.node_id
-            coordinator: Coordinator | None = None
-            link: CoordinatorLink
-            if config.coordinator is None:
-                link = coordinator = Coordinator(
-                    Catalogue(store.cache_dir),
-                    endpoints=self.endpoints,
-                    heartbeat_interval_s=config.heartbeat_interval_s,
-                    node_timeout_s=config.node_timeout_s,
-                    lease_s=config.lease_s,
-                )
-            else:
-                link = stack.enter_context(RemoteCoordinator(config.coordinator))
-            node = stack.enter_context(
+            self._listen()
+            coordinator = self._coordinate(stack, store) if config.is_coordinator else None
+            link: CoordinatorLink = coordinator or stack.enter_context(
+                RemoteCoordinator(config.coordinator or "")
+            )
+            readiness = _Readiness(
+                self._control.set_ready, waits=coordinator is not None and load is not None
+            )
+            self._node = stack.enter_context(
                 Node(
                     store,
                     link,
-                    description,
+                    self._description(store),
                     load_threads=config.load_threads,
-                    on_ready=self._control.set_ready,
+                    on_ready=readiness.set_node,
                 )
             )
-            if coordinator is not None:
-                coordinator.listen(node.wake)
-            self._flight.attach(node)
-            self._control.start(coordinator)
-            node.start()
-            if coordinator is not None:
-                # In this process, so it answers at once; from then on every call is answered.
-                node.wait_until_joined(_JOIN_TIMEOUT_S)
+            self._serve(coordinator)
+            if coordinator is not None and load is not None:
+                self._load = EnvironmentLoad(
+                    coordinator,
+                    load,
+                    num_nodes=config.num_nodes,
+                    join_timeout_s=config.join_timeout_s,
+                    environ=environ or {},
+                    on_ready=readiness.set_loaded,
+                    on_failure=on_load_failure,
+                )
+                self._load.start()
             self._parts = stack.pop_all()
         logger.info("node up id=%s flight=%s", self.node_id, self.endpoints.flight_location)
+
+    def _listen(self) -> None:
+        config = self._config
+        self._control = ControlService(config.listen_host, config.control_port)
+        try:
+            self._flight = FlightService(config.listen_host, config.flight_port)
+        except (OSError, pa.ArrowException) as error:
+            raise ConfigError(
+                f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}"
+            ) from None
+        self.endpoints = pb.CoordinatorEndpoints(
+            flight_location=f"grpc://{config.host}:{self._flight.port}",
+            control_location=f"{config.host}:{self._control.port}",
+        )
+
+    def _description(self, store: ShardStore) -> pb.Node:
+        return pb.Node(
+            id=store.node_id,
+            flight_location=self.endpoints.flight_location,
+            control_location=self.endpoints.control_location,
+            cache_dir=str(store.cache_dir),
+            memory_limit_bytes=self._config.shard_limit_bytes or 0,
+        )
+
+    def _serve(self, coordinator: Coordinator | None) -> None:
+        if coordinator is not None:
+            coordinator.listen(self._node.wake)
+        self._flight.attach(self._node)
+        self._control.start(coordinator)
+        self._node.start()
+        if coordinator is not None:
+            # In this process, so it answers at once; from then on every call is answered.
+            self._node.wait_until_joined(_JOIN_TIMEOUT_S)
+
+    def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
+        coordinator = Coordinator(
+            Catalogue(store.cache_dir),
+            endpoints=self.endpoints,
+            heartbeat_interval_s=self._config.heartbeat_interval_s,
+            node_timeout_s=self._config.node_timeout_s,
+            lease_s=self._config.lease_s,
+        )
+        stack.callback(coordinator.close)
+        return coordinator
 
     def __enter__(self) -> CacheServer:
         return self
@@ -102,13 +148,17 @@ class CacheServer:
         self.close()
 
     def close(self) -> bool:
-        """Stops; returns whether every Flight call ended within the drain timeout.
+        """Stops; returns whether every Flight call and every load ended within the drain timeout.
 
-        Flight has no way to end a running call from the server, so one that does not end by
-        itself lives until the process does.
+        Flight has no way to end a running call from the server, and a source that hangs may not let
+        go of a load: one that does not end by itself lives until the process does. While a load
+        lives the cache directory stays locked, so that nobody else writes to it.
         """
         deadline = time.monotonic() + self._config.drain_timeout_s
         drained = threading.Event()
+        if self._load is not None:
+            self._load.close(0.0)  # what becomes of loads now is nobody's failure
+        self._node.stop()  # so they have the whole time to end
 
         def shut_down() -> None:
             self._flight.shutdown()
@@ -117,6 +167,43 @@ class CacheServer:
         threading.Thread(target=shut_down, name="drain", daemon=True).start()
         self._control.stop(self._config.drain_timeout_s)
         in_time = drained.wait(max(0.0, deadline - time.monotonic()))
-        self._parts.close()
+        in_time &= self._load is None or self._load.close(_left_s(deadline))
+        if self._node.close(_left_s(deadline)):
+            self._parts.close()
+        else:
+            logger.warning("loads do not end id=%s", self.node_id)
+            in_time = False
         logger.info("node down id=%s drained=%s", self.node_id, in_time)
         return in_time
+
+
+class _Readiness:
+    """Ready when the node is and, where one was asked for, the load of the environment was once.
+
+    Args:
+        tell: is told every change, in order.
+        waits: for a load.
+    """
+
+    def __init__(self, tell: Callable[[bool], None], *, waits: bool) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._node = False
+        self._loaded = not waits
+
+    def set_node(self, ready: bool) -> None:
+        """Whether the node serves what is asked of it."""
+        with self._lock:
+            self._node = ready
+            self._tell(self._node and self._loaded)
+
+    def set_loaded(self) -> None:
+        """The whole cache serves what was asked for."""
+        with self._lock:
+            self._loaded = True
+            self._tell(self._node)
+
+
+def _left_s(deadline: float) -> float:
+    """Until the deadline, or a moment: what was told to end long ago should have."""
+    return max(_LEAST_WAIT_S, deadline - time.monotonic())

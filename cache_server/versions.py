@@ -60,13 +60,21 @@ class VersionPlan:
         """Rows before any filter, of the shards whose format tells."""
         return sum(shard.max_rows or 0 for shard in self.shards or ())
 
-    def to_load_plan(self, attempt: int) -> pb.LoadPlan:
-        """What a node needs to load any shard of this version."""
+    def to_load_plan(self, attempt: int, *, with_splits: bool = True) -> pb.LoadPlan:
+        """What a node needs to load any shard of this version.
+
+        Args:
+            attempt: see the message.
+            with_splits: of the tables that are read whole; may be many, and needed by readers only.
+        """
         return pb.LoadPlan(
             dataset=self.key.dataset,
             fingerprint=self.key.fingerprint,
             sql=self.sql,
-            tables=[table_to_proto(table) for table in self.tables],
+            tables=[
+                table_to_proto(table if with_splits else replace(table, splits=()))
+                for table in self.tables
+            ],
             logical_schema=self.logical.serialize().to_pybytes(),
             attempt=attempt,
             keeps_every_row=self.keeps_every_row,

@@ -79,7 +79,9 @@ def test_words_are_foretold_without_size_statistics_too(
     from cache_server.tables import parquet
     from cache_server.versions import plan_version
 
-    monkeypatch.setattr(parquet, "unencoded_bytes", lambda f: [[None] * f.num_columns] * 99)
+    monkeypatch.setattr(
+        parquet, "unencoded_bytes", lambda f: [[None] * f.num_columns] * f.num_row_groups
+    )
     spec = DatasetSpec(dataset_name, table, columns=["word", "note"])
 
     plan = plan_version(spec).plan

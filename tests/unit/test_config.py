@@ -138,3 +138,64 @@ def test_others_are_told_a_host_that_is_no_wildcard(
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         config().flight_port = 1
+
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("container", "shards"),
+    [(8 * GIB, 6 * GIB), (4 * GIB, 3 * GIB), (2 * GIB, GIB), ("64GiB", 48 * GIB)],
+)
+def test_the_shards_get_what_a_container_has_beside_a_gibibyte_or_a_quarter(
+    container: object, shards: int
+) -> None:
+    assert config(container_memory_limit_bytes=container).shard_limit_bytes == shards
+
+
+def test_without_a_limit_of_the_container_the_one_given_counts() -> None:
+    assert config().shard_limit_bytes is None
+    assert config(memory_limit_bytes="1GiB").shard_limit_bytes == GIB
+
+
+@pytest.mark.parametrize("container", [GIB // 2, GIB, GIB + 64 * 1024**2 - 1])
+def test_a_container_that_leaves_too_little_for_shards_is_refused(container: int) -> None:
+    problem = problem_of(container_memory_limit_bytes=container, flight_port=-1)
+
+    assert "container_memory_limit_bytes leaves" in problem
+    assert f"got {container}" in problem
+    assert "flight_port" in problem
+    assert config(container_memory_limit_bytes=GIB + 64 * 1024**2).shard_limit_bytes
+
+
+def test_two_memory_limits_are_refused_with_both() -> None:
+    problem = problem_of(memory_limit_bytes=GIB, container_memory_limit_bytes=8 * GIB)
+
+    assert "cannot be combined" in problem
+    assert str(GIB) in problem and str(8 * GIB) in problem
+
+
+@pytest.mark.parametrize(
+    ("values", "coordinates"),
+    [
+        ({}, True),
+        ({"advertise": "job-0-0.job", "coordinator": "job-0-0.job:50052"}, True),
+        ({"advertise": "job-0-0.job", "coordinator": "JOB-0-0.job.:50052"}, True),
+        ({"advertise": "job-0-1.job", "coordinator": "job-0-0.job:50052"}, False),
+        ({"advertise": "job-0-0.job", "coordinator": "job-0-0.job:50053"}, False),
+        ({"bind": "127.0.0.2", "coordinator": "127.0.0.2:50052"}, True),
+        ({"bind": "fd00::1", "coordinator": "[fd00::1]:50052"}, True),
+        ({"bind": "127.0.0.2", "coordinator": "127.0.0.2:7", "control_port": 7}, True),
+        ({"bind": "127.0.0.2", "coordinator": "127.0.0.2:7", "control_port": 0}, False),
+    ],
+)
+def test_a_node_whose_coordinator_is_itself_coordinates(
+    values: dict[str, Any], coordinates: bool
+) -> None:
+    assert config(**values).is_coordinator is coordinates
+
+
+def test_an_ipv6_address_stands_in_brackets_before_a_port() -> None:
+    assert config(bind="fd00::1").listen_host == "[fd00::1]"
+    assert config(bind="fd00::1").host == "[fd00::1]"
+    assert config(bind="127.0.0.2").listen_host == "127.0.0.2"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cache_server import coordinator as coordinator_module
 from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator, require_ready
 from cache_server.planning import VersionKey
-from cache_server.versions import plan_version
+from cache_server.versions import PlannedVersion, plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     DatasetNotFoundError,
@@ -678,6 +681,29 @@ def test_the_newest_version_is_the_one_asked_for_last_also_after_a_restart(
     assert again.get("table").fingerprint == new.fingerprint
 
 
+def test_a_replaced_version_that_is_read_outlives_a_restart_of_the_coordinator(
+    source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    coordinator = make(tmp_path, clock)
+    node = FakeNode(coordinator, "one")
+    old = coordinator.create(spec(source))
+    settle(node)
+    coordinator.get("table", old.fingerprint, lease=True)
+    new = coordinator.create(spec(source, columns=["row"]))
+    settle(node)
+
+    again = make(tmp_path, clock)
+    node = node.restart(again)
+    settle(node)
+    assert again.get("table", old.fingerprint).state == pb.DATASET_STATE_READY
+    clock.now += 601.0  # the lease
+    settle(node)
+
+    with pytest.raises(StaleVersionError):
+        again.get("table", old.fingerprint)
+    assert again.get("table").fingerprint == new.fingerprint
+
+
 def test_a_restarted_coordinator_knows_the_row_ids_at_once(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
@@ -759,6 +785,218 @@ def test_a_rebuilt_replica_that_fails_does_not_fail_a_dataset_known_from_before_
     assert two.failed
     assert state(again) == "ready"
     assert homes(again) == [["one"]] * FILES
+
+
+# -- secrets ---------------------------------------------------------------------------------------
+
+SECRETS = {"aws_secret_access_key": "hush-hush"}
+
+
+def secret_spec(source: Path, **changes: object) -> DatasetSpec:
+    return spec(source, storage_options=SECRETS, **changes)
+
+
+def told(coordinator: Coordinator, node: FakeNode) -> pb.DesiredDataset:
+    (desired,) = coordinator.heartbeat(node.report()).datasets
+    return desired
+
+
+def test_whoever_attaches_without_secrets_takes_none_away(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(secret_spec(source))
+    settle(node)
+
+    coordinator.create(spec(source))
+
+    desired = told(coordinator, node)
+    assert desired.plan.has_secrets
+    assert desired.secrets.tables["source"].values == SECRETS
+
+
+def test_new_secrets_replace_the_old_ones_and_none_are_missed_where_there_were_none(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    settle(node)
+    coordinator.create(spec(source))
+    assert not told(coordinator, node).plan.has_secrets
+
+    coordinator.create(secret_spec(source))
+    coordinator.create(spec(source, storage_options={"aws_secret_access_key": "newer"}))
+
+    desired = told(coordinator, node)
+    assert desired.plan.has_secrets
+    assert desired.secrets.tables["source"].values["aws_secret_access_key"] == "newer"
+
+
+def test_a_load_that_lost_its_secrets_in_a_restart_goes_on_when_they_are_given_again(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(secret_spec(source))
+    node.beat(load=[0, 1, 2])
+    node.beat(load=[])
+
+    again = make(tmp_path, clock)
+    assert state(again) == "loading"  # no node has said yet what it holds
+    node = node.restart(again)
+    node.beat()
+    info = again.get("table")
+    assert info.state == pb.DATASET_STATE_FAILED
+    assert "credentials of 'table' were not kept" in info.error.message
+    assert "load its spec again" in info.error.message
+    assert node.holds("table") == {0, 1, 2}  # nothing was asked that needs the secrets
+
+    assert again.create(secret_spec(source)).state == pb.DATASET_STATE_LOADING
+    settle(node)
+
+    assert state(again) == "ready"
+    assert node.loads == FILES - 3
+
+
+def test_a_dataset_that_is_whole_misses_no_secrets_after_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(secret_spec(source))
+    settle(node)
+
+    again = make(tmp_path, clock)
+    settle(node.restart(again))
+
+    assert state(again) == "ready"
+
+
+# -- attaching to what was there before ------------------------------------------------------------
+
+
+def test_the_very_spec_of_a_dataset_that_was_ready_attaches_though_its_source_is_gone(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    before = coordinator.create(secret_spec(source))
+    settle(node)
+    again = make(tmp_path, clock)
+    node = node.restart(again)
+    shutil.rmtree(source)
+
+    info = again.attach(secret_spec(source, replicas=2))
+
+    assert info is not None and info.fingerprint == before.fingerprint
+    settle(node)
+    assert state(again) == "ready"
+    assert told(again, node).secrets.tables["source"].values == SECRETS
+    assert node.loads == 0
+
+
+def test_another_spec_or_a_load_that_never_came_to_its_end_is_nothing_to_attach_to(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    assert coordinator.attach(spec(source)) is None
+    coordinator.create(spec(source))
+    assert coordinator.attach(spec(source)) is None
+    settle(node)
+
+    assert coordinator.attach(spec(source, columns=["row"])) is None
+    assert coordinator.attach(spec(source, name="other")) is None
+    assert coordinator.attach(spec(source)) is not None
+
+
+# -- what keeps a source as it was planned ---------------------------------------------------------
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tables whose pins were let go."""
+    names: list[str] = []
+
+    def plan_with_counted_pins(wanted: DatasetSpec) -> PlannedVersion:
+        planned = plan_version(wanted)
+        pins = {
+            name: replace(pin, close=lambda: names.append(wanted.name))
+            for name, pin in planned.pins.items()
+        }
+        return replace(planned, pins=pins)
+
+    monkeypatch.setattr(coordinator_module, "plan_version", plan_with_counted_pins)
+    return names
+
+
+def test_a_load_that_came_out_with_the_wrong_number_of_rows_lets_go_of_its_source(
+    coordinator: Coordinator, source: Path, closed: list[str]
+) -> None:
+    node = FakeNode(coordinator, "one")
+    node.rows_of = {3: 4}
+    coordinator.create(spec(source))
+
+    settle(node)
+
+    assert state(coordinator) == "failed"
+    assert closed == ["table"]
+
+
+def test_a_coordinator_that_closes_lets_go_of_the_sources_of_its_loads(
+    coordinator: Coordinator, source: Path, closed: list[str]
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source, name="done"))
+    settle(node)
+    coordinator.create(spec(source, name="under-way"))
+    assert closed == ["done"]
+
+    coordinator.close()
+    coordinator.close()
+
+    assert closed == ["done", "under-way"]
+
+
+# -- what is told with a heartbeat -----------------------------------------------------------------
+
+
+def test_a_shard_that_a_node_is_loading_is_not_explained_again(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.beat(load=[])
+    report = node.report()
+    actual = report.datasets.add(
+        dataset="table", fingerprint=coordinator.get("table").fingerprint, attempt=0
+    )
+    actual.shards.add(index=2, rows_loaded=1)
+
+    assert all(shard.splits for shard in told(coordinator, node).shards)
+    (desired,) = coordinator.heartbeat(report).datasets
+
+    assert [shard.index for shard in desired.shards if not shard.splits] == [2]
+    assert {shard.index for shard in desired.shards} == SHARDS
+
+
+def test_the_files_of_a_small_table_are_told_only_to_nodes_that_are_to_read_them(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    joined = DatasetSpec(
+        "table",
+        sources={"big": str(source), "small": str(source / "part-000.parquet")},
+        sql="SELECT b.row FROM big b JOIN small s ON b.label = s.label",
+        allow_unordered=True,
+        target_shard_bytes=1,
+    )
+    coordinator.create(joined)
+
+    before = told(coordinator, one)
+    settle(one, two)
+    after = told(coordinator, one)
+
+    assert any(table.splits for table in before.plan.tables)
+    assert not any(table.splits for table in after.plan.tables)
+    assert [table.name for table in after.plan.tables] == [t.name for t in before.plan.tables]
 
 
 # -- capacity --------------------------------------------------------------------------------------

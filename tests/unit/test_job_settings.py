@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server import job_settings
-from cache_server.job_settings import VARIABLES, spec_from_env
+from protos import job_settings
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import ConfigError
+from protos.job_settings import VARIABLES, asks_for_dataset, spec_from_env
 from protos.spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
 
 S3 = {"STORAGE_URI": "s3://bucket/tpch/lineitem/"}
@@ -553,7 +553,8 @@ def test_ignored_files_travel_with_their_table() -> None:
 def test_ignore_must_be_a_list_of_patterns(bad: Any) -> None:
     with pytest.raises(ConfigError, match="ignore must be a list of patterns") as caught:
         DatasetSpec("t", "/data", ignore=bad)
-    assert repr(bad) in str(caught.value)
+    shown = "got a dict" if isinstance(bad, dict) else repr(bad)  # whose values may be secrets
+    assert shown in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -567,3 +568,22 @@ def test_no_file_of_a_table_format_can_be_left_out(options: dict[str, Any]) -> N
     with pytest.raises(ConfigError, match=r"ignore, got \['a'\]") as caught:
         DatasetSpec("t", "/data", ignore=["a"], **options)
     assert "says itself what is in it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "asks"),
+    [
+        ({}, False),
+        ({"STORAGE_URI": ""}, False),
+        ({"PATH": "/bin", "CACHE_SERVICE_HOST": "10.0.0.1"}, False),
+        (KEYS, False),
+        (S3, True),
+        ({"STORAGE_URI": "ftp://bad"}, True),
+        ({"METADATA_LOC": "s3://x"}, True),
+        ({"CACHE_REPLICAS": "2"}, True),
+    ],
+)
+def test_an_environment_asks_for_a_dataset_by_anything_but_a_secret(
+    environ: dict[str, str], asks: bool
+) -> None:
+    assert asks_for_dataset(environ) is asks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from protos.errors import (
     DatasetNotFoundError,
     NodeUnavailableError,
     NotReadyError,
+    RequestError,
     StaleVersionError,
 )
 from protos.shards import Selection
@@ -277,6 +279,47 @@ def test_a_defect_in_a_load_is_a_failure_that_names_the_split(
     assert "ZeroDivisionError('by a defect')" in info.error.message
 
 
+def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> Iterator[pa.RecordBatch]:
+        raise RequestError("pip install 'trainer-data-cache[iceberg]'")
+
+    monkeypatch.setattr(loader, "read_split", refused)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    message = "dataset 'table': pip install 'trainer-data-cache[iceberg]'"
+    assert info.error.message == message
+
+
+def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
+    harness: Harness,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    secrets = {"token": "hush-hush", "key": "-----BEGIN-----\nhush-line\n-----END-----"}
+
+    def broken(*arguments: object) -> Iterator[pa.RecordBatch]:
+        try:
+            raise ValueError(f"no key in {secrets['key']}")
+        except ValueError as error:
+            raise ZeroDivisionError(f"with {secrets}") from error
+
+    monkeypatch.setattr(loader, "read_split", broken)
+    harness.coordinator.create(spec(source, storage_options=secrets))
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_FAILED)
+
+    assert "ZeroDivisionError" in info.error.message and "hush" not in info.error.message
+    assert "ZeroDivisionError" in caplog.text and "no key in" in caplog.text
+    assert "hush" not in caplog.text
+
+
 def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_written(
     tmp_path: Path, source: Path
 ) -> None:
@@ -355,6 +398,24 @@ def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file
         gate.open.set()
         closing.join(WAIT_S)
         assert not closing.is_alive()
+
+    assert not [name for name in harness.files() if name.endswith(".tmp")]
+
+
+def test_a_node_whose_loads_hang_closes_in_the_time_it_is_given_and_says_so(
+    tmp_path: Path, source: Path, gate: Gate
+) -> None:
+    harness = Harness(tmp_path)
+    with harness.store:
+        harness.coordinator.create(spec(source))
+        harness.node.start()
+        gate.wait_for(2)
+
+        begun = time.monotonic()
+        assert not harness.node.close(0.2)
+        assert time.monotonic() - begun < 5
+        gate.open.set()
+        assert harness.node.close(WAIT_S)
 
     assert not [name for name in harness.files() if name.endswith(".tmp")]
 

@@ -50,7 +50,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from protos.errors import ConfigError
-from protos.spec import DatasetSpec
+from protos.spec import FILE_SUFFIXES, DatasetSpec
 
 _PUBLIC_OF_S3 = {
     "ENDPOINT": "endpoint",
@@ -85,9 +85,6 @@ _SCHEMES = {
 }
 _METADATA_SCHEMES = ("", "file", "s3", "gs", "az", "abfss", "http", "https")
 _HOSTLESS = ("file", "postgresql")  # the host may be absent: this machine
-_SUFFIXES = {
-    *(".parquet", ".pq", ".arrow", ".ipc", ".feather", ".csv", ".json", ".jsonl", ".ndjson"),
-}
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://([^:/?#@]*):.*@", re.DOTALL)
 _QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)
@@ -112,6 +109,14 @@ def spec_from_env(environ: Mapping[str, str]) -> DatasetSpec:
     if problems or place is None:
         raise ConfigError("bad settings: " + "; ".join(problems))
     return DatasetSpec(name, place.source, storage_options=options or None, **arguments)
+
+
+def asks_for_dataset(environ: Mapping[str, str]) -> bool:
+    """Whether any variable says what to cache, rightly or not.
+
+    Secrets alone do not: a pod may be given those of a store for a later load.
+    """
+    return any(environ.get(name) for name in VARIABLES if name not in _SECRETS)
 
 
 @dataclass(frozen=True)
@@ -330,7 +335,7 @@ def _last_part(source: str) -> str:
     last = PurePosixPath(steps[-1] if steps else "")
     if last.name.endswith("metadata.json"):  # every snapshot of a table has another one
         return ""
-    return last.stem if last.suffix.lower() in _SUFFIXES else last.name
+    return last.stem if last.suffix.lower() in FILE_SUFFIXES else last.name
 
 
 def _refusal(name: str = "probe", source: str = "/probe", **arguments: Any) -> str | None:
