@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
@@ -97,7 +97,7 @@ class Process:
     container: Json
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    directory: Path
+    directory: PurePath
 
 
 def pods(jobset: Json, address: Callable[[int], str]) -> list[Pod]:
@@ -144,10 +144,10 @@ def pods(jobset: Json, address: Callable[[int], str]) -> list[Pod]:
 def processes(
     pod: Pod,
     all_pods: Iterable[Pod],
-    volumes: Mapping[str, Path],
+    volumes: Mapping[str, PurePath],
     around: Surroundings,
     *,
-    home: Path,
+    home: PurePath,
 ) -> dict[str, Process]:
     """What each container of a pod runs, by its name.
 
@@ -188,7 +188,7 @@ def processes(
                 **given,
                 **around.extra_environment,
             },
-            directory=Path(paths(directory)) if directory else home,
+            directory=PurePath(paths(directory)) if directory else home,
         )
     return found
 
@@ -213,7 +213,9 @@ def _host_rule(all_pods: Iterable[Pod]) -> Callable[[str], str]:
     return _substitution(addresses, _BEFORE_A_NAME, _AFTER_A_NAME)
 
 
-def _path_rule(container: Json, volumes: Mapping[str, Path], where: str) -> Callable[[str], str]:
+def _path_rule(
+    container: Json, volumes: Mapping[str, PurePath], where: str
+) -> Callable[[str], str]:
     directories: dict[str, str] = {}
     for mount in container.get("volumeMounts") or ():
         if mount["name"] not in volumes:

@@ -1,0 +1,295 @@
+"""Manifests, and what whoever reads any of them has against it: each rule with its source.
+
+A rule takes one object and yields a line for each thing that is wrong. `FIELD_RULES` are those of
+every object, `POD_RULES` those of whatever has pods; the rules of training runtimes are in
+`tests.runtime_rules`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubeflow_trainer_api import models as trainer_models
+from kubernetes.client import models as kubernetes_models
+
+from protos.memory import shard_bytes
+
+Json = dict[str, Any]
+Rule = Callable[[Json], Iterator[str]]
+
+ANCESTOR = "trainer.kubeflow.org/trainjob-ancestor-step"
+CACHE_COMMAND = ["cache-server"]
+_UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+
+
+def read(path: Path) -> Json:
+    """The one object of a file, as the SDK's `TrainingRuntimeSource` reads it."""
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict), path
+    return found
+
+
+def is_runtime(thing: Json) -> bool:
+    return str(thing["kind"]).endswith("TrainingRuntime")
+
+
+def job_set(runtime: Json) -> Json:
+    found: Json = runtime["spec"]["template"]["spec"]
+    return found
+
+
+def jobs(runtime: Json) -> list[Json]:
+    found: list[Json] = job_set(runtime)["replicatedJobs"]
+    return found
+
+
+def job_named(runtime: Json, name: str) -> Json:
+    return next(job for job in jobs(runtime) if job["name"] == name)
+
+
+def ancestor(job: Json) -> str | None:
+    found: str | None = job["template"].get("metadata", {}).get("labels", {}).get(ANCESTOR)
+    return found
+
+
+def pod_of(job: Json) -> Json:
+    found: Json = job["template"]["spec"]["template"]
+    return found
+
+
+def pods(thing: Json) -> Iterator[tuple[str, Json]]:
+    """The pod templates of an object, with a name for each."""
+    if is_runtime(thing):
+        for job in jobs(thing):
+            yield job["name"], pod_of(job)
+    elif thing["kind"] == "StatefulSet":
+        yield thing["metadata"]["name"], thing["spec"]["template"]
+
+
+def containers(pod: Json) -> Iterator[Json]:
+    """Init containers, sidecars among them, then containers."""
+    yield from pod["spec"].get("initContainers", ())
+    yield from pod["spec"]["containers"]
+
+
+def container_named(pod: Json, name: str) -> Json:
+    return next(container for container in containers(pod) if container["name"] == name)
+
+
+def env_of(container: Json) -> dict[str, Any]:
+    """Values and sources by name."""
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in container["env"]}
+
+
+def memory_bytes(quantity: str) -> int:
+    return int(quantity[:-2]) * _UNITS[quantity[-2:]]
+
+
+# Every object.
+
+
+def fields_are_known(thing: Json) -> Iterator[str]:
+    """The API server drops or refuses a field that the schema lacks.
+
+    Runtimes by the models of kubeflow-trainer-api, by which the SDK also reads them: one that does
+    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client.
+    """
+    if is_runtime(thing):
+        model = getattr(trainer_models, f"TrainerV1alpha1{thing['kind']}")
+        yield from _lost(thing, model.from_dict(thing).to_dict(), "$")
+    else:
+        yield from _unknown(thing, f"V1{thing['kind']}", "$")
+
+
+def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for key, value in given.items():
+            if key in kept:
+                yield from _lost(value, kept[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key} is no field"
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for index, value in enumerate(given):
+            yield from _lost(value, kept[index], f"{path}[{index}]")
+    elif given != kept:
+        yield f"{path} is {kept!r}, not {given!r}"
+
+
+_PLAIN = {"str": str, "int": int, "bool": bool}
+
+
+def _unknown(value: Any, kind: str, path: str) -> Iterator[str]:
+    if match := re.fullmatch(r"list\[(.+)\]", kind):
+        if not isinstance(value, list):
+            yield f"{path} must be a list"
+            return
+        for index, item in enumerate(value):
+            yield from _unknown(item, match[1], f"{path}[{index}]")
+    elif match := re.fullmatch(r"dict\(str, (.+)\)", kind):
+        for key, item in value.items():
+            yield from _unknown(item, match[1], f"{path}.{key}")
+    elif kind in _PLAIN:
+        if type(value) is not _PLAIN[kind]:
+            yield f"{path} must be {kind}, got {value!r}"
+    elif kind not in ("object", "datetime"):
+        model = getattr(kubernetes_models, kind)
+        names = {name: attribute for attribute, name in model.attribute_map.items()}
+        for key, item in value.items():
+            if key not in names:
+                yield f"{path}.{key} is no field"
+            else:
+                yield from _unknown(item, model.openapi_types[names[key]], f"{path}.{key}")
+
+
+FIELD_RULES: tuple[Rule, ...] = (fields_are_known,)
+
+
+# Every pod.
+
+_ALLOWED_VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral"),
+    *("persistentVolumeClaim", "projected", "secret"),
+}
+
+
+def pods_are_restricted(thing: Json) -> Iterator[str]:
+    """Pod Security Standards, profile "restricted" (kubernetes.io)."""
+    for name, pod in pods(thing):
+        spec, of_pod = pod["spec"], pod["spec"].get("securityContext", {})
+        for host in ("hostNetwork", "hostPID", "hostIPC"):
+            if spec.get(host):
+                yield f"{name}: {host}"
+        for volume in spec.get("volumes", ()):
+            if not volume.keys() - {"name"} <= _ALLOWED_VOLUMES:
+                yield f"{name}: volume {volume['name']} of a kind that is not allowed"
+        for container in containers(pod):
+            own = container.get("securityContext", {})
+            both = {**of_pod, **own}
+            where = f"{name}/{container['name']}"
+            if both.get("runAsNonRoot") is not True or both.get("runAsUser") == 0:
+                yield f"{where}: may run as root"
+            if both.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+                yield f"{where}: no seccompProfile"
+            if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+                yield f"{where}: allowPrivilegeEscalation must be false"
+            capabilities = own.get("capabilities", {})
+            if capabilities.get("drop") != ["ALL"] or capabilities.get("add"):
+                yield f"{where}: capabilities must drop ALL and add none"
+            if any("hostPort" in port for port in container.get("ports", ())):
+                yield f"{where}: hostPort"
+
+
+def mounts_have_volumes(thing: Json) -> Iterator[str]:
+    """Kubernetes' validation of pods; volumeClaimPolicies add volumes by their templates' names.
+
+    ``pkg/controllers/volume_claim_policy.go`` of JobSet appends the volume without a look at those
+    that are there, so a template's name must be no pod's own volume.
+    """
+    policies = job_set(thing).get("volumeClaimPolicies", ()) if is_runtime(thing) else ()
+    claims = [claim["metadata"]["name"] for each in policies for claim in each["templates"]]
+    mounted = set()
+    for name, pod in pods(thing):
+        volumes = [volume["name"] for volume in pod["spec"].get("volumes", ())]
+        yield from (
+            f"{name}: volume {claim} is a claim too" for claim in claims if claim in volumes
+        )
+        for container in containers(pod):
+            for mount in container.get("volumeMounts", ()):
+                mounted.add(mount["name"])
+                if mount["name"] not in (*volumes, *claims):
+                    yield f"{name}/{container['name']}: no volume {mount['name']}"
+        used = {m["name"] for each in containers(pod) for m in each.get("volumeMounts", ())}
+        yield from (f"{name}: volume {volume} is not used" for volume in set(volumes) - used)
+    yield from (f"claim {claim} is not used" for claim in set(claims) - mounted)
+
+
+def variables_are_defined(thing: Json) -> Iterator[str]:
+    """The kubelet leaves ``$(NAME)`` as it stands where NAME is not defined, or later in `env`."""
+    for name, pod in pods(thing):
+        for container in containers(pod):
+            where = f"{name}/{container['name']}"
+            known: set[str] = set()
+            for variable in container.get("env", ()):
+                for used in re.findall(r"\$\((\w+)\)", variable.get("value", "")):
+                    if used not in known:
+                        yield f"{where}: {variable['name']} uses {used} before it is defined"
+                known.add(variable["name"])
+            for text in (*container.get("command", ()), *container.get("args", ())):
+                for used in re.findall(r"\$\((\w+)\)", text):
+                    if used not in known:
+                        yield f"{where}: {used} in {text!r} is not defined"
+
+
+def probes_find_their_port(thing: Json) -> Iterator[str]:
+    """A gRPC probe has a number, not a name, for its port (Kubernetes API)."""
+    for name, pod in pods(thing):
+        for container in containers(pod):
+            ports = {port["containerPort"] for port in container.get("ports", ())}
+            for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+                grpc = container.get(kind, {}).get("grpc")
+                if grpc and grpc["port"] not in ports:
+                    yield f"{name}/{container['name']}: {kind} asks port {grpc['port']!r}"
+
+
+def restarts_are_possible(thing: Json) -> Iterator[str]:
+    """Kubernetes' validation: ``restartPolicyRules`` come with a ``restartPolicy`` of their own.
+
+    A sidecar is always restarted, so rules for it would mean nothing.
+    """
+    for name, pod in pods(thing):
+        for container in containers(pod):
+            policy = container.get("restartPolicy")
+            if container.get("restartPolicyRules") and policy in (None, "Always"):
+                yield f"{name}/{container['name']}: restartPolicyRules with {policy}"
+
+
+def keys_are_matched_once(thing: Json) -> Iterator[str]:
+    """Kubernetes' validation: a key of ``matchLabelKeys`` is not in the label selector too."""
+    for name, pod in pods(thing):
+        affinity = pod["spec"].get("affinity", {}).get("podAffinity", {})
+        terms = [
+            *pod["spec"].get("topologySpreadConstraints", ()),
+            *affinity.get("requiredDuringSchedulingIgnoredDuringExecution", ()),
+            *(
+                each["podAffinityTerm"]
+                for each in affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+            ),
+        ]
+        for term in terms:
+            labels = term["labelSelector"].get("matchLabels", {})
+            for key in term.get("matchLabelKeys", ()):
+                if key in labels:
+                    yield f"{name}: {key} is in matchLabelKeys and in labelSelector"
+
+
+def shards_fit_their_volume(thing: Json) -> Iterator[str]:
+    """A cache node fills as much memory as its volume has, no more and no less."""
+    for name, pod in pods(thing):
+        sizes = {
+            volume["name"]: volume["emptyDir"]["sizeLimit"]
+            for volume in pod["spec"].get("volumes", ())
+            if volume.get("emptyDir", {}).get("sizeLimit")
+        }
+        for container in containers(pod):
+            if container.get("command") != CACHE_COMMAND:
+                continue
+            mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+            limit = memory_bytes(container["resources"]["limits"]["memory"])
+            size = sizes.get(mounts.get("/cache", ""), "0Gi")
+            if memory_bytes(size) != shard_bytes(limit):
+                yield f"{name}: sizeLimit {size}, but {shard_bytes(limit)} bytes for shards"
+
+
+POD_RULES: tuple[Rule, ...] = (
+    pods_are_restricted,
+    mounts_have_volumes,
+    variables_are_defined,
+    probes_find_their_port,
+    restarts_are_possible,
+    keys_are_matched_once,
+    shards_fit_their_volume,
+)

@@ -1,0 +1,482 @@
+"""The initializer's pure parts: settings, the planned objects, and what pods say."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+from kubernetes.client import (
+    ApiClient,
+    Configuration,
+    V1Service,
+    V1ServiceAccount,
+    V1StatefulSet,
+)
+
+from protos.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from protos.memory import shard_bytes
+from runtimes.initializer.plan import (
+    JOB_LABEL,
+    PLAN_ANNOTATION,
+    Json,
+    Kind,
+    Names,
+    Planned,
+    plan_objects,
+)
+from runtimes.initializer.settings import Settings, from_env
+from runtimes.initializer.verdict import Hope, is_disrupted, judge, lacks_pods
+
+GIB = 1 << 30
+ROLE = "arn:aws:iam::123456789012:role/trainer"
+ENVIRON = {
+    "TRAIN_JOB_NAME": "train-1",
+    "POD_NAMESPACE": "team-a",
+    "CACHE_IMAGE": "ghcr.io/trainer-data-cache/server:0.1.0",
+    "STORAGE_URI": "s3://bucket/tpch/lineitem/",
+}
+TRAIN_JOB: Json = {
+    "metadata": {"name": "train-1", "namespace": "team-a", "uid": "uid-of-the-job"},
+    "spec": {"initializer": {"dataset": {"storageUri": "s3://bucket/tpch/lineitem/"}}},
+}
+
+
+def settings_of(**changes: str) -> Settings:
+    return from_env({**ENVIRON, **changes})
+
+
+def job_with(**dataset: Any) -> Json:
+    job = copy.deepcopy(TRAIN_JOB)
+    job["spec"]["initializer"]["dataset"] |= dataset
+    return job
+
+
+def planned(train_job: Json = TRAIN_JOB, **changes: str) -> dict[tuple[Kind, str], Planned]:
+    return {(one.kind, one.name): one for one in plan_objects(settings_of(**changes), train_job)}
+
+
+def pod_template(train_job: Json = TRAIN_JOB, **changes: str) -> Json:
+    stateful_set = planned(train_job, **changes)[Kind.STATEFUL_SET, "train-1-cache"]
+    template: Json = stateful_set.body["spec"]["template"]
+    return template
+
+
+def container_of(train_job: Json = TRAIN_JOB, **changes: str) -> Json:
+    (container,) = pod_template(train_job, **changes)["spec"]["containers"]
+    return dict(container)
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+def test_without_a_size_the_defaults_are_the_ancestors() -> None:
+    settings = settings_of()
+    assert (settings.num_nodes, settings.cpu, settings.memory) == (2, "2", "2Gi")
+    assert settings.ready_deadline_s == 1800
+
+
+@pytest.mark.parametrize(("size", "num_nodes"), [("1", 1), ("2", 1), ("3", 2), ("9", 8)])
+def test_the_cluster_size_counts_the_head_of_the_ancestor(size: str, num_nodes: int) -> None:
+    assert settings_of(CLUSTER_SIZE=size).num_nodes == num_nodes
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TRAIN_JOB_NAME", "Train_1"),
+        ("TRAIN_JOB_NAME", "a" * 47),
+        ("CLUSTER_SIZE", "0"),
+        ("CLUSTER_SIZE", "three"),
+        ("CLUSTER_SIZE", "-3"),
+        ("WORKER_CPU", "two"),
+        ("WORKER_CPU", "0"),
+        ("WORKER_MEM", "2GB"),
+        ("WORKER_MEM", "-2Gi"),
+        ("WORKER_MEM", "1Gi"),
+        ("READINESS_PERIOD_SECONDS", "0"),
+        ("READINESS_INITIAL_DELAY_SECONDS", "soon"),
+        ("CACHE_READY_DEADLINE_S", "0"),
+        ("CACHE_READY_DEADLINE_S", "nan"),
+        ("CACHE_READY_DEADLINE_S", "inf"),
+        ("CACHE_FAILURE_GRACE_S", "-1"),
+        ("CACHE_READY_FILE", "ready"),
+        ("STORAGE_URI", "ftp://host/x"),
+        ("CACHE_REPLICAS", "none"),
+    ],
+)
+def test_a_bad_setting_is_quoted(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(**{variable: value})
+    assert variable in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_all_bad_settings_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_env({"CLUSTER_SIZE": "x", "WORKER_MEM": "y", "STORAGE_URI": "s3:/z"})
+    for name in ("TRAIN_JOB_NAME", "POD_NAMESPACE", "CACHE_IMAGE"):
+        assert f"{name} is missing" in str(caught.value)
+    for quoted in ("CLUSTER_SIZE", "'x'", "WORKER_MEM", "'y'", "STORAGE_URI='s3:/z'"):
+        assert quoted in str(caught.value)
+
+
+def test_the_namespace_of_the_service_account_stands_in_for_the_variable() -> None:
+    environ = {k: v for k, v in ENVIRON.items() if k != "POD_NAMESPACE"}
+    assert from_env(environ, own_namespace="team-b").namespace == "team-b"
+    assert from_env(ENVIRON, own_namespace="team-b").namespace == "team-a"
+
+
+def test_the_head_of_the_ancestor_is_accepted_and_known_to_be_given() -> None:
+    assert settings_of(HEAD_CPU="1", HEAD_MEM="1Gi").head_variables == ("HEAD_CPU", "HEAD_MEM")
+
+
+@pytest.mark.parametrize(
+    ("limit", "shards"), [(2 * GIB, GIB), (4 * GIB, 3 * GIB), (8 * GIB, 6 * GIB)]
+)
+def test_the_process_keeps_a_quarter_of_the_memory_and_at_least_a_gibibyte(
+    limit: int, shards: int
+) -> None:
+    assert shard_bytes(limit) == shards
+
+
+# -- the planned objects ---------------------------------------------------------------------------
+
+
+def test_the_objects_are_those_of_the_contract_in_the_order_they_need_each_other() -> None:
+    assert [(one.kind, one.name) for one in plan_objects(settings_of(), TRAIN_JOB)] == [
+        (Kind.SERVICE_ACCOUNT, "train-1-cache"),
+        (Kind.SERVICE, "train-1-cache"),
+        (Kind.SERVICE, "train-1-cache-service"),
+        (Kind.STATEFUL_SET, "train-1-cache"),
+    ]
+    assert set(Names("train-1").removed_in_order) == set(planned())
+
+
+def test_every_object_is_owned_by_the_train_job_and_labelled_with_it() -> None:
+    for one in planned().values():
+        (owner,) = one.body["metadata"]["ownerReferences"]
+        assert owner == {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "name": "train-1",
+            "uid": "uid-of-the-job", "controller": True, "blockOwnerDeletion": True,
+        }  # fmt: skip
+        assert one.body["metadata"]["namespace"] == "team-a"
+        assert one.body["metadata"]["labels"][JOB_LABEL] == "train-1"
+        assert one.body["metadata"]["labels"]["app.kubernetes.io/instance"] == "train-1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [
+        (Kind.SERVICE_ACCOUNT, V1ServiceAccount),
+        (Kind.SERVICE, V1Service),
+        (Kind.STATEFUL_SET, V1StatefulSet),
+    ],
+)
+def test_every_field_is_one_that_kubernetes_knows(kind: Kind, model: type) -> None:
+    job = job_with(env=[{"name": "REGION", "value": "eu-west-1"}], secretRef={"name": "keys"})
+    api = ApiClient(Configuration())
+
+    class Answer:
+        def __init__(self, body: Json) -> None:
+            self.data = json.dumps(body)
+
+    for (of_kind, _), one in planned(job, IAM_ROLE=ROLE).items():
+        if of_kind is kind:
+            parsed = api.deserialize(Answer(one.body), model)
+            assert api.sanitize_for_serialization(parsed) == one.body
+
+
+def test_a_pod_may_run_where_pod_security_is_restricted() -> None:
+    spec, container = pod_template()["spec"], container_of()
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert all("emptyDir" in volume for volume in spec["volumes"])
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+
+
+def test_pods_spread_over_machines_within_the_zone_of_the_job() -> None:
+    spec = pod_template()["spec"]
+    (spread,) = spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    labels = pod_template()["metadata"]["labels"]
+    assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert not any(key.startswith("jobset.") for key in labels)  # they are none of the JobSet's
+    (near,) = spec["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert near["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+    wanted = near["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    assert wanted == {"jobset.sigs.k8s.io/jobset-name": "train-1"}
+
+
+def test_a_pod_has_no_token_of_the_cluster() -> None:
+    assert pod_template()["spec"]["automountServiceAccountToken"] is False
+    account = planned()[Kind.SERVICE_ACCOUNT, "train-1-cache"].body
+    assert account["automountServiceAccountToken"] is False
+
+
+def test_rows_lie_in_memory_beside_what_the_process_needs() -> None:
+    container = container_of(WORKER_CPU="500m", WORKER_MEM="8Gi")
+    wanted = {"cpu": "500m", "memory": "8Gi"}
+    assert container["resources"] == {"requests": wanted, "limits": wanted}
+    volumes = pod_template(WORKER_MEM="8Gi")["spec"]["volumes"]
+    assert {"medium": "Memory", "sizeLimit": str(6 * GIB)} in [v["emptyDir"] for v in volumes]
+    assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+
+
+def test_the_pods_are_a_cache_of_the_size_that_the_job_asks() -> None:
+    stateful_set = planned(CLUSTER_SIZE="5")[Kind.STATEFUL_SET, "train-1-cache"].body
+    assert stateful_set["spec"]["replicas"] == 4
+    assert stateful_set["spec"]["podManagementPolicy"] == "Parallel"
+    assert stateful_set["spec"]["serviceName"] == "train-1-cache"
+    container = container_of(CLUSTER_SIZE="5")
+    assert {"name": "CACHE_WORLD_SIZE", "value": "4"} in container["env"]
+    assert container["command"] == ["cache-server"]
+    assert container["args"] == [
+        "serve",
+        "--cache-dir=/cache",
+        "--bind=$(POD_IP)",
+        "--advertise=$(POD_NAME).train-1-cache",
+        "--coordinator=train-1-cache-0.train-1-cache:50052",
+        "--num-nodes=$(CACHE_WORLD_SIZE)",
+        "--container-memory-limit=$(CONTAINER_MEMORY_LIMIT)",
+        "--load-from-env",
+    ]
+    named = {variable["name"] for variable in container["env"]}
+    for argument in container["args"]:
+        if "$(" in argument:
+            assert argument.partition("$(")[2].partition(")")[0] in named
+
+
+def test_pods_find_each_other_before_they_are_ready_and_clients_find_the_coordinator() -> None:
+    nodes = planned()[Kind.SERVICE, "train-1-cache"].body["spec"]
+    clients = planned()[Kind.SERVICE, "train-1-cache-service"].body["spec"]
+    labels = pod_template()["metadata"]["labels"]
+    assert nodes["clusterIP"] == "None"
+    assert nodes["publishNotReadyAddresses"] is True
+    assert nodes["selector"].items() <= labels.items()
+    assert clients["selector"] == {"statefulset.kubernetes.io/pod-name": "train-1-cache-0"}
+    ports = {port["name"]: port["port"] for port in clients["ports"]}
+    assert ports == {"flight": 50051, "control": 50052}
+
+
+def test_probes_ask_over_grpc_and_the_readiness_is_the_ancestors() -> None:
+    container = container_of(
+        READINESS_INITIAL_DELAY_SECONDS="1",
+        READINESS_PERIOD_SECONDS="2",
+        READINESS_TIMEOUT_SECONDS="4",
+        READINESS_FAILURE_THRESHOLD="6",
+    )
+    assert container["readinessProbe"] == {
+        "grpc": {"port": 50052, "service": "ready"},
+        "initialDelaySeconds": 1, "periodSeconds": 2, "timeoutSeconds": 4, "failureThreshold": 6,
+    }  # fmt: skip
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["grpc"] == {"port": 50052, "service": "live"}
+    assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+def test_the_dataset_of_the_job_is_taken_over_as_it_stands_and_no_secret_is_copied() -> None:
+    env = [
+        {"name": "REGION", "value": "eu-west-1"},
+        {"name": "CLUSTER_SIZE", "value": "3"},
+        {
+            "name": "SECRET_ACCESS_KEY",
+            "valueFrom": {"secretKeyRef": {"name": "keys", "key": "secret"}},
+        },
+    ]
+    container = container_of(
+        job_with(env=env, secretRef={"name": "keys"}),
+        REGION="eu-west-1",
+        ACCESS_KEY_ID="the-id",
+        SECRET_ACCESS_KEY="the-secret",
+    )
+    storage = {"name": "STORAGE_URI", "value": "s3://bucket/tpch/lineitem/"}
+    assert container["env"][-4:] == [storage, *env]
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    assert "the-secret" not in json.dumps(container)
+    assert "the-id" not in json.dumps(container)
+
+
+def test_a_storage_uri_among_the_variables_comes_before_the_field_as_in_trainer() -> None:
+    theirs = {"name": "STORAGE_URI", "value": "s3://other/"}
+    env = container_of(job_with(env=[theirs]))["env"]
+    assert [variable for variable in env if variable["name"] == "STORAGE_URI"] == [theirs]
+
+
+@pytest.mark.parametrize("dataset", [{"storageUri": None}, {"env": None}, {"secretRef": None}])
+def test_parts_of_the_dataset_may_be_null(dataset: Json) -> None:
+    job = job_with(env=[{"name": "STORAGE_URI", "value": "s3://b/t"}])
+    job["spec"]["initializer"]["dataset"] |= dataset
+    assert "envFrom" not in container_of(job if "env" not in dataset else job_with(**dataset))
+
+
+def test_a_setting_that_the_cache_pods_would_not_get_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"CACHE_REPLICAS.*spec\.initializer\.dataset"):
+        planned(CACHE_REPLICAS="2")
+    job = copy.deepcopy(TRAIN_JOB)
+    job["spec"] = {}
+    with pytest.raises(ConfigError, match="STORAGE_URI"):
+        planned(job)
+
+
+def test_a_setting_that_a_cache_pod_sets_itself_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="POD_IP"):
+        planned(job_with(env=[{"name": "POD_IP", "value": "127.0.0.1"}]))
+
+
+@pytest.mark.parametrize("role", [None, ROLE])
+def test_the_role_is_optional(role: str | None) -> None:
+    account = planned(
+        job_with(env=[{"name": "IAM_ROLE", "value": role}] if role else []),
+        **({"IAM_ROLE": role} if role else {}),
+    )[Kind.SERVICE_ACCOUNT, "train-1-cache"]
+    annotations = account.body["metadata"]["annotations"]
+    assert annotations.get("eks.amazonaws.com/role-arn") == role
+    assert ("eks.amazonaws.com/sts-regional-endpoints" in annotations) == (role is not None)
+
+
+def test_a_plan_is_known_again_and_another_one_is_not_the_same() -> None:
+    assert planned() == planned()
+    key = (Kind.STATEFUL_SET, "train-1-cache")
+    assert planned()[key].fingerprint != planned(CLUSTER_SIZE="4")[key].fingerprint
+    assert planned()[key].body["metadata"]["annotations"] == {
+        PLAN_ANNOTATION: planned()[key].fingerprint
+    }
+
+
+# -- what pods say ---------------------------------------------------------------------------------
+
+STATEFUL_SET: Json = {
+    "metadata": {"name": "train-1-cache", "uid": "uid-of-the-set"},
+    "spec": {"replicas": 2},
+    "status": {"readyReplicas": 1},
+}
+
+
+def pod(index: int, owner: str = "uid-of-the-set", **status: Any) -> Json:
+    return {
+        "metadata": {
+            "name": f"train-1-cache-{index}",
+            "uid": f"uid-{index}",
+            "ownerReferences": [{"uid": owner}],
+        },
+        "status": status,
+    }
+
+
+def container(name: str = "cache", **status: Any) -> Json:
+    return {"name": name, "ready": False, "restartCount": 1, **status}
+
+
+def waits(reason: str) -> Json:
+    return container(state={"waiting": {"reason": reason, "message": f"why {reason}"}})
+
+
+def ended(code: int, name: str = "cache", said: str = "first\ncache: last\n\n") -> Json:
+    how = {"exitCode": code, "reason": "Error", "message": said}
+    return container(name, state={"waiting": {}}, lastState={"terminated": how})
+
+
+def refusal(message: str, uid: str = "uid-of-the-set") -> Json:
+    return {"reason": "FailedCreate", "message": message, "involvedObject": {"uid": uid}}
+
+
+@pytest.mark.parametrize(
+    ("status", "hope", "error", "text"),
+    [
+        (waits("ErrImagePull"), Hope.STUCK, NodeUnavailableError, "why ErrImagePull"),
+        (waits("ImagePullBackOff"), Hope.STUCK, NodeUnavailableError, "ImagePullBackOff"),
+        (waits("InvalidImageName"), Hope.NONE, NodeUnavailableError, "InvalidImageName"),
+        (waits("CreateContainerConfigError"), Hope.STUCK, NodeUnavailableError, "ConfigError"),
+        (ended(65), Hope.NONE, LoadError, "exited with 65: cache: last"),
+        (ended(78), Hope.NONE, ConfigError, "exited with 78: cache: last"),
+        (ended(65, said=""), Hope.NONE, LoadError, "exited with 65: Error"),
+        (ended(1), Hope.WAITING, NodeUnavailableError, "exited with 1: cache: last"),
+        (ended(65, name="sidecar"), Hope.WAITING, NodeUnavailableError, "exited with 65"),
+    ],
+)
+def test_a_container_tells_whether_there_is_hope(
+    status: Json, hope: Hope, error: type[CacheError], text: str
+) -> None:
+    (problem,) = judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[status])], ()).problems
+    assert (problem.hope, problem.raises) == (hope, error)
+    assert "train-1-cache-1" in problem.text
+    assert text in problem.text
+
+
+@pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "CrashLoopBackOff"])
+def test_what_every_pod_goes_through_is_no_problem(reason: str) -> None:
+    pods = [pod(0), pod(1, containerStatuses=[waits(reason)])]
+    assert judge(STATEFUL_SET, pods, ()).problems == ()
+
+
+def test_a_container_that_is_ready_again_is_forgiven_how_it_ended() -> None:
+    again = {**ended(65), "ready": True}
+    assert judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[again])], ()).problems == ()
+
+
+def test_an_unschedulable_pod_waits_and_says_why() -> None:
+    condition = {
+        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+        "message": "0/3 nodes are available",
+    }  # fmt: skip
+    verdict = judge(STATEFUL_SET, [pod(0), pod(1, conditions=[condition])], ())
+    assert [problem.hope for problem in verdict.problems] == [Hope.WAITING]
+    assert str(verdict) == (
+        "1 of 2 cache pods ready; pod train-1-cache-1: Unschedulable: 0/3 nodes are available"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "hope"),
+    [
+        ('pods "p" is forbidden: violates PodSecurity "restricted:latest": x', Hope.NONE),
+        ('admission webhook "w" denied the request: no', Hope.NONE),
+        ("ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no", Hope.NONE),
+        ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Hope.NONE),
+        ('Pod "p" is invalid: spec.containers[0].image: Required value', Hope.NONE),
+        ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Hope.WAITING),
+        ('pods "p" is forbidden: error looking up service account a/b: x', Hope.WAITING),
+        ('failed calling webhook "w": connection refused', Hope.WAITING),
+    ],
+)
+def test_a_refused_pod_has_hope_only_where_the_reason_may_pass(message: str, hope: Hope) -> None:
+    (problem,) = judge(STATEFUL_SET, [pod(0)], [refusal(message)]).problems
+    assert (problem.hope, message in problem.text) == (hope, True)
+
+
+def test_refusals_do_not_count_once_the_pods_are_there_or_of_another_set() -> None:
+    event = refusal('pods "p" is forbidden: violates PodSecurity')
+    assert judge(STATEFUL_SET, [pod(0), pod(1)], [event]).problems == ()
+    assert judge(STATEFUL_SET, [pod(0)], [{**event, "involvedObject": {}}]).problems == ()
+
+
+def test_pods_of_a_former_set_of_that_name_are_passed_over() -> None:
+    former = pod(0, owner="uid-of-another", containerStatuses=[ended(65)])
+    assert judge(STATEFUL_SET, [former, pod(1)], ()).problems == ()
+    assert lacks_pods(STATEFUL_SET, [former, pod(1)])
+    assert not lacks_pods(STATEFUL_SET, [pod(0), pod(1)])
+
+
+def test_the_pods_own_reason_comes_first() -> None:
+    pods = [pod(0, containerStatuses=[ended(1)]), pod(1, containerStatuses=[ended(78)])]
+    assert [p.raises for p in judge(STATEFUL_SET, pods, ()).problems] == [
+        ConfigError,
+        NodeUnavailableError,
+    ]
+
+
+def test_a_cache_is_ready_when_every_pod_is() -> None:
+    assert not judge(STATEFUL_SET, (), ()).is_ready
+    assert judge({**STATEFUL_SET, "status": {"readyReplicas": 2}}, (), ()).is_ready
+    assert not judge({**STATEFUL_SET, "status": {}}, (), ()).is_ready
+
+
+def test_an_eviction_is_told_from_a_plain_deletion() -> None:
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    assert is_disrupted(pod(0, conditions=[condition])) == "EvictionByEvictionAPI"
+    assert is_disrupted(pod(0, conditions=[{**condition, "status": "False"}])) is None
+    assert is_disrupted(pod(0)) is None

@@ -1,0 +1,228 @@
+"""What ``kubectl kustomize`` makes of runtimes/: the objects, the sizes, the images."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runtimes import MANIFESTS
+from tests.manifests import (
+    Json,
+    container_named,
+    containers,
+    env_of,
+    is_runtime,
+    job_named,
+    job_set,
+    pod_of,
+    pods,
+    read,
+)
+from tests.runtime_rules import problems
+
+KUBECTL = shutil.which("kubectl")
+pytestmark = pytest.mark.skipif(
+    KUBECTL is None, reason="needs kubectl, whose kustomize builds them"
+)
+
+CACHE = "torch-distributed-data-cache"
+SHARED = {
+    *("Namespace/data-cache-system", "NetworkPolicy/data-cache", "PodDisruptionBudget/data-cache"),
+    *("Service/data-cache", "Service/data-cache-nodes", "ServiceAccount/data-cache"),
+    "StatefulSet/data-cache",
+}
+
+
+def runtimes_named(*names: str) -> set[str]:
+    return {f"ClusterTrainingRuntime/{name}" for name in names}
+
+
+WITH_CACHE = {
+    "ClusterRole/data-cache-initializer",
+    *runtimes_named("torch-distributed-with-cache"),
+}
+OBJECTS = {
+    ".": {
+        *runtimes_named(CACHE, f"{CACHE}-colocated", "torch-distributed-shared-data-cache"),
+        *WITH_CACHE,
+        *SHARED,
+    },
+    "shared": SHARED,
+    CACHE: runtimes_named(CACHE),
+    f"{CACHE}-colocated": runtimes_named(f"{CACHE}-colocated"),
+    "torch-distributed-with-cache": WITH_CACHE,
+    "torch-distributed-shared-data-cache": runtimes_named("torch-distributed-shared-data-cache"),
+    "deepspeed-data-cache": runtimes_named("deepspeed-data-cache"),
+    "jax-distributed-data-cache": runtimes_named("jax-distributed-data-cache"),
+    "torchtune-qwen2.5-1.5b": {"TrainingRuntime/torchtune-qwen2.5-1.5b"},
+    "overlays/before-kubernetes-1.35": runtimes_named(CACHE),
+    **{
+        f"overlays/{name}": runtimes_named(name)
+        for name in (
+            *(f"{CACHE}-4", f"{CACHE}-8", f"{CACHE}-colocated-volcano"),
+            f"{CACHE}-colocated-default-scheduler",
+        )
+    },
+}
+RUNTIMES = sorted(
+    folder
+    for folder in OBJECTS
+    if "/" not in folder and (MANIFESTS / folder / "runtime.yaml").exists()
+)
+IN_JOB = [
+    folder
+    for folder in RUNTIMES
+    if "cache-in-job" in read(MANIFESTS / folder / "runtime.yaml")["metadata"]["labels"].values()
+]
+
+
+def build(folder: Path) -> dict[str, Json]:
+    """The objects of a kustomization by kind and name."""
+    assert KUBECTL is not None
+    done = subprocess.run(
+        [KUBECTL, "kustomize", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    built = list(yaml.safe_load_all(done.stdout))
+    found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
+    assert len(found) == len(built)
+    return found
+
+
+def customised(folder: Path, **fields: Any) -> dict[str, Json]:
+    """What a kustomization of a user's own builds, whose folders are given from runtimes/ on."""
+    for kind in ("resources", "components"):
+        fields[kind] = [os.path.relpath(MANIFESTS / name, folder) for name in fields.get(kind, ())]
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
+    return build(folder)
+
+
+def only(built: dict[str, Json]) -> Json:
+    (thing,) = built.values()
+    return thing
+
+
+@pytest.mark.parametrize("folder", OBJECTS)
+def test_a_kustomization_builds_its_objects_and_no_rule_has_anything_against_them(
+    folder: str,
+) -> None:
+    built = build(MANIFESTS / folder)
+    assert built.keys() == OBJECTS[folder]
+    assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
+
+
+def test_no_kustomization_is_left_out() -> None:
+    found = {
+        str(path.parent.relative_to(MANIFESTS))
+        for path in MANIFESTS.rglob("kustomization.yaml")
+        if read(path)["kind"] == "Kustomization"
+    }
+    assert found == OBJECTS.keys()
+
+
+@pytest.mark.parametrize("folder", ["torch-distributed-data-cache", "jax-distributed-data-cache"])
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_size_is_one_number_and_another_name(folder: str, size: int, tmp_path: Path) -> None:
+    base = only(build(MANIFESTS / folder))
+    built = only(
+        customised(tmp_path, resources=[folder], components=[f"components/cache-nodes-{size}"])
+    )
+    assert built["metadata"].pop("name") == f"{base['metadata'].pop('name')}-{size}"
+    job = job_named(base, "dataset-initializer")["template"]["spec"]
+    job["parallelism"] = job["completions"] = size
+    environment = container_named(job["template"], "dataset-initializer")["env"]
+    next(each for each in environment if each["name"] == "CACHE_WORLD_SIZE")["value"] = str(size)
+    assert built == base
+
+
+@pytest.mark.parametrize("folder", IN_JOB)
+def test_before_kubernetes_1_35_the_kubelet_restarts_cache_pods(
+    folder: str, tmp_path: Path
+) -> None:
+    component = "components/before-kubernetes-1.35"
+    built = only(customised(tmp_path, resources=[folder], components=[component]))
+    assert problems(built) == []
+    job = job_named(built, "dataset-initializer")
+    assert pod_of(job)["spec"]["restartPolicy"] == "OnFailure"
+    assert "podFailurePolicy" not in job["template"]["spec"]
+    assert not {"restartPolicy", "restartPolicyRules"} & pod_of(job)["spec"]["containers"][0].keys()
+    for other in ("node", "launcher"):
+        if other in [each["name"] for each in job_set(built)["replicatedJobs"]]:
+            assert pod_of(job_named(built, other))["spec"]["restartPolicy"] == "Never"
+
+
+def test_the_gang_is_scheduled_by_whom_the_overlay_names() -> None:
+    folder = MANIFESTS / "overlays" / f"{CACHE}-colocated"
+    volcano = only(build(folder.with_name(f"{folder.name}-volcano")))
+    assert volcano["spec"]["podGroupPolicy"] == {"volcano": {}}
+    assert pod_of(job_named(volcano, "node"))["spec"]["schedulerName"] == "volcano"
+    none = only(build(folder.with_name(f"{folder.name}-default-scheduler")))
+    assert "podGroupPolicy" not in none["spec"]
+    assert "schedulerName" not in pod_of(job_named(none, "node"))["spec"]
+
+
+def test_images_change_in_every_pod(tmp_path: Path) -> None:
+    """In runtimes/kustomization.yaml itself, as its comment says."""
+    copied = tmp_path / "runtimes"
+    for path in MANIFESTS.rglob("*.yaml"):
+        target = copied / path.relative_to(MANIFESTS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    top = read(copied / "kustomization.yaml")
+    for image in top["images"]:
+        image["newName"] = image["name"].replace("ghcr.io", "registry.example.com:5000")
+        image["newTag"] = "tomorrow"
+    (copied / "kustomization.yaml").write_text(yaml.safe_dump(top), encoding="utf-8")
+    built = build(copied)
+    images = {
+        container["image"]
+        for thing in built.values()
+        for _, pod in pods(thing)
+        for container in containers(pod)
+    }
+    repository = "registry.example.com:5000/trainer-data-cache"
+    assert images == {f"{repository}/server:tomorrow", f"{repository}/trainer:tomorrow"}
+    made = built["ClusterTrainingRuntime/torch-distributed-with-cache"]
+    pod = pod_of(job_named(made, "dataset-initializer"))
+    image = env_of(container_named(pod, "dataset-initializer"))["CACHE_IMAGE"]
+    assert image == f"{repository}/server:tomorrow"
+
+
+def test_a_kustomization_on_top_changes_images_too(tmp_path: Path) -> None:
+    images = [{"name": "ghcr.io/trainer-data-cache/server", "newTag": "tomorrow"}]
+    built = customised(tmp_path, resources=["."], images=images)
+    changed = [
+        container["image"]
+        for thing in built.values()
+        for _, pod in pods(thing)
+        for container in containers(pod)
+        if "/server" in container["image"]
+    ]
+    assert changed
+    assert all(image.endswith("/server:tomorrow") for image in changed)
+
+
+def test_a_namespace_is_given_access_by_a_component(tmp_path: Path) -> None:
+    built = customised(
+        tmp_path,
+        namespace="team-a",
+        components=["torch-distributed-with-cache/namespace-access"],
+    )
+    account = built["ServiceAccount/data-cache-initializer"]
+    binding = built["RoleBinding/data-cache-initializer"]
+    assert account["metadata"]["namespace"] == binding["metadata"]["namespace"] == "team-a"
+    (subject,) = binding["subjects"]
+    assert subject == {
+        "kind": "ServiceAccount",
+        "name": "data-cache-initializer",
+        "namespace": "team-a",
+    }
+    assert all(problems(thing) == [] for thing in built.values() if not is_runtime(thing))

@@ -1,0 +1,258 @@
+"""The manifests of runtimes/: no rule has anything against them, and they fit each other."""
+
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from runtimes import MANIFESTS
+from tests.manifests import (
+    CACHE_COMMAND,
+    Json,
+    ancestor,
+    container_named,
+    containers,
+    env_of,
+    job_named,
+    job_set,
+    jobs,
+    pod_of,
+    pods,
+    read,
+)
+from tests.runtime_rules import problems
+
+ROOT = MANIFESTS.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+OURS = "ghcr.io/trainer-data-cache/"
+TRAINERS = "ghcr.io/kubeflow/trainer/"  # a BuiltinTrainer runs in its images
+FILES = sorted(path for path in MANIFESTS.rglob("*.yaml") if path.name != "kustomization.yaml")
+RUNTIMES = [path for path in FILES if path.name == "runtime.yaml"]
+WITH_PODS = [*RUNTIMES, MANIFESTS / "shared/stateful-set.yaml"]
+
+
+def name_of(path: Path) -> str:
+    return path.parent.name if path.name == "runtime.yaml" else f"{path.parent.name}/{path.stem}"
+
+
+def runtime(folder: str) -> Json:
+    return read(MANIFESTS / folder / "runtime.yaml")
+
+
+FLAGSHIP = runtime("torch-distributed-data-cache")
+COLOCATED = runtime("torch-distributed-data-cache-colocated")
+WITH_CACHE = runtime("torch-distributed-with-cache")
+SHARED = runtime("torch-distributed-shared-data-cache")
+CACHE = read(MANIFESTS / "shared/stateful-set.yaml")
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_no_rule_has_anything_against_a_manifest(path: Path) -> None:
+    assert problems(read(path)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_has_one_object(path: Path) -> None:
+    assert "\n---" not in path.read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=name_of)
+def test_a_runtime_is_named_as_its_folder(path: Path) -> None:
+    assert read(path)["metadata"]["name"] == path.parent.name
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=name_of)
+def test_the_sdk_reads_a_runtime_from_its_file(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, when it is imported
+        from kubeflow.trainer.backends.container import runtime_loader
+    name = path.parent.name
+    found = runtime_loader.get_training_runtime_from_sources(name, [f"file://{path}"])
+    labels = read(path)["metadata"]["labels"]
+    assert found.name == name
+    assert found.trainer.framework == labels["trainer.kubeflow.org/framework"]
+    assert found.trainer.num_nodes == 1
+
+
+@pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
+def test_images_are_ours_and_of_this_version(path: Path) -> None:
+    for name, pod in pods(read(path)):
+        for container in containers(pod):
+            repository, _, tag = container["image"].rpartition(":")
+            if repository.startswith(TRAINERS):
+                assert path.parent.name.startswith("torchtune-"), container["image"]
+                assert tag == "v2.3.0"
+            else:
+                assert repository.startswith(OURS), f"{name}: {container['image']}"
+                assert tag == VERSION
+
+
+@pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
+def test_only_the_pod_that_makes_a_cache_has_a_token(path: Path) -> None:
+    for name, pod in pods(read(path)):
+        wanted = (path.parent.name, name) == ("torch-distributed-with-cache", "dataset-initializer")
+        assert pod["spec"]["automountServiceAccountToken"] is wanted, name
+        assert pod["spec"]["enableServiceLinks"] is False
+
+
+@pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
+def test_pods_are_not_moved_and_say_why_they_failed(path: Path) -> None:
+    for name, pod in pods(read(path)):
+        if name != "model-initializer":
+            assert pod["metadata"]["annotations"] == {
+                "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+                "karpenter.sh/do-not-disrupt": "true",
+            }
+        for container in containers(pod):
+            assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
+@pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
+def test_cache_nodes_have_all_probes_and_scratch_beside_their_memory(path: Path) -> None:
+    for _, pod in pods(read(path)):
+        for container in containers(pod):
+            if container.get("command") == CACHE_COMMAND:
+                assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
+                assert container["livenessProbe"]["grpc"]["service"] == "live"
+                mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+                volumes = {v["name"]: v["emptyDir"] for v in pod["spec"]["volumes"]}
+                assert volumes[mounts["/cache"]]["medium"] == "Memory"
+                assert volumes[mounts["/cache/.scratch"]] == volumes[mounts["/tmp"]] == {}
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=name_of)
+def test_trainers_can_be_given_a_function_by_the_sdk(path: Path) -> None:
+    """It runs bash, which writes into the working directory, and pip, which writes into HOME."""
+    for job in jobs(read(path)):
+        if job["name"] != "node" or path.parent.name == "deepspeed-data-cache":
+            continue
+        node = container_named(pod_of(job), "node")
+        mounts = {m["mountPath"]: m for m in node["volumeMounts"]}
+        environment = env_of(node)
+        assert "/dev/shm" in mounts
+        assert node["workingDir"] == environment["HOME"] == "/workspace"
+        assert not mounts["/workspace"].get("readOnly")
+        assert environment["USER"]
+        assert not node["securityContext"].get("readOnlyRootFilesystem")
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=name_of)
+def test_trainers_are_told_the_endpoint(path: Path) -> None:
+    job = "$(TRAIN_JOB_NAME)"
+    expected = {
+        "torch-distributed-data-cache-colocated": f"grpc://{job}-node-0-0.{job}:50051",
+        "torch-distributed-with-cache": f"grpc://{job}-cache-service:50051",
+        "torch-distributed-shared-data-cache": "grpc://data-cache.data-cache-system:50051",
+    }.get(path.parent.name, f"grpc://{job}-dataset-initializer-0-0.{job}:50051")
+    for found in jobs(read(path)):
+        if found["name"] in ("node", "launcher"):
+            assert env_of(container_named(pod_of(found), "node"))["CACHE_ENDPOINT"] == expected
+
+
+IN_JOB = [
+    path
+    for path in RUNTIMES
+    if read(path)["metadata"]["labels"]["app.kubernetes.io/component"] == "cache-in-job"
+]
+
+
+@pytest.mark.parametrize("path", IN_JOB, ids=name_of)
+def test_a_cache_that_is_a_replicated_job_is_the_same_in_every_runtime(path: Path) -> None:
+    thing = read(path)
+    assert job_named(thing, "dataset-initializer") == job_named(FLAGSHIP, "dataset-initializer")
+    assert (
+        job_set(thing)["failurePolicy"]["rules"][0]
+        == job_set(FLAGSHIP)["failurePolicy"]["rules"][0]
+    )
+
+
+def test_a_sidecar_caches_as_the_pods_of_a_job_do() -> None:
+    cache = pod_of(job_named(FLAGSHIP, "dataset-initializer"))["spec"]["containers"][0]
+    sidecar = container_named(pod_of(job_named(COLOCATED, "node")), "cache")
+    theirs = [
+        argument.replace("$(CACHE_WORLD_SIZE)", "$(PET_NNODES)").replace(
+            "-dataset-initializer-0-", "-node-0-"
+        )
+        for argument in cache["args"]
+    ]
+    assert sidecar["args"] == theirs
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["startupProbe"]["grpc"]["service"] == "ready"
+    for same in ("image", "command", "ports", "livenessProbe", "resources", "securityContext"):
+        assert sidecar[same] == cache[same]
+
+
+def test_trainer_and_sidecar_see_the_shards_at_one_path() -> None:
+    pod = pod_of(job_named(COLOCATED, "node"))
+    (writes,) = [m for m in container_named(pod, "cache")["volumeMounts"] if m["name"] == "cache"]
+    (reads,) = [m for m in container_named(pod, "node")["volumeMounts"] if m["name"] == "cache"]
+    assert reads == {**writes, "readOnly": True}
+
+
+def test_the_initializer_makes_pods_of_its_own_image() -> None:
+    container = container_named(
+        pod_of(job_named(WITH_CACHE, "dataset-initializer")), "dataset-initializer"
+    )
+    assert env_of(container)["CACHE_IMAGE"] == container["image"]
+
+
+def test_the_role_of_the_initializer_is_all_that_it_asks_and_no_more() -> None:
+    folder = MANIFESTS / "torch-distributed-with-cache"
+    role = read(folder / "cluster-role.yaml")
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert granted == {
+        ("trainer.kubeflow.org", "trainjobs", "get"),
+        *(("", "serviceaccounts", verb) for verb in ("create", "delete", "get")),
+        *(("", "services", verb) for verb in ("create", "delete", "get")),
+        *(("apps", "statefulsets", verb) for verb in ("create", "delete", "get", "list", "watch")),
+        *(("", "pods", verb) for verb in ("get", "list", "watch")),
+        ("", "events", "list"),
+    }
+    account = read(folder / "namespace-access/service-account.yaml")["metadata"]["name"]
+    binding = read(folder / "namespace-access/role-binding.yaml")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account}]
+    pod = pod_of(job_named(WITH_CACHE, "dataset-initializer"))["spec"]
+    assert pod["serviceAccountName"] == account
+
+
+def test_the_objects_of_the_shared_cache_fit_together() -> None:
+    shared = {path.stem: read(path) for path in (MANIFESTS / "shared").glob("*.yaml")}
+    namespace = shared["namespace"]["metadata"]
+    spec = CACHE["spec"]
+    labels = spec["template"]["metadata"]["labels"]
+    ports = {port["name"] for port in spec["template"]["spec"]["containers"][0]["ports"]}
+    for name in ("service", "nodes-service"):
+        selector = shared[name]["spec"]["selector"]
+        selector.pop("statefulset.kubernetes.io/pod-name", None)
+        assert selector.items() <= labels.items()
+        assert {port["targetPort"] for port in shared[name]["spec"]["ports"]} == ports
+    assert spec["serviceName"] == shared["nodes-service"]["metadata"]["name"]
+    assert (
+        spec["template"]["spec"]["serviceAccountName"]
+        == shared["service-account"]["metadata"]["name"]
+    )
+    policy = shared["network-policy"]["spec"]
+    for selector in (shared["disruption-budget"]["spec"]["selector"], policy["podSelector"]):
+        assert selector["matchLabels"].items() <= labels.items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert namespace["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for name, thing in shared.items():
+        if name not in ("namespace", "kustomization"):
+            assert thing["metadata"]["namespace"] == namespace["name"], name
+    host = f"{shared['service']['metadata']['name']}.{namespace['name']}"
+    (initializer,) = pod_of(job_named(SHARED, "dataset-initializer"))["spec"]["containers"]
+    assert f"--endpoint=grpc://{host}:50051" in initializer["args"]
+
+
+def test_every_kind_of_ancestor_is_among_the_runtimes() -> None:
+    found = {ancestor(job) for path in RUNTIMES for job in jobs(read(path))}
+    assert found - {None} == {"trainer", "dataset-initializer", "model-initializer"}
