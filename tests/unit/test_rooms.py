@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("cache_server", "cache_client", "protos")
+ROOMS = ("cache_server", "cache_client", "protos", "runtimes")
 GENERATED = ("_pb2.py", "_pb2_grpc.py")
 
 # Numbers in, numbers out.
@@ -24,17 +24,28 @@ PURE_MODULES = (
     "cache_client/routing.py",
     "cache_server/planning.py",
     "cache_server/pinned.py",
+    "cache_server/quoting.py",
     "cache_server/object_stores/options.py",
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/layout.py",
+    "protos/memory.py",
+    "runtimes/initializer/plan.py",
+    "runtimes/initializer/verdict.py",
+    "runtimes/local/patches.py",
+    "runtimes/local/pods.py",
+    "runtimes/local/policies.py",
+    "runtimes/local/render.py",
 )
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *("base64", "json", "numpy", "pyarrow", "urllib.parse", "protos.errors", "protos.layout"),
-    *("cache_client.permutation", "cache_server.pinned", "cache_server.tables.postgres.quoting"),
+    *("cache_client.permutation", "cache_server.pinned", "cache_server.quoting"),
+    *("kubernetes.utils.quantity", "pathlib.PurePath", "protos.memory"),
+    *("runtimes.initializer.plan", "runtimes.initializer.settings"),
+    *("runtimes.local.patches", "runtimes.local.render"),
     "protos.spec.CATALOG_PREFIX",  # a constant: of a module that reads files, nothing else
 )
 # Inside an allowed package, what reads or writes all the same.
@@ -70,6 +81,7 @@ _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordinator", "control_link", "control_service", "flight_service", "local", "node")
 _KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
+_RUN_PODS = ("containers", "controller", "kubelet", "probes", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),
     Barrier("cache_client", "cache_server"),
@@ -112,6 +124,15 @@ BARRIERS = (
         "cache_client.reader",
         tuple(f"cache_client/{n}.py" for n in _KNOW_THE_READER),
     ),
+    # What runs beside a cache is no part of it: `cachectl run-local` is the one door.
+    Barrier("cache_server", "runtimes"),
+    Barrier("cache_client", "runtimes", ("cache_client/__main__.py",)),
+    Barrier("protos", "runtimes"),
+    Barrier("runtimes", "cache_client"),
+    Barrier("runtimes", "cache_server"),
+    Barrier("runtimes", "kubernetes.client", ("runtimes/initializer/cluster.py",)),
+    Barrier("runtimes", "grpc", ("runtimes/local/probes.py",)),
+    Barrier("runtimes", "asyncio", tuple(f"runtimes/local/{n}.py" for n in _RUN_PODS)),
     Barrier("cache_server", "torch"),
     Barrier("protos", "torch"),
     # Before Python 3.12 it has a lock, which a fork in another thread would leave locked.
@@ -124,6 +145,7 @@ ENVIRONMENT_READERS = (
     "cache_server/__main__.py",
     "cache_client/__main__.py",
     "cache_client/ranks.py",
+    "runtimes/initializer/__main__.py",
 )
 ENVIRONMENT_FUNCTION = "from_env"
 
@@ -344,6 +366,14 @@ def test_the_client_starts_without_the_server() -> None:
         "assert not found, f'import cache_client imports {found}'"
     )
     run_python("import sys; sys.modules['datafusion'] = None; import cache_client")
+
+
+def test_whoever_only_loads_datasets_needs_no_torch() -> None:
+    run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        "import cache_client, cache_client.__main__\n"
+        "assert cache_client.CacheClient"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,417 @@
+"""``run-local``: the semantics of pods, Jobs and JobSets, with shell scripts for containers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from protos.errors import ConfigError
+from runtimes.local import Console, read_manifests, render, run_local
+from runtimes.local.kubelet import Backoff
+from tests.train_jobs import container, env, replicated_job, runtime, train_job, write
+
+Json = dict[str, Any]
+
+PROBE = {"periodSeconds": 1, "timeoutSeconds": 5}
+
+
+@dataclass
+class Seen:
+    """What a run said, in order."""
+
+    lines: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def console(self) -> Console:
+        def line(pod: str, container: str, text: str) -> None:
+            self.lines.append(f"{pod}/{container} {text}")
+
+        return Console(event=self.events.append, line=line)
+
+    def of(self, container: str) -> list[str]:
+        return [line.partition(" ")[2] for line in self.lines if f"/{container} " in line]
+
+
+def run(tmp_path: Path, made: Json, job: Json | None = None, *others: Json) -> tuple[int, Seen]:
+    """Runs a job to its end; the folder ``tmp_path`` is ``$DIR`` in every container."""
+    file = write(tmp_path / "job.yaml", job or train_job(), *others)
+    manifests = read_manifests(file, write(tmp_path / "runtime.yaml", made))
+    seen = Seen()
+    code = run_local(
+        manifests,
+        render(manifests.train_job, manifests.runtime),
+        environment=os.environ,
+        extra_environment={"DIR": str(tmp_path)},
+        console=seen.console,
+        backoff=Backoff(first_s=0.01, limit_s=0.05),
+    )
+    return code, seen
+
+
+def node(script: str, **fields: Any) -> Json:
+    """A trainer whose container runs ``script``."""
+    pod = {key: fields.pop(key) for key in ("volumes", "initContainers") if key in fields}
+    job = fields.pop("job", None)
+    depends_on = fields.pop("depends_on", None)
+    return replicated_job(
+        "node",
+        container("node", script, **fields),
+        ancestor="trainer",
+        job=job,
+        depends_on=depends_on,
+        **pod,
+    )
+
+
+def test_a_job_is_complete_when_its_trainers_are(tmp_path: Path) -> None:
+    cache = replicated_job("cache", container("cache", "echo up; sleep 1000 & wait"))
+    made = runtime(
+        cache,
+        node("echo rank $PET_NODE_RANK of $PET_NNODES", depends_on="cache:Ready"),
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made, train_job(trainer={"numNodes": 2}))
+    assert code == 0
+    assert sorted(seen.of("node")) == ["rank 0 of 2", "rank 1 of 2"]
+    assert seen.of("cache") == ["up"]
+    assert seen.events[-1] == "TrainJob job is complete"
+
+
+def test_a_dependent_job_waits_until_every_pod_is_ready(tmp_path: Path) -> None:
+    ready = {"exec": {"command": ["test", "-f", str(tmp_path / "ready")]}, **PROBE}
+    cache = container(
+        "cache",
+        'if [ $JOB_COMPLETION_INDEX = 1 ]; then echo last; touch "$DIR/ready"; fi; sleep 1000',
+        readinessProbe=ready,
+    )
+    made = runtime(
+        replicated_job("cache", cache, parallelism=2),
+        node('test -f "$DIR/ready" && echo found', depends_on="cache:Ready"),
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made)
+    assert code == 0
+    assert [line.split()[-1] for line in seen.lines] == ["last", "found"]
+
+
+def test_a_dependent_job_may_wait_for_the_end_of_another(tmp_path: Path) -> None:
+    load = replicated_job("load", container("load", "sleep 0.3; echo loaded"))
+    code, seen = run(tmp_path, runtime(load, node("echo trained", depends_on="load:Complete")))
+    assert code == 0
+    assert [line.split()[-1] for line in seen.lines] == ["loaded", "trained"]
+
+
+def test_a_failed_trainer_is_replaced_and_the_cache_is_not(tmp_path: Path) -> None:
+    cache = replicated_job("cache", container("cache", "echo up; sleep 1000"))
+    script = 'if mkdir "$DIR/once"; then echo first >&2; exit 1; fi; echo second'
+    made = runtime(
+        cache,
+        node(script, depends_on="cache:Ready", job={"backoffLimit": 1}),
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made)
+    assert code == 0
+    assert seen.of("node")[0] == "first"
+    assert seen.of("node")[-1] == "second"
+    assert seen.of("cache") == ["up"]
+    assert any("ended with exit code 1; another pod takes its place" in e for e in seen.events)
+
+
+def test_a_replaced_pod_starts_with_empty_volumes(tmp_path: Path) -> None:
+    script = 'ls /work | wc -l; touch /work/left; mkdir "$DIR/once" && exit 1; true'
+    made = runtime(
+        node(
+            script,
+            volumes=[{"name": "w", "emptyDir": {}}],
+            volumeMounts=[{"name": "w", "mountPath": "/work"}],
+        )
+    )
+    code, seen = run(tmp_path, made)
+    assert code == 0
+    assert [line for line in seen.of("node") if line.isdigit()] == ["0", "0"]
+
+
+RESTARTED = {
+    "restartPolicy": "Never",
+    "restartPolicyRules": [
+        {"action": "Restart", "exitCodes": {"operator": "NotIn", "values": [0, 65, 78]}}
+    ],
+}
+MEMORY = {
+    "volumes": [{"name": "m", "emptyDir": {"medium": "Memory"}}],
+    "volumeMounts": [{"name": "m", "mountPath": "/cache"}],
+}
+
+
+def test_a_killed_container_is_restarted_in_place_and_finds_its_files(tmp_path: Path) -> None:
+    script = (
+        "if [ -f /cache/kept ]; then echo kept; exit 0; fi; touch /cache/kept; kill -9 $BASHPID"
+    )
+    code, seen = run(tmp_path, runtime(node(script, **RESTARTED, **MEMORY)))
+    assert code == 0
+    assert seen.of("node") == ["kept"]
+    assert any("ended with exit code 137; it is restarted in place" in e for e in seen.events)
+
+
+@pytest.mark.parametrize("exit_code", [65, 78])
+def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
+    tmp_path: Path, exit_code: int
+) -> None:
+    cache = container("cache", f"echo more; echo the reason >&2; exit {exit_code}", **RESTARTED)
+    policy = {
+        "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [65, 78]}}]
+    }
+    rule = {"name": "bad", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    made = runtime(
+        replicated_job("cache", cache, job={"podFailurePolicy": policy}),
+        node("echo never", depends_on="cache:Ready"),
+        failurePolicy={"maxRestarts": 3, "rules": [rule]},
+    )
+    made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ][0]["readinessProbe"] = {"exec": {"command": ["false"]}, **PROBE}
+    code, seen = run(tmp_path, made)
+    assert code == exit_code
+    assert seen.events[-1] == (
+        f"TrainJob job failed: cache: PodFailurePolicy: job-cache-0-0/cache ended with exit code "
+        f"{exit_code}: the reason"
+    )
+    assert seen.of("node") == []
+
+
+def test_too_many_failures_fail_the_job(tmp_path: Path) -> None:
+    code, seen = run(tmp_path, runtime(node("echo sad; exit 3", job={"backoffLimit": 2})))
+    assert code == 3
+    assert seen.of("node") == ["sad"] * 3
+    assert "BackoffLimitExceeded" in seen.events[-1]
+
+
+def test_restarts_of_a_pod_that_restarts_on_failure_count_towards_the_limit(
+    tmp_path: Path,
+) -> None:
+    made = replicated_job(
+        "node",
+        container("node", "exit 3"),
+        ancestor="trainer",
+        job={"backoffLimit": 2},
+        restartPolicy="OnFailure",
+    )
+    code, seen = run(tmp_path, runtime(made))
+    assert code == 3
+    assert "BackoffLimitExceeded" in seen.events[-1]
+
+
+def test_the_failure_policy_starts_everything_again(tmp_path: Path) -> None:
+    cache = replicated_job("cache", container("cache", "echo up; sleep 1000"))
+    script = 'mkdir "$DIR/once" 2>/dev/null && exit 1; echo done'
+    made = runtime(
+        cache,
+        node(script, depends_on="cache:Ready", job={"backoffLimit": 0}),
+        failurePolicy={"maxRestarts": 1},
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made)
+    assert code == 0
+    assert seen.of("cache") == ["up", "up"]
+    assert seen.of("node") == ["done"]
+
+
+def test_a_sidecar_gates_the_trainer_and_ends_after_it(tmp_path: Path) -> None:
+    sidecar = container(
+        "cache",
+        "trap 'echo stopped; exit 0' TERM; sleep 0.3; touch /cache/up; sleep 1000 & wait",
+        restartPolicy="Always",
+        startupProbe={"exec": {"command": ["bash", "-c", "test -f $UP"]}, **PROBE},
+        env=env(UP="/cache/up"),
+        volumeMounts=[{"name": "m", "mountPath": "/cache"}],
+    )
+    script = "test -f /cache/up && echo gated"
+    code, seen = run(tmp_path, runtime(node(script, initContainers=[sidecar], **MEMORY)))
+    assert code == 0
+    assert [line.split()[-1] for line in seen.lines] == ["gated", "stopped"]
+
+
+def test_an_init_container_runs_to_its_end_before_the_others(tmp_path: Path) -> None:
+    first = container("first", "sleep 0.2; echo one")
+    code, seen = run(tmp_path, runtime(node("echo two", initContainers=[first])))
+    assert code == 0
+    assert [line.split()[-1] for line in seen.lines] == ["one", "two"]
+
+
+def test_a_container_that_is_no_longer_live_is_restarted(tmp_path: Path) -> None:
+    script = "if [ -f /cache/again ]; then exit 0; fi; touch /cache/again; sleep 1000"
+    live = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
+    code, seen = run(tmp_path, runtime(node(script, livenessProbe=live, **RESTARTED, **MEMORY)))
+    assert code == 0
+    assert "the liveness probe failed: the container is stopped" in seen.of("node")
+
+
+def test_secrets_of_the_same_file_reach_the_initializer(tmp_path: Path) -> None:
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "keys"},
+        "data": {"ID": "a2V5"},
+        "stringData": {"TOKEN": "plain"},
+    }
+    mounts = [{"name": "initializer", "mountPath": "/x"}]
+    made = runtime(
+        replicated_job(
+            "dataset-initializer",
+            container("dataset-initializer", "echo $STORAGE_URI $ID $TOKEN", volumeMounts=mounts),
+            ancestor="dataset-initializer",
+            volumes=[{"name": "initializer", "emptyDir": {}}],
+        )
+    )
+    dataset = {"storageUri": "s3://b/t", "secretRef": {"name": "keys"}}
+    code, seen = run(tmp_path, made, train_job(initializer={"dataset": dataset}), secret)
+    assert code == 0
+    assert seen.of("dataset-initializer") == ["s3://b/t key plain"]
+
+
+def test_a_job_with_a_deadline_ends_by_it(tmp_path: Path) -> None:
+    code, seen = run(tmp_path, runtime(node("sleep 1000")), train_job(activeDeadlineSeconds=1))
+    assert code == 1
+    assert "DeadlineExceeded" in seen.events[-1]
+
+
+def test_long_lines_and_bytes_that_are_no_text_are_passed_on(tmp_path: Path) -> None:
+    script = r"head -c 200000 /dev/zero | tr '\0' x; echo; printf 'a\xffb\rprogress\n'"
+    code, seen = run(tmp_path, runtime(node(script)))
+    assert code == 0
+    assert sum(map(len, seen.of("node")[:-2])) == 200_000
+    assert seen.of("node")[-2:] == ["a\ufffdb", "progress"]
+
+
+def test_the_same_file_may_bring_its_own_runtime(tmp_path: Path) -> None:
+    own = runtime(node("echo own"))
+    code, seen = run(tmp_path, runtime(node("echo shipped")), None, own)
+    assert (code, seen.of("node")) == (0, ["own"])
+
+
+def unknown_field() -> Json:
+    made = runtime(node("x"))
+    made["spec"]["template"]["spec"]["replicatedJob"] = []
+    return made
+
+
+@pytest.mark.parametrize(
+    ("job", "made", "words"),
+    [
+        (train_job(numNodes=2), runtime(node("x")), ["unknown field spec.numNodes"]),
+        (train_job(), unknown_field(), ["unknown field spec.template.spec.replicatedJob"]),
+        (train_job(runtimeRef={"name": "other"}), runtime(node("x")), ["'other'", "scripts"]),
+        (
+            train_job(trainer={"numNodes": "two"}),
+            runtime(node("x")),
+            ["TrainJob job", "numNodes", "integer"],
+        ),
+        (
+            train_job(),
+            runtime(
+                node("x", volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}])
+            ),
+            ["volume 'v'", "persistentVolumeClaim"],
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_named_before_anything_runs(
+    tmp_path: Path, job: Json, made: Json, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path, made, job)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def cachectl(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "cache_client", "run-local", *map(str, arguments)]
+
+
+def test_render_prints_the_jobset_and_runs_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path / "job.yaml", train_job("mine"))
+    made = write(tmp_path / "runtime.yaml", runtime(node('touch "$DIR/ran"')))
+    done = subprocess.run(
+        cachectl(file, "--runtimes", made, "--render", "--env", f"DIR={tmp_path}"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    jobset = yaml.safe_load(done.stdout)
+    assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "mine")
+    assert not (tmp_path / "ran").exists()
+
+
+def left_behind(name: str) -> list[str]:
+    return [
+        *(str(path) for path in Path("/dev/shm").glob(f"run-local-{name}-*")),
+        *(str(path) for path in Path("/tmp").glob(f"run-local-{name}-*")),
+    ]
+
+
+def marked(word: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARKED") == word:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_process_and_no_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    name = f"stopped-{number.name.lower()}"
+    # One that ignores the signal, one in a session of its own, one whose parent is gone.
+    script = (
+        "trap '' TERM; setsid sleep 1001 & (setsid sleep 1002 &) ; touch /cache/x; "
+        "echo running; sleep 1003"
+    )
+    made = runtime(
+        replicated_job(
+            "node",
+            container("node", script, volumeMounts=MEMORY["volumeMounts"]),
+            ancestor="trainer",
+            volumes=MEMORY["volumes"],
+            terminationGracePeriodSeconds=1,
+        )
+    )
+    file = write(tmp_path / "job.yaml", train_job(name))
+    process = subprocess.Popen(
+        cachectl(
+            file,
+            *("--runtimes", write(tmp_path / "runtime.yaml", made)),
+            *("--env", f"MARKED={name}", "--env", f"TMPDIR={tmp_path}"),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith("| running\n")
+        assert len(marked(name)) >= 3
+        assert left_behind(name)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + number
+    assert errors.splitlines()[-1] == f"run-local: TrainJob {name} was stopped by {number.name}"
+    assert marked(name) == []
+    assert left_behind(name) == []
