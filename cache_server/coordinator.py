@@ -66,6 +66,7 @@ class Coordinator:
         self._lease_s = lease_s
         self._clock = clock
         self._changed = threading.Condition()
+        self._changes = 0  # so that one between two looks is not missed
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
         self._node_rate = 0.0  # bytes a second and node of the last load; 0 before the first
@@ -78,7 +79,7 @@ class Coordinator:
         with self._changed:
             for version in self._versions.values():
                 version.release()
-            self._changed.notify_all()
+            self._note_change()
 
     def listen(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called when there is something new to do, before a heartbeat is due."""
@@ -131,7 +132,7 @@ class Coordinator:
                 spec.name, planned.plan.key.fingerprint, version.num_shards,
             )  # fmt: skip
             self._settle()
-            self._changed.notify_all()
+            self._note_change()
             info = self._describe(version)
         self._tell()
         return info
@@ -202,7 +203,7 @@ class Coordinator:
         version.created = self._created = self._created + 1
         self._write(version)
         self._settle()
-        self._changed.notify_all()
+        self._note_change()
         self._tell()
         return self._describe(version)
 
@@ -246,7 +247,7 @@ class Coordinator:
             self._find(name)
             for key in [key for key in self._versions if key.dataset == name]:
                 self._forget(key)
-            self._changed.notify_all()
+            self._note_change()
         self._tell()
 
     def watch(
@@ -258,12 +259,14 @@ class Coordinator:
         """
         while active():
             with self._changed:
+                seen = self._changes
                 info = self._describe(self._find(name, fingerprint))
             yield info
             if info.state != pb.DATASET_STATE_LOADING:
                 return
             with self._changed:
-                self._changed.wait(min(self._interval_s, _WATCH_S))
+                if self._changes == seen:
+                    self._changed.wait(min(self._interval_s, _WATCH_S))
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -306,8 +309,13 @@ class Coordinator:
             for version in self._versions.values():
                 if version.failure is None:
                     response.datasets.append(self._holdings(version).desired(node_id))
-            self._changed.notify_all()
+            self._note_change()
             return response
+
+    def _note_change(self) -> None:
+        """Inside the lock: wakes whoever watches."""
+        self._changes += 1
+        self._changed.notify_all()
 
     def _tell(self) -> None:
         for callback in self._listeners:

@@ -72,8 +72,8 @@ def test_memory_stays_bounded_while_two_gigabytes_are_loaded_and_streamed(
             info = CacheClient(cluster.endpoint).load(DatasetSpec("big", big_source))
         assert info.num_bytes > 2_000 * MB
         print(f"server +{(server_peak[0] - before) / MB:.0f} MB while loading")
-        # The shards being built lie in the files that it maps.
-        assert server_peak[0] - before < 500 * MB
+        # 320 MB where nothing else runs; more where decoding runs ahead of a slow writer.
+        assert server_peak[0] - before < 650 * MB
 
         client = psutil.Process()
         for local, memory in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -1061,6 +1062,21 @@ def test_watching_gives_the_present_state_at_once_and_ends_when_ready(
     settle(node)
     assert next(watch).state == pb.DATASET_STATE_READY
     assert list(watch) == []
+
+
+def test_a_change_between_two_looks_is_told_at_once(
+    coordinator: Coordinator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = FakeNode(coordinator, "one")
+    info = coordinator.create(spec(source))
+    monkeypatch.setattr(coordinator, "_interval_s", 60.0)
+    monkeypatch.setattr(coordinator_module, "_WATCH_S", 60.0)
+    watch = coordinator.watch("table", info.fingerprint, lambda: True)
+    next(watch)
+    settle(node)  # while whoever watches is busy with what it was told
+    began = time.monotonic()
+    assert next(watch).state == pb.DATASET_STATE_READY
+    assert time.monotonic() - began < 30.0
 
 
 def test_watching_ends_when_nobody_watches_any_more(coordinator: Coordinator, source: Path) -> None:
