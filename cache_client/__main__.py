@@ -23,7 +23,7 @@ from rich.text import Text
 from cache_client.client import CacheClient, DatasetInfo
 from cache_client.forecast import LoadForecast
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
-from protos.job_settings import spec_from_env
+from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.spec import DatasetSpec, parse_bytes
 from protos.trainjob_status import TrainJobStatus
 
@@ -62,6 +62,9 @@ def load(
             "--from-env", help="Instead: what STORAGE_URI and the settings beside it mean."
         ),
     ] = False,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="With --from-env: it may name no dataset at all.")
+    ] = False,
     endpoint: Endpoint = None,
     wait: Annotated[bool, typer.Option(help="Until the dataset is ready.")] = True,
     timeout_s: Annotated[
@@ -73,6 +76,9 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset; attaches at once when this version of it is there already."""
+    if from_env and allow_empty and not asks_for_dataset(os.environ):
+        print("nothing to load: no dataset in the environment", file=sys.stderr)
+        return
     client, wanted = _what_to_load(spec, from_env, endpoint)
     with ExitStack() as stack:
         status = TrainJobStatus.from_env(os.environ) if from_env else None

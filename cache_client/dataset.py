@@ -197,7 +197,16 @@ class CacheIterableDataset(IterableDataset[Any]):
         return self._cursor.epoch
 
     def __len__(self) -> int:
-        """Steps of the next pass, the same for every rank."""
+        """Steps of a whole epoch, the same for every rank.
+
+        A loaded state does not change it: training frameworks take it as the length of every
+        epoch. A pass that goes on in the middle of one has `steps_left`.
+        """
+        return self._plan(0).num_steps
+
+    @property
+    def steps_left(self) -> int:
+        """Steps of the next pass, the same for every rank: fewer after a state was loaded."""
         return self._plan(self._cursor.next_offset).num_steps
 
     # -- epochs and states ---------------------------------------------------------------------

@@ -489,8 +489,14 @@ def test_cachectl_needs_a_dataset_and_takes_it_from_one_place(
     at = ("--endpoint", cluster.endpoint)
     nothing = cachectl(*at)
     both = cachectl(str(tmp_path / "spec.yaml"), *at, STORAGE_URI="/x.parquet")
+    half = cachectl("--allow-empty", *at, CACHE_REPLICAS="2")
+    none = cachectl("--allow-empty", *at)
 
-    assert (nothing.returncode, both.returncode) == (78, 78)
+    assert (nothing.returncode, both.returncode, half.returncode) == (78, 78, 78)
+    assert (none.returncode, none.stderr) == (
+        0,
+        "nothing to load: no dataset in the environment\n",
+    )
     assert "STORAGE_URI is missing" in nothing.stderr
     assert "either a SPEC file or --from-env" in both.stderr
 

@@ -162,6 +162,25 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
     assert by_step_and_rank([batches for _, batches in outputs]) == order[2 * 50 * 7 :]
 
 
+def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+    )
+    whole = -(-ROWS // 64)
+    assert (len(dataset), dataset.steps_left) == (whole, whole)
+    dataset.load_state_dict(dataset.state_dict(steps=5))
+    assert (len(dataset), dataset.steps_left) == (whole, whole - 5)
+    # torch warns where an epoch is longer than its length was, and warnings are errors here.
+    loader = DataLoader(dataset, batch_size=None)
+    assert len(loader) == whole
+    assert len(list(loader)) == whole - 5
+    dataset.set_epoch(1)
+    assert dataset.steps_left == len(list(loader)) == whole
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whole(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int

@@ -1,0 +1,109 @@
+"""Train on a cached table with Hugging Face Accelerate, and go on in the middle of an epoch.
+
+    torchrun --nproc-per-node 2 examples/train_accelerate.py --endpoint grpc://127.0.0.1:50051
+
+or, where there are GPUs, by ``accelerate launch``. With ``--stop-after-steps 20`` it saves its
+state there and ends, as a job that is pre-empted does. Started again with the same ``--state-dir``,
+and any number of ranks, it goes on with the next row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from cache_client import CacheIterableDataset
+
+FEATURES = ["quantity", "discount", "tax", "part"]
+
+
+def main() -> None:
+    """Trains for a few epochs; prints the loss and whether every row was seen exactly once."""
+    parser = argparse.ArgumentParser(description="Train with Accelerate")
+    parser.add_argument("--endpoint", help="default: CACHE_ENDPOINT")
+    parser.add_argument("--dataset", default="lineitem")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--state-dir", type=Path, default=Path("accelerate-state"))
+    parser.add_argument("--stop-after-steps", type=int)
+    arguments = parser.parse_args()
+
+    # Without cpu=True, accelerate trains every process for itself where there is no GPU.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    torch.manual_seed(0)
+    dataset = CacheIterableDataset(
+        arguments.dataset,
+        endpoint=arguments.endpoint,
+        batch_size=arguments.batch_size,
+        columns=["row_key", *FEATURES, "price"],
+        stack={"features": FEATURES},
+        shuffle=True,
+        device=accelerator.device,
+    )
+    model: nn.Module = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    # Prepare the model and the optimizer, not a loader of this dataset. With `dispatch_batches`,
+    # which is the default for iterable datasets, rank 0 would read for all, and it reads its own
+    # rows only: those of the others would never be seen. Without, accelerate would divide among the
+    # ranks what is divided already. What is left of it, the copy to the device, is `device` above.
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(dataset)
+
+    keys: list[torch.Tensor] = []
+    if arguments.state_dir.exists():
+        accelerator.load_state(str(arguments.state_dir))
+        keys = load_keys(arguments.state_dir) if accelerator.is_main_process else []
+    steps, complete = 0, True
+    for epoch in range(dataset.epoch, arguments.epochs):
+        dataset.set_epoch(epoch)  # of the epoch that a state was loaded of: changes nothing
+        losses: list[torch.Tensor] = []
+        for batch in dataset:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(batch["features"]).squeeze(1), batch["price"])
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+            keys.append(batch["row_key"].cpu())
+            steps += 1
+            if steps == arguments.stop_after_steps:
+                accelerator.save_state(str(arguments.state_dir))
+                torch.save(torch.cat(keys), keys_file(arguments.state_dir, accelerator))
+                accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
+                accelerator.end_training()
+                return
+        mean = accelerator.reduce(torch.stack(losses).mean(), "mean")
+        once = count_seen_once(keys)
+        keys = []
+        complete &= once == dataset.num_rows
+        accelerator.print(
+            f"epoch {epoch}: loss {float(mean):.5f}, {len(losses)} steps, "
+            f"{once:,} of {dataset.num_rows:,} rows seen exactly once"
+        )
+    accelerator.end_training()
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def count_seen_once(keys: list[torch.Tensor]) -> int:
+    """How many keys occur exactly once over all ranks together."""
+    _, counts = torch.unique(torch.cat(gather_object(keys)), return_counts=True)
+    return int((counts == 1).sum())
+
+
+def keys_file(state_dir: Path, accelerator: Accelerator) -> Path:
+    """Where a rank keeps the rows it saw; only the check at the end needs it."""
+    return state_dir / f"keys-{accelerator.process_index}.pt"
+
+
+def load_keys(state_dir: Path) -> list[torch.Tensor]:
+    """The rows that all ranks saw before they stopped."""
+    return [torch.load(file) for file in sorted(state_dir.glob("keys-*.pt"))]
+
+
+if __name__ == "__main__":
+    main()

