@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
-from rich.cells import cell_len
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
-from cache_client.client import CacheClient, DatasetInfo
-from cache_client.forecast import LoadForecast
+from cache_client.client import CacheClient
+from cache_client.display import (
+    cell,
+    console,
+    dataset_json,
+    forecast_facts,
+    forecast_json,
+    json_value,
+    print_json,
+    show_dataset,
+    show_facts,
+    show_rows,
+    size,
+    way_facts,
+)
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.spec import DatasetSpec, parse_bytes
@@ -47,10 +52,6 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SpecFile = Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")]
 Name = Annotated[str, typer.Argument(help="Name of a dataset.")]
-
-_MOST_NAMES = 6  # of columns in one line
-# In a pipe there is no width to keep to.
-_console = Console(width=None if sys.stdout.isatty() else 250)
 
 
 @app.command()
@@ -90,7 +91,7 @@ def load(
             timeout_s=timeout_s,
             refresh=refresh,
         )
-    _show_dataset(info, as_json)
+    show_dataset(info, as_json)
 
 
 def _what_to_load(
@@ -142,9 +143,9 @@ def plan(
         timeout_s=timeout_s,
     )
     if as_json:
-        _print_json(_forecast_json(forecast))
+        print_json(forecast_json(forecast))
     else:
-        _show_facts(forecast.name, _forecast_facts(forecast))
+        show_facts(forecast.name, forecast_facts(forecast))
 
 
 @app.command()
@@ -154,9 +155,9 @@ def explain(
     """Say which way the query of a spec goes, and why: split by split, or whole on one node."""
     forecast = CacheClient(endpoint).plan(spec, timeout_s=timeout_s)
     if as_json:
-        _print_json(_forecast_json(forecast))
+        print_json(forecast_json(forecast))
     else:
-        _show_facts(forecast.name, _way_facts(forecast))
+        show_facts(forecast.name, way_facts(forecast))
 
 
 @app.command("ls")
@@ -166,16 +167,16 @@ def list_datasets(
     """List the datasets."""
     datasets = CacheClient(endpoint, timeout_s=timeout_s).datasets()
     if as_json:
-        _print_json([_dataset_json(info) for info in datasets])
+        print_json([dataset_json(info) for info in datasets])
         return
-    _show_rows(
+    show_rows(
         ["name", "state", "rows", "size", "shards", "fingerprint"],
         [
             [
                 info.name,
                 info.state,
                 f"{info.num_rows:,}",
-                _size(info.num_bytes),
+                size(info.num_bytes),
                 str(info.num_shards),
                 info.fingerprint[:12],
             ]
@@ -189,7 +190,7 @@ def describe(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Show one dataset: columns, size and where its shards are."""
-    _show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
+    show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
 
 
 @app.command()
@@ -199,9 +200,9 @@ def drop(
     """Drop a dataset from every node."""
     CacheClient(endpoint, timeout_s=timeout_s).drop(name)
     if as_json:
-        _print_json({"dropped": name})
+        print_json({"dropped": name})
     else:
-        _console.print(f"dropped {name}")
+        console.print(f"dropped {name}")
 
 
 @app.command()
@@ -209,9 +210,9 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
     """List the cache nodes."""
     found = CacheClient(endpoint, timeout_s=timeout_s).nodes()
     if as_json:
-        _print_json([asdict(node) for node in found])
+        print_json([asdict(node) for node in found])
         return
-    _show_rows(
+    show_rows(
         ["node", "alive", "flight", "shards", "stored", "limit", "cache dir"],
         [
             [
@@ -219,8 +220,8 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
                 "yes" if node.alive else "no",
                 node.flight_location,
                 str(node.stored_shards),
-                _size(node.stored_bytes),
-                _size(node.memory_limit_bytes) if node.memory_limit_bytes else "none",
+                size(node.stored_bytes),
+                size(node.memory_limit_bytes) if node.memory_limit_bytes else "none",
                 node.cache_dir,
             ]
             for node in found
@@ -240,9 +241,9 @@ def head(
     batch = CacheClient(endpoint, timeout_s=timeout_s).head(name, num_rows)
     rows = batch.to_pylist()
     if as_json:
-        _print_json([{key: _json_value(value) for key, value in row.items()} for row in rows])
+        print_json([{key: json_value(value) for key, value in row.items()} for row in rows])
         return
-    _show_rows(batch.schema.names, [[_cell(value) for value in row.values()] for row in rows])
+    show_rows(batch.schema.names, [[cell(value) for value in row.values()] for row in rows])
 
 
 @app.command("run-local")
@@ -256,6 +257,10 @@ def run_local(
     ] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for every container; may be repeated.")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=ADDRESS of a service outside of the job; may be repeated."),
     ] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Print the JobSet that a cluster would make of it.")
@@ -274,7 +279,8 @@ def run_local(
     if render:
         print(yaml.safe_dump(jobset, sort_keys=False), end="")
         return
-    given = dict(_variable(text) for text in env or ())
+    given = dict(_pair("--env must be NAME=VALUE", text) for text in env or ())
+    hosts = dict(_pair("--host must be NAME=ADDRESS", text) for text in host or ())
     print("run-local: a tool for development: no images, no isolation", file=sys.stderr)
 
     def event(text: str) -> None:
@@ -289,14 +295,15 @@ def run_local(
         environment=os.environ,
         extra_environment=given,
         console=local.Console(event=event, line=line),
+        hosts=hosts,
     )
     raise typer.Exit(code)
 
 
-def _variable(text: str) -> tuple[str, str]:
+def _pair(rule: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise ConfigError(f"--env must be NAME=VALUE, got {text!r}")
+        raise ConfigError(f"{rule}, got {text!r}")
     return name, value
 
 
@@ -313,200 +320,6 @@ def main() -> None:
         if isinstance(error, ConfigError):
             sys.exit(EXIT_CONFIG)
         sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
-
-
-def _show_dataset(info: DatasetInfo, as_json: bool) -> None:
-    if as_json:
-        _print_json(_dataset_json(info))
-        return
-    _console.print(f"[bold]{info.name}[/bold]  {info.state}", highlight=False)
-    if info.error:
-        _console.print(Text(f"  error        {info.error}"), soft_wrap=True)
-    _console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
-    _console.print(f"  rows         {info.num_rows:,}", highlight=False)
-    _console.print(f"  size         {_size(info.num_bytes)}", highlight=False)
-    shards: dict[str, int] = {}
-    for node_ids in info.placement.values():
-        for node_id in node_ids:
-            shards[node_id] = shards.get(node_id, 0) + 1
-    held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
-    _console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
-    fields = [
-        [
-            field.name,
-            str(field.type),
-            (field.metadata or {}).get(b"cache.source_type", b"").decode(),
-        ]
-        for field in info.schema
-    ]
-    _console.print(Padding(_table(fields, header=["column", "type", "made from"]), (0, 1)))
-
-
-def _way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
-    order = "their own" if forecast.ordered else "none: allow_unordered"
-    facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
-    for table in forecast.tables:
-        how = "split by split" if table.by_split else "whole"
-        rows = "rows unknown" if table.num_rows is None else f"{table.num_rows:,} rows"
-        files = f" in {_count(table.num_files, 'file')} of {_size(table.source_bytes)}"
-        facts.append(
-            (
-                f"reads {table.name}",
-                f"{how}: {table.format}, {rows}{files if table.source_bytes else ''}, "
-                f"{_size(table.num_bytes)} decoded, {_column_names(table.columns)}",
-            )
-        )
-    return facts
-
-
-def _forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
-    facts = _way_facts(forecast)
-    if forecast.whole:
-        facts.append(("result", "not known before the query has run"))
-        facts.append(("memory to run it", _size(forecast.num_bytes)))
-        return facts
-    exact = "" if forecast.rows_exact else " before the query"
-    rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
-    facts.append(("rows", rows))
-    if forecast.filtered_rows is not None:
-        share = forecast.filtered_rows / forecast.num_rows if forecast.num_rows else 0.0
-        facts.append(
-            (
-                "after the filter",
-                f"about {forecast.filtered_rows:,} rows, "
-                f"{_size(round(forecast.num_bytes * share))}, by statistics",
-            )
-        )
-    facts.append(
-        ("decoded", f"{_size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}")
-    )
-    facts.append(("replicas", str(forecast.replicas)))
-    if forecast.node_bytes:
-        nodes = _count(len(forecast.node_bytes), "node")
-        facts.append(("on each node", f"{_size(max(forecast.node_bytes))} at most, on {nodes}"))
-    if forecast.memory_limit_bytes is not None:
-        needed = forecast.nodes_needed or "no number of nodes is enough: a shard is larger"
-        fits = "" if forecast.fits else "; it does not fit"
-        facts.append(
-            ("nodes needed", f"{needed}, of {_size(forecast.memory_limit_bytes)} each{fits}")
-        )
-    if forecast.load_s is not None:
-        facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
-    job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
-    if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
-        about = "" if forecast.rows_exact else "about "
-        facts.append(("steps", f"{about}{forecast.steps_per_epoch:,} an epoch, for {job}"))
-        facts.append(("a step", f"{_size(forecast.step_bytes)} for each rank"))
-    return facts
-
-
-def _column_names(columns: Sequence[str]) -> str:
-    if len(columns) > _MOST_NAMES:
-        return f"{len(columns)} columns"
-    return f"columns {', '.join(columns)}"
-
-
-def _forecast_json(forecast: LoadForecast) -> dict[str, Any]:
-    columns = {field.name: str(field.type) for field in forecast.schema}
-    return {
-        **asdict(replace(forecast, schema=None)),
-        "sql_goes": forecast.sql_goes,
-        "schema": columns,
-        "fits": forecast.fits,
-    }
-
-
-def _show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
-    _console.print(Text(title, style="bold"))
-    _console.print(Padding(_table(facts), (0, 1)))
-
-
-def _dataset_json(info: DatasetInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "state": info.state,
-        "error": info.error,
-        "fingerprint": info.fingerprint,
-        "num_rows": info.num_rows,
-        "num_bytes": info.num_bytes,
-        "num_shards": info.num_shards,
-        "columns": {field.name: str(field.type) for field in info.schema},
-        "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
-    }
-
-
-def _show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; one that is wider than the terminal with its columns below each other instead."""
-    columns = [list(column) for column in zip(names, *rows, strict=True)]
-    if sum(map(_width, columns)) <= _console.width:
-        _console.print(_table(rows, header=names))
-        return
-    for index, chunk in enumerate(_side_by_side(rows, _console.width - _width(names))):
-        if index:
-            _console.print()
-        _console.print(_table(list(zip(names, *chunk, strict=True))))
-
-
-def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
-    """Runs of rows that fit beside each other, at least one a run; one empty run of no rows."""
-    run: list[Sequence[str]] = []
-    used = 0
-    for row in rows:
-        if run and used + _width(row) > width:
-            yield run
-            run, used = [], 0
-        run.append(row)
-        used += _width(row)
-    yield run
-
-
-def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
-    """``rows`` as they are: no word of theirs is markup, and what is too wide is folded."""
-    rows = list(rows)
-    table = Table(box=None, show_header=header is not None)
-    for title in header or [""] * len(rows[0]):
-        table.add_column(Text(title), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _width(cells: Iterable[str]) -> int:
-    """Width of a column of these cells, with the space around it."""
-    return max(map(cell_len, cells)) + 2
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-def _json_value(value: object) -> object:
-    """``value`` in what JSON knows: it has neither NaN nor bytes."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, list):
-        return [_json_value(item) for item in value]
-    return value
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: int) -> str:
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _cell(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:39] + "…"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,226 @@
+"""What ``cachectl`` shows: tables for people, JSON for programs. Asks nobody for anything."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cache_client.client import DatasetInfo
+from cache_client.forecast import LoadForecast
+
+_MOST_NAMES = 6  # of columns in one line
+# In a pipe there is no width to keep to.
+console = Console(width=None if sys.stdout.isatty() else 250)
+
+
+def show_dataset(info: DatasetInfo, as_json: bool) -> None:
+    """Prints all that is known of a dataset."""
+    if as_json:
+        print_json(dataset_json(info))
+        return
+    console.print(f"[bold]{info.name}[/bold]  {info.state}", highlight=False)
+    if info.error:
+        console.print(Text(f"  error        {info.error}"), soft_wrap=True)
+    console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
+    console.print(f"  rows         {info.num_rows:,}", highlight=False)
+    console.print(f"  size         {size(info.num_bytes)}", highlight=False)
+    shards: dict[str, int] = {}
+    for node_ids in info.placement.values():
+        for node_id in node_ids:
+            shards[node_id] = shards.get(node_id, 0) + 1
+    held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
+    console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
+    fields = [
+        [
+            field.name,
+            str(field.type),
+            (field.metadata or {}).get(b"cache.source_type", b"").decode(),
+        ]
+        for field in info.schema
+    ]
+    console.print(Padding(_table(fields, header=["column", "type", "made from"]), (0, 1)))
+
+
+def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    """Which way a query goes, and what it reads."""
+    order = "their own" if forecast.ordered else "none: allow_unordered"
+    facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
+    for table in forecast.tables:
+        how = "split by split" if table.by_split else "whole"
+        rows = "rows unknown" if table.num_rows is None else f"{table.num_rows:,} rows"
+        files = f" in {_count(table.num_files, 'file')} of {size(table.source_bytes)}"
+        facts.append(
+            (
+                f"reads {table.name}",
+                f"{how}: {table.format}, {rows}{files if table.source_bytes else ''}, "
+                f"{size(table.num_bytes)} decoded, {_column_names(table.columns)}",
+            )
+        )
+    return facts
+
+
+def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    """What a load would come to."""
+    facts = way_facts(forecast)
+    if forecast.whole:
+        facts.append(("result", "not known before the query has run"))
+        facts.append(("memory to run it", size(forecast.num_bytes)))
+        return facts
+    exact = "" if forecast.rows_exact else " before the query"
+    rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
+    facts.append(("rows", rows))
+    if forecast.filtered_rows is not None:
+        share = forecast.filtered_rows / forecast.num_rows if forecast.num_rows else 0.0
+        facts.append(
+            (
+                "after the filter",
+                f"about {forecast.filtered_rows:,} rows, "
+                f"{size(round(forecast.num_bytes * share))}, by statistics",
+            )
+        )
+    facts.append(
+        ("decoded", f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}")
+    )
+    facts.append(("replicas", str(forecast.replicas)))
+    if forecast.node_bytes:
+        nodes = _count(len(forecast.node_bytes), "node")
+        facts.append(("on each node", f"{size(max(forecast.node_bytes))} at most, on {nodes}"))
+    if forecast.memory_limit_bytes is not None:
+        needed = forecast.nodes_needed or "no number of nodes is enough: a shard is larger"
+        fits = "" if forecast.fits else "; it does not fit"
+        facts.append(
+            ("nodes needed", f"{needed}, of {size(forecast.memory_limit_bytes)} each{fits}")
+        )
+    if forecast.load_s is not None:
+        facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
+    job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
+    if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
+        about = "" if forecast.rows_exact else "about "
+        facts.append(("steps", f"{about}{forecast.steps_per_epoch:,} an epoch, for {job}"))
+        facts.append(("a step", f"{size(forecast.step_bytes)} for each rank"))
+    return facts
+
+
+def _column_names(columns: Sequence[str]) -> str:
+    if len(columns) > _MOST_NAMES:
+        return f"{len(columns)} columns"
+    return f"columns {', '.join(columns)}"
+
+
+def forecast_json(forecast: LoadForecast) -> dict[str, Any]:
+    """A forecast for programs."""
+    columns = {field.name: str(field.type) for field in forecast.schema}
+    return {
+        **asdict(replace(forecast, schema=None)),
+        "sql_goes": forecast.sql_goes,
+        "schema": columns,
+        "fits": forecast.fits,
+    }
+
+
+def show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
+    """Prints a title and a line a fact."""
+    console.print(Text(title, style="bold"))
+    console.print(Padding(_table(facts), (0, 1)))
+
+
+def dataset_json(info: DatasetInfo) -> dict[str, Any]:
+    """A dataset for programs."""
+    return {
+        "name": info.name,
+        "state": info.state,
+        "error": info.error,
+        "fingerprint": info.fingerprint,
+        "num_rows": info.num_rows,
+        "num_bytes": info.num_bytes,
+        "num_shards": info.num_shards,
+        "columns": {field.name: str(field.type) for field in info.schema},
+        "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
+    }
+
+
+def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table; one that is wider than the terminal with its columns below each other instead."""
+    columns = [list(column) for column in zip(names, *rows, strict=True)]
+    if sum(map(_width, columns)) <= console.width:
+        console.print(_table(rows, header=names))
+        return
+    for index, chunk in enumerate(_side_by_side(rows, console.width - _width(names))):
+        if index:
+            console.print()
+        console.print(_table(list(zip(names, *chunk, strict=True))))
+
+
+def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
+    """Runs of rows that fit beside each other, at least one a run; one empty run of no rows."""
+    run: list[Sequence[str]] = []
+    used = 0
+    for row in rows:
+        if run and used + _width(row) > width:
+            yield run
+            run, used = [], 0
+        run.append(row)
+        used += _width(row)
+    yield run
+
+
+def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
+    """``rows`` as they are: no word of theirs is markup, and what is too wide is folded."""
+    rows = list(rows)
+    table = Table(box=None, show_header=header is not None)
+    for title in header or [""] * len(rows[0]):
+        table.add_column(Text(title), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _width(cells: Iterable[str]) -> int:
+    """Width of a column of these cells, with the space around it."""
+    return max(map(cell_len, cells)) + 2
+
+
+def print_json(value: object) -> None:
+    """Prints ``value`` for programs."""
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def json_value(value: object) -> object:
+    """``value`` in what JSON knows: it has neither NaN nor bytes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list):
+        return [json_value(item) for item in value]
+    return value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for a person."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def cell(value: object) -> str:
+    """A value for a person: no more than 40 characters."""
+    text = str(value)
+    return text if len(text) <= 40 else text[:39] + "…"
