@@ -70,6 +70,8 @@ class Surroundings:
         memory_bytes: of a container without a limit.
         cpu_count: of a container without a limit.
         ports: port numbers of frameworks -> the free ones that stand for them.
+        hosts: names outside of the job, such as ``data-cache.data-cache-system:50051`` -> where
+            that is here.
         find_program: the path of a program, None where there is none.
     """
 
@@ -80,6 +82,7 @@ class Surroundings:
     memory_bytes: int
     cpu_count: int
     ports: Mapping[int, int]
+    hosts: Mapping[str, str]
     find_program: Callable[[str], str | None]
 
 
@@ -159,11 +162,12 @@ def processes(
         ConfigError: naming the container and what of it cannot be run here.
     """
     names = _host_rule(all_pods)
+    others = _substitution(around.hosts, _BEFORE_A_NAME, _AFTER_A_NAME)
     found: dict[str, Process] = {}
     for container in containers(pod.job):
         where = f"{pod.name}/{container['name']}"
         paths = _path_rule(container, volumes, where)
-        rewrite = _Rewriting((names, paths, _port_rule(all_pods, around.ports)))
+        rewrite = _Rewriting((names, others, paths, _port_rule(all_pods, around.ports)))
         env = _environment(pod, container, around)
         argv = [
             rewrite(_expanded(text, env))

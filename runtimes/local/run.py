@@ -48,6 +48,7 @@ def run_local(
     environment: Mapping[str, str],
     extra_environment: Mapping[str, str],
     console: Console,
+    hosts: Mapping[str, str] | None = None,
     backoff: Backoff = Backoff(),  # noqa: B008 - frozen
 ) -> int:
     """Runs a JobSet to its end; returns the exit code of the job.
@@ -62,6 +63,7 @@ def run_local(
         environment: of this process: PATH, and a few variables that images have too.
         extra_environment: set in every container.
         console: gets the lines of all containers, and what happens to the job.
+        hosts: names outside of the job -> where they are on this machine.
         backoff: before anything is started again.
 
     Raises:
@@ -83,6 +85,7 @@ def run_local(
             memory_bytes=psutil.virtual_memory().total,
             cpu_count=os.cpu_count() or 1,
             ports=ports,
+            hosts=hosts or {},
             find_program=lambda program: shutil.which(program, path=path),
         )
         start = _Starter(every_pod, around, backoff)

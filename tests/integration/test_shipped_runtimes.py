@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import runtimes
+from cache_client import CacheClient
+from cache_server import LocalCluster
 from runtimes.local import Console, read_manifests, render, run_local
 from runtimes.local.kubelet import Backoff
 from tests.train_jobs import env, train_job, write
@@ -71,7 +73,7 @@ class Run:
         self.events: list[str] = []
         self.on_line: Callable[[str, str], None] = lambda pod, text: None
 
-    def __call__(self, job: Json) -> int:
+    def __call__(self, job: Json, hosts: dict[str, str] | None = None) -> int:
         manifests = read_manifests(write(self.folder / "job.yaml", job), runtimes.MANIFESTS)
 
         def line(pod: str, container: str, text: str) -> None:
@@ -84,6 +86,7 @@ class Run:
             environment=os.environ,
             extra_environment={"DIR": str(self.folder)},
             console=Console(event=self.events.append, line=line),
+            hosts=hosts,
             backoff=Backoff(first_s=0.05, limit_s=0.2),
         )
 
@@ -225,6 +228,27 @@ def test_the_cache_may_be_a_sidecar_of_every_trainer(rows: Path, run: Run) -> No
     assert_once(run, world_size=2)
     for index in range(2):
         assert run.of(f"node-0-{index}", "shard sealed"), run.report()
+
+
+def test_a_job_on_the_shared_cache_loads_its_dataset_there_and_leaves_it(
+    rows: Path, run: Run
+) -> None:
+    made = job(rows, run, numNodes=1)
+    made["spec"]["runtimeRef"]["name"] = "torch-distributed-shared-data-cache"
+    with LocalCluster(num_nodes=1) as cluster:
+        service = cluster.endpoint.removeprefix("grpc://")
+        assert run(made, {"data-cache.data-cache-system:50051": service}) == 0, run.report()
+        assert_once(run, world_size=1)
+        (info,) = CacheClient(cluster.endpoint).datasets()
+        assert (info.name, info.state) == ("rows", "ready")
+
+
+def test_processes_of_jax_find_their_ranks_and_the_cache(rows: Path, run: Run) -> None:
+    made = job(rows, run)
+    made["spec"]["runtimeRef"]["name"] = "jax-distributed-data-cache"
+    del made["spec"]["trainer"]["numProcPerNode"]
+    assert run(made) == 0, run.report()
+    assert_once(run, world_size=2)
 
 
 def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) -> None:

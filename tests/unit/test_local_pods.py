@@ -26,6 +26,7 @@ AROUND = Surroundings(
     memory_bytes=8 << 30,
     cpu_count=4,
     ports={29_500: 40_001},
+    hosts={"data-cache.other:50051": "127.0.0.1:4000"},
     find_program=lambda program: None if program == "nowhere" else f"/bin/{program}",
 )
 
@@ -150,6 +151,13 @@ def test_names_of_pods_become_their_addresses() -> None:
 @pytest.mark.parametrize("text", ["amine-node-0-0.mine", "mine-node-0-0.mines", "mine-node-0-0"])
 def test_other_names_stay(text: str) -> None:
     assert planned(container("node", text)).argv[-1] == text
+
+
+def test_services_outside_of_the_job_are_where_the_user_says() -> None:
+    text = "grpc://data-cache.other:50051 my-data-cache.other:50051 data-cache.other:500511"
+    assert planned(container("node", text)).argv[-1] == (
+        "grpc://127.0.0.1:4000 my-data-cache.other:50051 data-cache.other:500511"
+    )
 
 
 def test_mount_paths_become_the_directories_of_volumes() -> None:
