@@ -87,7 +87,7 @@ class PodRun:
                     ended = await task
                 if ended.code != 0:
                     return [ended]
-            return await self._run_all(self._pod.spec["containers"])
+            return await self._run_beside(sidecars)
         finally:
             for task in reversed(sidecars):
                 task.cancel()
@@ -95,12 +95,18 @@ class PodRun:
                     await task
             self._ready.clear()
 
-    async def _run_all(self, containers: list[Json]) -> list[ContainerExit]:
+    async def _run_beside(self, sidecars: list[asyncio.Task[ContainerExit]]) -> list[ContainerExit]:
+        """Runs the containers to their end; a sidecar that is given up is the end of all."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._supervise(container, asyncio.Event()))
-                for container in containers
+                for container in self._pod.spec["containers"]
             ]
+            pending = {*tasks, *sidecars}
+            while not all(task.done() for task in tasks):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         return [task.result() for task in tasks]
 
     async def _until_started(

@@ -241,6 +241,21 @@ def test_a_sidecar_gates_the_trainer_and_ends_after_it(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in seen.lines] == ["gated", "stopped"]
 
 
+def test_a_sidecar_that_fails_again_and_again_fails_the_job(tmp_path: Path) -> None:
+    sidecar = container("cache", "echo the reason; exit 78", restartPolicy="Always")
+    made = replicated_job(
+        "node",
+        container("node", "sleep 1000"),
+        ancestor="trainer",
+        job={"backoffLimit": 2},
+        initContainers=[sidecar],
+        restartPolicy="OnFailure",
+    )
+    code, seen = run(tmp_path, runtime(made))
+    assert code == 78
+    assert seen.events[-1].endswith("job-node-0-0/cache ended with exit code 78: the reason")
+
+
 def test_an_init_container_runs_to_its_end_before_the_others(tmp_path: Path) -> None:
     first = container("first", "sleep 0.2; echo one")
     code, seen = run(tmp_path, runtime(node("echo two", initContainers=[first])))
