@@ -18,11 +18,11 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import psutil
 import pyarrow.parquet as pq
 from datafusion import RecordBatchStream, SessionContext
 
+from benchmarks.clusters import drop_all
 from benchmarks.common import (
     Timing,
     measure_in_turn,
@@ -50,7 +51,6 @@ CACHE = "cache, load, 1 node"
 DATAFUSION = "DataFusion alone, streamed to nowhere"
 PYARROW = "pyarrow.parquet.read_table"
 _SAMPLE_S = 0.005
-DROP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,6 @@ def measure_times(table: Path, directory: Path, num_rows: int, repeats: int) -> 
         def load() -> int:
             return client.load(DatasetSpec("table", table)).num_rows
 
-        def drop() -> None:
-            for info in client.datasets():
-                client.drop(info.name)
-            deadline = time.monotonic() + DROP_TIMEOUT_S
-            while any(node.stored_bytes for node in client.nodes()):
-                assert time.monotonic() < deadline, f"not dropped within {DROP_TIMEOUT_S:g} s"
-                time.sleep(0.05)
-
         return measure_in_turn(
             {
                 DATAFUSION: lambda: stream_to_nowhere(table),
@@ -149,7 +141,7 @@ def measure_times(table: Path, directory: Path, num_rows: int, repeats: int) -> 
             num_rows=num_rows,
             num_bytes=num_rows * ROW_BYTES,
             repeats=repeats,
-            settle=drop,
+            settle=partial(drop_all, client),
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 from datafusion import RecordBatchStream, SessionConfig, SessionContext
 from datafusion.object_store import AmazonS3
 
+from benchmarks.clusters import drop_all
 from benchmarks.common import (
     DATA,
     Timing,
@@ -51,7 +51,6 @@ TARGETS = {
     SMALL_OVER_ONE: 0.667,  # 1.5 times as long
 }
 PARTITIONS = 2
-DROP_TIMEOUT_S = 60.0
 _KEYS = {"access_key_id": "benchmark", "secret_access_key": "benchmark"}
 
 
@@ -122,22 +121,17 @@ def measure(
     prefixes: dict[str, Path], endpoint: str, client: CacheClient, rows: int, repeats: int
 ) -> dict[str, Timing]:
     """Every form by both, in turn: each pair runs right after one another."""
-
-    def drop() -> None:
-        for info in client.datasets():
-            client.drop(info.name)
-        deadline = time.monotonic() + DROP_TIMEOUT_S
-        while any(node.stored_bytes for node in client.nodes()):
-            assert time.monotonic() < deadline, f"not dropped within {DROP_TIMEOUT_S:g} s"
-            time.sleep(0.05)
-
     contenders: dict[str, Callable[[], int]] = {}
     for form, directory in prefixes.items():
         uri = f"s3://{BUCKET}/{directory.name}/"
         contenders[DATAFUSION.format(form)] = partial(stream_to_nowhere, uri, endpoint)
         contenders[CACHE.format(form)] = partial(load, uri, endpoint, client)
     return measure_in_turn(
-        contenders, num_rows=rows, num_bytes=rows * ROW_BYTES, repeats=repeats, settle=drop
+        contenders,
+        num_rows=rows,
+        num_bytes=rows * ROW_BYTES,
+        repeats=repeats,
+        settle=lambda: drop_all(client),
     )
 
 
