@@ -386,11 +386,8 @@ def marked(word: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_no_process_and_no_file(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    name = f"stopped-{number.name.lower()}"
+def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    name, number = "stopped", signal.SIGTERM
     # One that ignores the signal, one in a session of its own, one whose parent is gone.
     script = (
         "trap '' TERM; setsid sleep 1001 & (setsid sleep 1002 &) ; touch /cache/x; "
