@@ -8,8 +8,7 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	&& { echo "$$python"; break; }; done)
 VENV ?= .venv
 PIP_ARGS ?=
-# One more than cores: many tests wait for a deadline or another process.
-PYTEST_ARGS ?= -n 3 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist loadgroup
 ARGS ?=
 
 BIN := $(VENV)/bin

@@ -101,6 +101,7 @@ def train(epochs: int = 2, batch_size: int = 1024, load_timeout_s: float = 3600.
             keys.append(batch["row_key"])
             loss_sum += float(loss.detach()) * len(prediction)
         mean_loss = report(epoch, torch.cat(keys), loss_sum, dataset.num_rows)
+    dist.barrier()  # no launcher holds the ranks together: none leaves while another needs it
     dist.destroy_process_group()
     return mean_loss
 

@@ -29,6 +29,6 @@ def test_the_plain_trainjob_runs_after_the_command_that_writes_its_data(tmp_path
     file = tmp_path / "trainjob.yaml"
     file.write_text(text.replace(folder, str(tmp_path)))
     done = run_locally(file)
-    assert done.code == 0, done
+    assert done.code == 0, str(done)
     lines, table = done.of("node-0-0"), tmp_path / "lineitem"
     assert_every_row_once(lines, table, epochs=2, ranks=2, order_weight=8)

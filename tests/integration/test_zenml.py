@@ -62,7 +62,7 @@ def test_a_step_loads_what_its_settings_name_and_each_rank_gets_its_rows(tmp_pat
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(job))
     done = run_locally(file)
-    assert done.code == 0, done
+    assert done.code == 0, str(done)
     assert_every_row_once(done.of("node-0-0"), table, epochs=2, ranks=2, order_weight=8)
     for rank, rows in ((0, 3002), (1, 3003)):
         lines = [line for line in done.of(f"node-0-{rank}") if "had" in line]
