@@ -324,13 +324,13 @@ class Coordinator:
     # -- inside the lock -----------------------------------------------------------------------
 
     def _find(self, name: str, fingerprint: str = "") -> Version:
-        versions = [
-            v
-            for key, v in self._versions.items()
+        found = self._newest(
+            version
+            for key, version in self._versions.items()
             if key.dataset == name and (not fingerprint or key.fingerprint == fingerprint)
-        ]
-        if versions:
-            return max(versions, key=lambda version: version.created)
+        )
+        if found is not None:
+            return found
         others = [key.fingerprint for key in self._versions if key.dataset == name]
         if others:
             raise StaleVersionError(

@@ -35,7 +35,7 @@ from cache_client import CacheClient, CacheIterableDataset
 from protos.job_settings import spec_from_env
 
 try:
-    from zenml import step  # type: ignore[import-not-found]
+    from zenml import step
 except ModuleNotFoundError:  # then `train` is a plain function, and only `main` cannot run
 
     def step(**settings: Any) -> Callable[[Callable[..., float]], Callable[..., float]]:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from runtimes.local.documents import Manifests
 from runtimes.local.kubelet import Backoff, Events, PodRun
 from runtimes.local.pods import Pod, Process, Surroundings, pods, processes
 from runtimes.local.render import JAX_PORT, TORCH_PORT, Json
-from runtimes.local.volumes import PodVolumes
+from runtimes.local.volumes import PodVolumes, pod_volumes
 
 EXIT_FAILURE = 1
 _FRAMEWORK_PORTS = (TORCH_PORT, JAX_PORT)
@@ -39,6 +39,7 @@ _KEPT_VARIABLES = (
 # Of a subnet 127.x.y.0/24: whoever listens there has it.
 _LOCK_PORT = 50_050
 _MAX_PODS = 250
+_BACKOFF = Backoff()
 
 
 def run_local(
@@ -49,7 +50,7 @@ def run_local(
     extra_environment: Mapping[str, str],
     console: Console,
     hosts: Mapping[str, str] | None = None,
-    backoff: Backoff = Backoff(),  # noqa: B008 - frozen
+    backoff: Backoff = _BACKOFF,
 ) -> int:
     """Runs a JobSet to its end; returns the exit code of the job.
 
@@ -142,8 +143,8 @@ class _Starter:
         with self._volumes(pod) as volumes:
             yield PodRun(pod, self._processes(pod, volumes), events, self._backoff)
 
-    def _volumes(self, pod: Pod) -> PodVolumes:
-        return PodVolumes(
+    def _volumes(self, pod: Pod) -> AbstractContextManager[PodVolumes]:
+        return pod_volumes(
             pod.name,
             pod.spec,
             secrets=self._around.secrets,

@@ -7,10 +7,10 @@ takes the place of another starts with empty ones.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from protos.errors import ConfigError
@@ -20,68 +20,59 @@ Json = dict[str, Any]
 MEMORY = Path("/dev/shm")
 
 
+@dataclass(frozen=True)
 class PodVolumes:
-    """Directories for the volumes of one pod, removed by `close`.
+    """Directories for one pod.
 
     Attributes:
         directories: by the name of the volume.
-        home: a directory for what has no volume: HOME and temporary files.
+        home: for what has no volume: HOME and temporary files.
+    """
+
+    directories: Mapping[str, Path]
+    home: Path
+
+
+@contextmanager
+def pod_volumes(
+    pod: str,
+    spec: Json,
+    *,
+    secrets: Mapping[str, Mapping[str, str]],
+    config_maps: Mapping[str, Mapping[str, str]],
+) -> Iterator[PodVolumes]:
+    """The volumes of a pod, which are removed with the block.
 
     Raises:
         ConfigError: a kind of volume that there is none of on one machine.
     """
+    with ExitStack() as stack:
 
-    def __init__(
-        self,
-        pod: str,
-        spec: Json,
-        *,
-        secrets: Mapping[str, Mapping[str, str]],
-        config_maps: Mapping[str, Mapping[str, str]],
-    ) -> None:
-        with ExitStack() as stack:
+        def directory(*, in_memory: bool) -> Path:
+            root = str(MEMORY) if in_memory and MEMORY.is_dir() else None
+            made = tempfile.TemporaryDirectory(
+                prefix=f"run-local-{pod}-", dir=root, ignore_cleanup_errors=True
+            )
+            return Path(stack.enter_context(made))
 
-            def directory(*, in_memory: bool) -> Path:
-                root = str(MEMORY) if in_memory and MEMORY.is_dir() else None
-                made = tempfile.TemporaryDirectory(
-                    prefix=f"run-local-{pod}-", dir=root, ignore_cleanup_errors=True
-                )
-                return Path(stack.enter_context(made))
-
-            self.home = directory(in_memory=False)
-            self.directories: dict[str, Path] = {}
-            for volume in spec.get("volumes") or ():
-                name = volume["name"]
-                where = f"{pod}: volume {name!r}"
-                if "emptyDir" in volume:
-                    medium = (volume["emptyDir"] or {}).get("medium")
-                    self.directories[name] = directory(in_memory=medium == "Memory")
-                elif "secret" in volume or "configMap" in volume:
-                    files = _files(volume, secrets, config_maps, where)
-                    self.directories[name] = directory(in_memory="secret" in volume)
-                    for file, text in files.items():
-                        path = self.directories[name] / file
-                        path.touch(mode=0o600)
-                        path.write_text(text, encoding="utf-8")
-                else:
-                    kinds = ", ".join(key for key in volume if key != "name")
-                    raise ConfigError(f"{where}: run-local has no {kinds or 'such volume'}")
-            self._stack = stack.pop_all()
-
-    def __enter__(self) -> PodVolumes:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Removes the directories."""
-        self._stack.close()
+        directories: dict[str, Path] = {}
+        for volume in spec.get("volumes") or ():
+            name = volume["name"]
+            where = f"{pod}: volume {name!r}"
+            if "emptyDir" in volume:
+                medium = (volume["emptyDir"] or {}).get("medium")
+                directories[name] = directory(in_memory=medium == "Memory")
+            elif "secret" in volume or "configMap" in volume:
+                files = _files(volume, secrets, config_maps, where)
+                directories[name] = directory(in_memory="secret" in volume)
+                for file, text in files.items():
+                    path = directories[name] / file
+                    path.touch(mode=0o600)
+                    path.write_text(text, encoding="utf-8")
+            else:
+                kinds = ", ".join(key for key in volume if key != "name")
+                raise ConfigError(f"{where}: run-local has no {kinds or 'such volume'}")
+        yield PodVolumes(directories, directory(in_memory=False))
 
 
 def _files(
