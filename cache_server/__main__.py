@@ -93,11 +93,19 @@ def serve(
     ephemeral: Annotated[
         bool, typer.Option(help="Remove the cache directory when standard input closes.")
     ] = False,
+    signal_exit_code: Annotated[
+        int,
+        typer.Option(
+            help="Of an end in order by SIGTERM or SIGINT. A Kubernetes Job takes 0 for work that "
+            "is done, and does not replace the pod: 143 there."
+        ),
+    ] = 0,
     log_level: LogLevel = "info",
 ) -> None:
     """Run one cache node; prints one JSON line when it listens."""
     problems: list[str] = []
     _checked(problems, lambda: _set_up_logging(log_level))
+    _checked(problems, lambda: _check_exit_code(signal_exit_code))
     config = _checked(
         problems,
         lambda: NodeConfig.build(
@@ -143,9 +151,11 @@ def serve(
     if not drained:
         # A Flight stream that a client keeps open, or a source that hangs, would hold the
         # interpreter's exit forever.
-        _exit_at_once(stop.failure)
+        _exit_at_once(stop.failure, signal_exit_code if stop.by_signal else 0)
     if stop.failure is not None:
         raise stop.failure
+    if stop.by_signal:
+        raise typer.Exit(signal_exit_code)
 
 
 @app.command()
@@ -193,7 +203,8 @@ def local(
 def main() -> None:
     """Entry point: errors of the tree become one line and an exit code.
 
-    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for the rest.
+    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for the rest. What `serve`
+    ends with after a signal, its caller says.
     """
     try:
         app()
@@ -210,9 +221,10 @@ def _tell(error: CacheError) -> int:
     return EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE
 
 
-def _exit_at_once(error: CacheError | None) -> NoReturn:
+def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
     logging.shutdown()
-    code = 0 if error is None else _tell(error)
+    if error is not None:
+        code = _tell(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -225,6 +237,11 @@ def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
     except ConfigError as error:
         problems.append(str(error))
         return None
+
+
+def _check_exit_code(code: int) -> None:
+    if not 0 <= code <= 255:
+        raise ConfigError(f"--signal-exit-code must be between 0 and 255, got {code}")
 
 
 def _set_up_logging(level: str) -> None:
@@ -267,9 +284,13 @@ class _Stop:
     """Waits for SIGTERM or SIGINT, a failure or, where asked for, the end of standard input.
 
     A process that ends with its parent leaves SIGINT to it: a terminal sends it to both.
+
+    Attributes:
+        by_signal: whether one of the signals came.
     """
 
     def __init__(self, *, with_stdin: bool) -> None:
+        self.by_signal = False
         self.parent_is_gone = False
         self.failure: CacheError | None = None
         self._signals = _Signals()
@@ -288,7 +309,7 @@ class _Stop:
         self._signals.wake()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The wake-up is all that is wanted of a signal."""
+        self.by_signal = True  # what wakes is the file descriptor of signals
 
     def _wait_for_parent(self) -> None:
         # Not through sys.stdin: a thread inside its lock would abort the interpreter's exit.

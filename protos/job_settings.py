@@ -64,6 +64,7 @@ _SECRETS_OF_S3 = {
     "SESSION_TOKEN": "session_token",
 }
 _SECRETS = (*_SECRETS_OF_S3, "ACCESS_TOKEN")
+OF_ACCESS = (*_PUBLIC_OF_S3, *_SECRETS)  # who reads, and where the store is; not what
 _SPEC_ARGUMENTS = {
     "CACHE_FORMAT": "format",
     "CACHE_SQL": "sql",
@@ -75,7 +76,7 @@ _SPEC_ARGUMENTS = {
 }
 VARIABLES = (
     *("STORAGE_URI", "METADATA_LOC", "CACHE_DATASET"),
-    *(*_PUBLIC_OF_S3, *_SECRETS, *_SPEC_ARGUMENTS),
+    *(*OF_ACCESS, *_SPEC_ARGUMENTS),
 )
 
 _SCHEMES = {
@@ -84,7 +85,7 @@ _SCHEMES = {
     **{"postgresql": "postgresql", "postgres": "postgresql"},
 }
 _METADATA_SCHEMES = ("", "file", "s3", "gs", "az", "abfss", "http", "https")
-_HOSTLESS = ("file", "postgresql")  # the host may be absent: this machine
+_HOSTLESS = ("file", "postgresql", "postgres")  # the host may be absent: this machine
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://([^:/?#@]*):.*@", re.DOTALL)
 _QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)
@@ -127,13 +128,13 @@ class _Place:
         source: for `DatasetSpec`; it may hold a password.
         scheme: of STORAGE_URI; empty for a path.
         store: the scheme of what is read, which is another one for ``cache``.
-        name: of the dataset, where the place makes one.
+        name: of the dataset, where something else than the last part of ``source`` makes it.
     """
 
     source: str
     scheme: str
     store: str
-    name: str
+    name: str | None = None
 
 
 def _place(given: Mapping[str, str], problems: list[str]) -> _Place | None:
@@ -160,7 +161,7 @@ def _place(given: Mapping[str, str], problems: list[str]) -> _Place | None:
         problems.append(f"{_quoted(given, 'STORAGE_URI')}: {wrong}")
         return None
     source = f"{scheme}://{rest}" if scheme else uri
-    return _Place(source, scheme, scheme, _last_part(source))
+    return _Place(source, scheme, scheme)
 
 
 def _iceberg(given: Mapping[str, str], rest: str, problems: list[str]) -> _Place | None:
@@ -313,11 +314,12 @@ def _name(given: Mapping[str, str], place: _Place | None, problems: list[str]) -
         return name
     if place is None:
         return ""
-    if _refusal(name=place.name):
+    name = place.name if place.name is not None else _last_part(place.source)
+    if _refusal(name=name):
         problems.append(
             f"CACHE_DATASET is missing: {_quoted(given, 'STORAGE_URI')} makes no name of a dataset"
         )
-    return place.name
+    return name
 
 
 def _last_part(source: str) -> str:
@@ -326,7 +328,7 @@ def _last_part(source: str) -> str:
     if scheme in ("http", "https", "postgresql"):
         path = path.partition("?")[0]
     steps = [step for step in path.split("/") if step]
-    if scheme and not path.startswith("/"):
+    if scheme and steps and not path.startswith("/"):
         steps[0] = urlsplit(source).hostname or ""
     for index, step in enumerate(steps):
         if any(mark in step for mark in "*?["):
@@ -363,6 +365,8 @@ def _wrong_uri(uri: str, schemes: Mapping[str, str]) -> str | None:
         return f"is no URI ({type(error).__name__})"
     if not parts.netloc and match[1].lower() not in _HOSTLESS:
         return "must name a bucket or a host"
+    if match[1].lower() == "file" and not (parts.netloc or parts.path):
+        return "must name a file or a folder"
     return _refusal(source=_PASSWORD.sub(r"://\1@", uri))
 
 

@@ -18,6 +18,7 @@ that the job needs, and the load has metrics of its own:
 
 A post replaces the whole status, so nothing must be posted any more once trainers may report:
 whoever uses this closes it when the dataset is ready, and does not begin where it was ready before.
+Nothing is posted after that but what was sent before: a post that hangs then cannot be called back.
 
 The status is a courtesy: what goes wrong with it is logged once, and never an error of the load.
 """
@@ -58,6 +59,7 @@ class TrainJobStatus:
         token_file: holds the bearer token; None to send none.
         interval_s: between two posts, at least.
         timeout_s: of each post.
+        closing_s: that `close` waits at most.
     """
 
     def __init__(
@@ -68,15 +70,18 @@ class TrainJobStatus:
         token_file: Path | None = None,
         interval_s: float = _INTERVAL_S,
         timeout_s: float = _TIMEOUT_S,
+        closing_s: float = _LAST_POST_S,
     ) -> None:
         self._url = url
         self._ca_file = ca_file
         self._token_file = token_file
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._closing_s = closing_s
         self._changed = threading.Condition()
         self._latest: LoadReport | None = None
         self._closed = False
+        self._given_up = False  # and no longer waited for
         self._complained = False
         self._thread = threading.Thread(target=self._run, name="trainjob-status", daemon=True)
         self._thread.start()
@@ -105,17 +110,28 @@ class TrainJobStatus:
         self.close()
 
     def show(self, report: LoadReport) -> None:
-        """Has ``report`` posted soon, unless a later one comes before; waits for nothing."""
+        """Has ``report`` posted soon, unless a later one comes before; waits for nothing.
+
+        Once this is closed it does nothing.
+        """
         with self._changed:
-            self._latest = report
-            self._changed.notify_all()
+            if not self._closed:
+                self._latest = report
+                self._changed.notify_all()
 
     def close(self) -> None:
-        """Posts the last report, if it was not yet, and ends; waits a moment for that at most."""
+        """Posts the last report, if it was not yet, and ends; waits a moment for that at most.
+
+        What was not sent by then never is. One post that was sent, and is not answered, may still
+        be taken.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(min(_LAST_POST_S, self._timeout_s))
+        self._thread.join(min(self._closing_s, self._timeout_s))
+        with self._changed:
+            self._given_up = True
+            self._latest = None
 
     # -- in the posting thread -----------------------------------------------------------------
 
@@ -144,6 +160,9 @@ class TrainJobStatus:
         connection = self._connection(place.scheme, place.hostname or "", place.port)
         try:
             path = (place.path or "/") + (f"?{place.query}" if place.query else "")
+            connection.connect()
+            if self._given_up:
+                return
             connection.request("POST", path, json.dumps(status_of(report)), headers)
             response = connection.getresponse()
             response.read()

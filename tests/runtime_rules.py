@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from tests.manifests import (
+    CACHE_COMMAND,
     FIELD_RULES,
     POD_RULES,
     Json,
@@ -159,6 +160,51 @@ def pod_failures_are_final(runtime: Json) -> Iterator[str]:
                 yield f"{job['name']}: podFailurePolicy has no container {name}"
 
 
+TERMINATED = 143  # 128 + SIGTERM
+
+
+def pods_that_stay_do_not_succeed(runtime: Json) -> Iterator[str]:
+    """``pkg/controller/job/job_controller.go`` of kubernetes/kubernetes, syncJob.
+
+    A pod that is deleted, as by a drain, and ends with 0 is a completed index, which is never made
+    again. So what stays until it is told to end ends with another code, which is no failure: such
+    are the pods of a Job that others wait to see ready, and not complete.
+    """
+    staying = {
+        dependency["name"]
+        for job in jobs(runtime)
+        for dependency in job.get("dependsOn", ())
+        if dependency["status"] == "Ready"
+    }
+    targets = job_set(runtime).get("successPolicy", {}).get("targetReplicatedJobs")
+    for job in (job for job in jobs(runtime) if job["name"] in staying):
+        name, spec = job["name"], job["template"]["spec"]
+        if targets is None or name in targets:
+            yield f"{name}: the JobSet waits for it to succeed"
+        policy = spec.get("podFailurePolicy")
+        if policy and _action_after(policy, TERMINATED) != "Ignore":
+            yield f"{name}: podFailurePolicy does not ignore {TERMINATED}"
+        for container in pod_of(job)["spec"]["containers"]:
+            told = f"--signal-exit-code={TERMINATED}" in container.get("args", ())
+            if container["command"] == CACHE_COMMAND and not told:
+                yield f"{name}/{container['name']}: no --signal-exit-code={TERMINATED}"
+            for rule in container.get("restartPolicyRules", ()):
+                codes = rule["exitCodes"]
+                # As after a probe that failed; a kubelet restarts nothing in a pod that is deleted.
+                if (TERMINATED in codes["values"]) is (codes["operator"] == "NotIn"):
+                    yield f"{name}/{container['name']}: not restarted after {TERMINATED}"
+
+
+def _action_after(policy: Json, code: int) -> str | None:
+    """Of the first rule for an exit code."""
+    for rule in policy["rules"]:
+        codes = rule.get("onExitCodes")
+        if codes and (code in codes["values"]) is (codes["operator"] == "In"):
+            action: str = rule["action"]
+            return action
+    return None
+
+
 def no_gang_waits_for_itself(runtime: Json) -> Iterator[str]:
     """``coscheduling.go`` and ``volcano.go``, Build: minMember counts the pods of every job.
 
@@ -236,6 +282,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     policies_name_jobs,
     names_fit,
     pod_failures_are_final,
+    pods_that_stay_do_not_succeed,
     no_gang_waits_for_itself,
     the_world_is_one_number,
     hosts_are_pods_of_the_job,

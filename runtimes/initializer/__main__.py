@@ -1,9 +1,9 @@
 """``python -m runtimes.initializer``: the only place here that reads environment and signals.
 
-It takes no arguments. Exit codes: 0 after SIGTERM, with everything removed; 143 after SIGTERM by an
-eviction of its pod, which leaves the cache for the pod that comes in its place; 78 (EX_CONFIG) for
-settings and 65 (EX_DATAERR) for data, its own or of a cache pod that exited so; 1 for the rest. The
-last line on standard error is the reason.
+It takes no arguments. Exit codes: 143 after SIGTERM or SIGINT, with everything removed, or, by an
+eviction of its pod, with the cache left for the pod that comes in its place; 78 (EX_CONFIG) for
+settings and 65 (EX_DATAERR) for data, its own or of a cache pod that exited so; 1 for the rest.
+Never 0. The last line on standard error is the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from protos.errors import CacheError, ConfigError, LoadError
 from runtimes.initializer.cluster import Cluster, connect
-from runtimes.initializer.program import Ending, run
+from runtimes.initializer.program import run
 from runtimes.initializer.settings import from_env
 from runtimes.initializer.verdict import EXIT_CONFIG, EXIT_DATA
 
@@ -47,8 +47,8 @@ def main() -> None:
             sys.exit(EXIT_CONFIG)
         sys.exit(EXIT_DATA if isinstance(error, LoadError) else EXIT_FAILURE)
     print(f"initializer: {ending.value}", file=sys.stderr)
-    # Not 0 for a pod that is moved: a Job would count it as done, and not replace it.
-    sys.exit(0 if ending is Ending.REMOVED else EXIT_TERMINATED)
+    # Never 0: whoever deletes this pod, its Job would count it as done, and not replace it.
+    sys.exit(EXIT_TERMINATED)
 
 
 def _stop_on_signals() -> threading.Event:

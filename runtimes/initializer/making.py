@@ -45,18 +45,19 @@ def make(cluster: Cluster, planned: Planned, owner_uid: str, patience: Patience)
             logger.info("made %s/%s", planned.kind.plural, planned.name)
             return made
         found = cluster.get(planned.kind, planned.name, patience)
-        while found is not None:
-            if _is_as_planned(found, planned, owner_uid):
-                logger.info("adopted %s/%s of a former run", planned.kind.plural, planned.name)
-                return found
+        if found is not None and _is_as_planned(found, planned, owner_uid):
+            logger.info("adopted %s/%s of a former run", planned.kind.plural, planned.name)
+            return found
+        if found is None:  # it went just now, or its name is held by something else
+            reason = f"{planned.kind.plural}/{planned.name}, there for one call and not for another"
+        else:
             reason = _make_way(cluster, planned, found, owner_uid, patience)
-            if reason != said:
-                logger.info("waiting for the end of %s", reason)
-                said = reason
-            if not patience.left_s:
-                raise NotReadyError(f"still there at the deadline: {reason}")
-            patience.pause(_LOOK_AGAIN_S)
-            found = cluster.get(planned.kind, planned.name, patience)
+        if reason != said:
+            logger.info("waiting for the end of %s", reason)
+            said = reason
+        if not patience.left_s:
+            raise NotReadyError(f"still there at the deadline: {reason}")
+        patience.pause(_LOOK_AGAIN_S)
 
 
 def remove(

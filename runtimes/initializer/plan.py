@@ -223,32 +223,55 @@ def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
     ]
     dataset = (train_job["spec"].get("initializer") or {}).get("dataset") or {}
     theirs: list[Json] = list(dataset.get("env") or ())
-    set_by_job = {variable["name"] for variable in theirs}
-    if dataset.get("storageUri") and "STORAGE_URI" not in set_by_job:
+    if dataset.get("storageUri") and "STORAGE_URI" not in {each["name"] for each in theirs}:
         # As Trainer does it: a variable of the dataset comes before its storageUri.
         theirs.insert(0, {"name": "STORAGE_URI", "value": dataset["storageUri"]})
-        set_by_job.add("STORAGE_URI")
     secret = dataset.get("secretRef")
-    _check_dataset(settings, set_by_job, {variable["name"] for variable in own}, secret)
+    _check_dataset(settings, theirs, {variable["name"] for variable in own}, secret)
+    if settings.iam_role is not None:
+        # Their ServiceAccount is that role. As a setting of the store, each would assume it again,
+        # which a role need not allow to itself. Empty, it counts as absent also in a Secret.
+        theirs = [variable for variable in theirs if variable["name"] != "IAM_ROLE"]
+        theirs.append({"name": "IAM_ROLE", "value": ""})
     return {"env": own + theirs, **({"envFrom": [{"secretRef": secret}]} if secret else {})}
 
 
 def _check_dataset(
-    settings: Settings, set_by_job: set[str], own: set[str], secret: Mapping[str, Any] | None
+    settings: Settings, theirs: list[Json], own: set[str], secret: Mapping[str, Any] | None
 ) -> None:
+    """Whether the cache pods would load what this pod was told: they may not, or load nothing."""
+    set_by_job = {variable["name"]: variable for variable in theirs}
     problems = [
         f"spec.initializer.dataset.env must not set {name}, which every cache pod sets itself"
-        for name in sorted(set_by_job & own)
+        for name in sorted(set_by_job.keys() & own)
     ]
-    elsewhere = sorted(settings.dataset_variables - set_by_job)
-    if elsewhere and secret is None:
-        # The cache pods would not have them, and would load something else or nothing.
+    # A Secret, which is not read, may say who reads and where the store is.
+    asked = settings.dataset.keys() if secret is None else settings.what_to_cache
+    elsewhere = asked - set_by_job.keys()
+    if elsewhere:
         problems.append(
-            f"{', '.join(elsewhere)}: set in this pod, but not by spec.initializer.dataset of the "
-            "TrainJob, which is what the cache pods get"
+            f"{', '.join(sorted(elsewhere))}: set in this pod, but not by spec.initializer.dataset "
+            "of the TrainJob, which is what the cache pods get; what is in a Secret, and is no "
+            "credential, needs a variable with `valueFrom` there"
+        )
+    otherwise = [
+        name
+        for name, value in sorted(settings.dataset.items())
+        if name in set_by_job and not _comes_to(set_by_job[name], value)
+    ]
+    if otherwise:  # none is quoted: some are secrets
+        problems.append(
+            f"{', '.join(otherwise)}: set in this pod otherwise than by spec.initializer.dataset "
+            "of the TrainJob, which is what the cache pods get"
         )
     if problems:
         raise ConfigError("bad settings: " + "; ".join(problems))
+
+
+def _comes_to(variable: Json, value: str) -> bool:
+    """Whether a variable may have this value; what Kubernetes fills in is not known here."""
+    plain = variable.get("value") or ""
+    return "valueFrom" in variable or "$" in plain or plain == value
 
 
 def _pod_spec(settings: Settings, names: Names, environment: Json) -> Json:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from enum import Enum
+from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from protos.errors import CacheError
@@ -15,7 +17,7 @@ from runtimes.initializer.settings import Settings
 from runtimes.initializer.verdict import is_disrupted
 from runtimes.initializer.waiting import Pace, Watcher
 
-REMOVAL_BUDGET_S = 15.0  # of the 30 s that a pod has to end
+REMOVAL_BUDGET_S = 15.0  # of the 60 s that its runtime gives the pod to end
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,10 @@ logger = logging.getLogger(__name__)
 class Ending(Enum):
     """How a run ended that did not fail."""
 
-    REMOVED = "the job is over, and what belonged to it is removed"
-    LEFT = "this pod is moved, and the cache stays for the one that comes in its place"
+    REMOVED = "told to end, and what belonged to the job is removed"
+    LEFT = (
+        "told to end by an eviction, and the cache stays for the pod that comes in this one's place"
+    )
 
 
 def run(settings: Settings, cluster: Cluster, stop: threading.Event) -> Ending:
@@ -65,8 +69,15 @@ def _make_and_stay(
     pace = Pace(failure_grace_s=settings.failure_grace_s, progress_s=settings.progress_s)
     with Watcher(cluster, names, pods["metadata"]["uid"], pace, patience.stop) as watcher:
         watcher.wait_until_ready(patience)
-        settings.ready_file.touch()
-        watcher.stay()
+        watcher.stay(partial(_show, settings.ready_file))
+
+
+def _show(ready_file: Path, ready: bool) -> None:
+    """Whether the cache is ready, to the readiness probe of this pod."""
+    if ready:
+        ready_file.touch()
+    else:
+        ready_file.unlink(missing_ok=True)
 
 
 def _train_job(settings: Settings, cluster: Cluster, patience: Patience) -> Json:
@@ -99,7 +110,9 @@ def _end(settings: Settings, cluster: Cluster, names: Names, owner_uid: str) -> 
 def _disruption(settings: Settings, cluster: Cluster) -> str | None:
     """Why this pod is taken from its node, if it is; a job that ends deletes it without a reason.
 
-    An eviction is written into the pod before the signal is sent.
+    The evictions of the API (a drain, a preemption) are written into the pod before the signal is
+    sent, those of a kubelet (a machine short of memory or disk) often only after it: such a one
+    counts as the end of the job, and the next pod makes the cache anew.
     """
     if settings.pod_name is None:
         return None

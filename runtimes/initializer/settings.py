@@ -8,7 +8,8 @@
     CLUSTER_SIZE                      3             the ancestor's head counts, and is no node here
     WORKER_CPU, WORKER_MEM            2, 2Gi        of each cache pod, requests and limits
     HEAD_CPU, HEAD_MEM                none          accepted: there is no head
-    IAM_ROLE                          none          of AWS, for the ServiceAccount of the pods
+    IAM_ROLE                          none          of AWS, for the ServiceAccount of the pods, and
+                                                    for nothing else: they are it, or are not
     READINESS_INITIAL_DELAY_SECONDS   5             of the readiness probe of a cache pod
     READINESS_PERIOD_SECONDS          10
     READINESS_TIMEOUT_SECONDS         5
@@ -18,7 +19,7 @@
     CACHE_FAILURE_GRACE_S             30            see `Settings.failure_grace_s`
     CACHE_PROGRESS_S                  5             the longest silence of the log while it waits
 
-And the dataset: see `protos.job_settings`. An empty variable counts as absent.
+And the dataset, if there is one: see `protos.job_settings`. An empty variable counts as absent.
 """
 
 from __future__ import annotations
@@ -26,19 +27,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 
 from kubernetes.utils.quantity import parse_quantity
 
 from protos.errors import ConfigError
-from protos.job_settings import VARIABLES, spec_from_env
+from protos.job_settings import OF_ACCESS, VARIABLES, asks_for_dataset, spec_from_env
 from protos.memory import LEAST_SHARD_BYTES, shard_bytes
 
 DEFAULT_CLUSTER_SIZE = 3
-# Of the memory of a container, what the process itself needs; as `cache-server serve
-# --container-memory-limit` has it, which also refuses less than the least room for shards.
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, as for a TrainJob
 _MAX_JOB_NAME = 46  # a StatefulSet's pods are labelled with its name and a hash of ten characters
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]*)?([numkMGTPE]|[KMGTPE]i)?")
@@ -63,7 +62,8 @@ class Settings:
         memory_bytes: what ``memory``, a Kubernetes quantity, comes to.
         failure_grace_s: a container that cannot start (its image cannot be pulled, its settings
             cannot be read) may do so this long: registries and the kubelet's caches have moments.
-        dataset_variables: those of the dataset that this environment has, by name only.
+        dataset: the variables of the dataset that this environment has; never shown, since some
+            are secrets.
         head_variables: those of the ancestor's head that were given.
     """
 
@@ -81,8 +81,13 @@ class Settings:
     ready_file: Path
     failure_grace_s: float
     progress_s: float
-    dataset_variables: frozenset[str]
     head_variables: tuple[str, ...]
+    dataset: Mapping[str, str] = field(repr=False)
+
+    @property
+    def what_to_cache(self) -> frozenset[str]:
+        """The variables of ``dataset`` that are about the table, not about access to its store."""
+        return frozenset(self.dataset) - frozenset(OF_ACCESS)
 
     @property
     def shard_bytes(self) -> int:
@@ -123,13 +128,14 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
         ready_file=given.path("CACHE_READY_FILE", "/tmp/ready"),
         failure_grace_s=given.seconds("CACHE_FAILURE_GRACE_S", 30.0, zero=True),
         progress_s=given.seconds("CACHE_PROGRESS_S", 5.0),
-        dataset_variables=frozenset(name for name in VARIABLES if environ.get(name)),
         head_variables=tuple(name for name in ("HEAD_CPU", "HEAD_MEM") if environ.get(name)),
+        dataset={name: environ[name] for name in VARIABLES if environ.get(name)},
     )
-    try:
-        spec_from_env(environ)
-    except ConfigError as error:
-        given.problems.append(str(error).removeprefix("bad settings: "))
+    if asks_for_dataset(environ):
+        try:
+            spec_from_env(environ)
+        except ConfigError as error:
+            given.problems.append(str(error).removeprefix("bad settings: "))
     if given.problems:
         raise ConfigError("bad settings: " + "; ".join(given.problems))
     return settings

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -132,7 +132,7 @@ class Watcher:
             StoppedError: the program was told to end.
         """
         began = time.monotonic()
-        for verdict in self._verdicts(patience):
+        for verdict in self._verdicts(patience, self._pace.failure_grace_s):
             if verdict is not None and verdict.is_ready:
                 logger.info("the cache is ready after %.1f s", time.monotonic() - began)
                 return
@@ -141,24 +141,37 @@ class Watcher:
                 told = verdict if verdict is not None else "its state could not be read"
                 raise NotReadyError(f"the cache is not ready after {waited_s:.0f} s: {told}")
 
-    def stay(self) -> NoReturn:
+    def stay(self, tell: Callable[[bool], None]) -> NoReturn:
         """Watches on, and never returns.
 
-        Raises:
-            As `wait_until_ready`, but for the deadline: a pod that comes back is waited for.
-        """
-        verdicts = self._verdicts(Patience(_FOREVER, self._stop))
-        while True:
-            next(verdicts)
+        A pod that is away is waited for, however long its image cannot be pulled: the others serve
+        on, and trainers wait.
 
-    def _verdicts(self, patience: Patience) -> Iterator[Verdict | None]:
-        """The state after every change, and now and then; None before it is known."""
+        Args:
+            tell: is told whether every pod is ready, first and at every change.
+
+        Raises:
+            As `wait_until_ready`, but for the deadline and what may pass.
+        """
+        was_ready: bool | None = None
+        for verdict in self._verdicts(Patience(_FOREVER, self._stop), _FOREVER):
+            if verdict is not None and verdict.is_ready is not was_ready:
+                was_ready = verdict.is_ready
+                tell(was_ready)
+        raise AssertionError("verdicts have no end")
+
+    def _verdicts(self, patience: Patience, grace_s: float) -> Iterator[Verdict | None]:
+        """The state after every change, and now and then; None before it is known.
+
+        Raises:
+            As `wait_until_ready`; what may pass, after it has lasted ``grace_s``.
+        """
         while True:
             self._take_news(min(_TICK_S, patience.left_s))
             verdict = self._verdict(patience) if self._view.is_whole else None
             if verdict is not None:
                 self._log.tell(verdict)
-                self._raise_failure(verdict)
+                self._raise_failure(verdict, grace_s)
             yield verdict
             if self._stop.is_set():
                 raise StoppedError
@@ -204,15 +217,13 @@ class Watcher:
             logger.warning("%s", error)
         self._events_due = time.monotonic() + _EVENTS_EVERY_S
 
-    def _raise_failure(self, verdict: Verdict) -> None:
+    def _raise_failure(self, verdict: Verdict, grace_s: float) -> None:
         now = time.monotonic()
         stuck = {problem.about for problem in verdict.problems if problem.hope is Hope.STUCK}
         self._stuck_since = {about: self._stuck_since.get(about, now) for about in stuck}
         for problem in verdict.problems:
             since = self._stuck_since.get(problem.about, now)
-            if problem.hope is Hope.NONE or (
-                problem.hope is Hope.STUCK and now - since >= self._pace.failure_grace_s
-            ):
+            if problem.hope is Hope.NONE or (problem.hope is Hope.STUCK and now - since >= grace_s):
                 raise problem.raises(problem.text)
 
     # -- in threads --------------------------------------------------------------------------------

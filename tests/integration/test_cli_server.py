@@ -97,9 +97,36 @@ def test_a_signal_ends_a_node_in_order_and_what_it_printed_was_one_line(
     assert "Traceback" not in errors
 
 
-def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_a_node_ends_with_after_a_signal_is_its_callers_choice(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    arguments = ["--cache-dir", str(tmp_path / "cache"), "--signal-exit-code", "143", *FREE_PORTS]
+    with server("serve", *arguments) as node:
+        node.wait_until_listening()
+        code, output, errors = node.end(number)
+
+    assert (code, output) == (143, "")
+    assert "drained=True" in errors
+    assert "Traceback" not in errors
+
+
+def test_an_end_by_standard_input_is_no_signal(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cache_server", "serve", "--cache-dir", str(tmp_path / "cache"),
+         "--exit-with-stdin", "--signal-exit-code", "143", *FREE_PORTS],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wanted", [[], ["--signal-exit-code", "143"]], ids=["0", "143"])
+def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
+    tmp_path: Path, wanted: list[str]
+) -> None:
     source = write_numbered(tmp_path / "source", 20)
     arguments = ["--cache-dir", str(tmp_path / "cache"), "--drain-timeout-s", "1", *FREE_PORTS]
+    arguments += wanted
     with server("serve", *arguments) as node:
         endpoint = str(node.wait_until_listening()["flight"])
         info = CacheClient(endpoint).load(DatasetSpec("table", source))
@@ -117,7 +144,7 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(tmp_path: Path) -> 
 
             assert time.monotonic() - begun < 10
             reader.cancel()
-    assert code == 0
+    assert code == (143 if wanted else 0)
     assert "drained=False" in errors
     assert "Traceback" not in errors and "Fatal" not in errors
     assert [*(tmp_path / "cache" / "table").rglob("shard-*.arrow")]
@@ -158,6 +185,8 @@ def test_a_node_joins_the_coordinator_that_it_is_given(tmp_path: Path) -> None:
         (["--coordinator", "host:0"], ["coordinator", "'host:0'"]),
         (["--load-threads", "0"], ["load_threads", "0"]),
         (["--node-timeout-s", "-3"], ["node_timeout_s", "-3"]),
+        (["--signal-exit-code", "256"], ["--signal-exit-code", "256"]),
+        (["--signal-exit-code", "-15"], ["--signal-exit-code", "-15"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bind", "999.1.1.1"], ["999.1.1.1"]),
         (

@@ -36,6 +36,7 @@ from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 20.0
+TERMINATED = 128 + signal.SIGTERM
 JOB, NAMESPACE = "train-1", "team-a"
 URI = "s3://bucket/tpch/lineitem/"
 # What the shipped role allows, and no more.
@@ -221,6 +222,20 @@ def test_a_fresh_run_makes_the_cache_and_removes_it_when_it_is_told_to_end(
     assert world.store.get("trainjobs", JOB, NAMESPACE) == world.job
 
 
+def test_without_a_dataset_of_the_job_the_cache_comes_up_empty(
+    world: World, pods: StatefulSets
+) -> None:
+    world.store.delete("trainjobs", JOB, NAMESPACE)
+    world.job = world.store.create(
+        "trainjobs", {"metadata": {"name": JOB}, "spec": {"initializer": None}}, NAMESPACE
+    )
+    running_ = world.begin(STORAGE_URI="", CLUSTER_SIZE="").until_ready()
+    (container,) = world.objects()["pods", "train-1-cache-0"]["spec"]["containers"]
+    assert "STORAGE_URI" not in {variable["name"] for variable in container["env"]}
+    assert "--load-from-env" in container["args"]
+    assert running_.end() is Ending.REMOVED
+
+
 def test_it_asks_for_what_its_role_allows_and_needs_all_of_it(world: World) -> None:
     for plural, name in OBJECTS:
         world.make_planned(plural, name)
@@ -372,6 +387,24 @@ def test_what_a_former_job_left_may_not_stay_beyond_the_deadline(world: World) -
     assert isinstance(error, NotReadyError)
     assert "services/train-1-cache" in str(error)
     assert set(world.objects()) == {("services", "train-1-cache")}
+
+
+@pytest.mark.parametrize("ends", ["deadline", "signal"])
+def test_a_name_that_is_taken_by_nothing_to_be_seen_is_asked_for_now_and_then(
+    world: World, ends: str
+) -> None:
+    world.server.faults.append(Fault(409, "create", "services", message="already exists"))
+    began = time.monotonic()
+    running_ = world.begin(CACHE_READY_DEADLINE_S="2" if ends == "deadline" else "1000")
+    if ends == "deadline":
+        error = running_.error()
+        assert isinstance(error, NotReadyError)
+        assert "services/train-1-cache" in str(error)
+    else:
+        world.wait_for_calls("create", "services", 2)
+        assert running_.end() is Ending.REMOVED
+    assert world.count("create", "services") <= 2 + 3 * (time.monotonic() - began)
+    assert world.objects() == {}
 
 
 def test_an_object_that_took_the_place_of_a_deleted_one_is_not_deleted(world: World) -> None:
@@ -733,15 +766,31 @@ def test_a_pod_that_fails_for_good_while_the_job_trains_fails_the_run(
     assert world.objects() == {}
 
 
-def test_a_pod_that_is_restarted_while_the_job_trains_is_waited_for(
-    world: World, pods: StatefulSets, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (exited(137, "", "OOMKilled"), "OOMKilled"),
+        (waiting("ErrImagePull", "the registry is away"), "ErrImagePull: the registry is away"),
+        (waiting("ImagePullBackOff"), "ImagePullBackOff"),
+        (waiting("CreateContainerConfigError", 'secret "keys" not found'), 'secret "keys"'),
+    ],
+    ids=["killed", "no-image", "still-no-image", "no-secret"],
+)
+def test_a_pod_that_is_away_while_the_job_trains_is_waited_for_and_is_not_called_ready(
+    world: World, pods: StatefulSets, status: Json, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    running_ = world.begin(CACHE_READY_DEADLINE_S="2").until_ready()
-    pods.set_pod("train-1-cache-0", NAMESPACE, exited(137, "", "OOMKilled"))
+    running_ = world.begin(CACHE_READY_DEADLINE_S="2", CACHE_FAILURE_GRACE_S="0").until_ready()
+    before = world.uids()
+    pods.set_pod("train-1-cache-0", NAMESPACE, status)
     wait_until(lambda: "1 of 2 cache pods ready" in caplog.text, WAIT_S, "it is told")
+    wait_until(lambda: told in caplog.text, WAIT_S, "so is why")
+    wait_until(lambda: not world.ready_file.exists(), WAIT_S, "not ready")
     pods.set_pod("train-1-cache-0", NAMESPACE, running())
-    wait_until(lambda: caplog.text.count("2 of 2 cache pods ready") == 2, WAIT_S, "told again")
+    good = "2 of 2 cache pods ready"
+    wait_until(lambda: caplog.records[-1].message == good, WAIT_S, "told again")
+    wait_until(world.ready_file.exists, WAIT_S, "ready again")
+    assert world.uids() == before
     assert running_.end() is Ending.REMOVED
 
 
@@ -864,7 +913,7 @@ def test_a_run_after_a_crash_while_the_job_trains_adopts_the_cache_as_it_is(
         program.until_ready()  # whatever the first one left there
         world.wait_for_calls("get", "statefulsets")
         code, last = program.until_ready().end(signal.SIGTERM)
-    assert code == 0, last
+    assert code == TERMINATED, last
     assert len(before) == 6
     created = [call.status for call in world.server.calls if call.verb == "create"]
     assert created == [201] * 4 + [409] * 4
@@ -878,7 +927,7 @@ def test_a_signal_before_it_is_ready_removes_everything(
     with StatefulSets(world.store, lambda name: starting()), Program(world) as program:
         world.wait_for_calls("watch", "pods")
         code, last = program.end(number)
-    assert (code, last.startswith("initializer: the job is over")) == (0, True)
+    assert (code, last.startswith("initializer: told to end")) == (TERMINATED, True)
     assert not world.ready_file.exists()
     assert world.objects() == {}
 
@@ -891,7 +940,7 @@ def test_sigterm_when_it_is_ready_removes_everything_in_time(
         began = time.monotonic()
         code, last = program.end(signal.SIGTERM)
         assert time.monotonic() - began < 10
-    assert code == 0, last
+    assert code == TERMINATED, last  # a Job would take 0 for work that is done
     assert not world.ready_file.exists()
     assert world.objects() == {}
 
@@ -902,7 +951,7 @@ def test_sigterm_by_an_eviction_is_no_success_of_the_pod(world: World, pods: Sta
     world.store.create("pods", own, NAMESPACE)
     with Program(world, POD_NAME="initializer") as program:
         code, last = program.until_ready().end(signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
+    assert code == TERMINATED
     assert "the cache stays" in last
     assert set(OBJECTS) <= set(world.objects())
 
@@ -924,7 +973,7 @@ def test_the_exit_code_of_a_pod_is_passed_on_and_its_reason_is_the_last_line(
 
 
 def test_bad_settings_are_told_together_before_the_cluster_is_asked(world: World) -> None:
-    with Program(world, CLUSTER_SIZE="many", STORAGE_URI="") as program:
+    with Program(world, CLUSTER_SIZE="many", STORAGE_URI="", CACHE_SQL="SELECT 1") as program:
         code, last = program.end()
     assert code == 78
     assert last.startswith("initializer: ConfigError: ")

@@ -156,12 +156,15 @@ def test_the_coordinator_is_ready_only_once_the_whole_cache_serves_the_dataset(
 def test_without_a_dataset_in_the_environment_a_coordinator_is_ready_for_a_later_load(
     tmp_path: Path,
 ) -> None:
-    with env_nodes(tmp_path, 1, SECRET_ACCESS_KEY="of-some-store", STORAGE_URI="") as (node,):
-        node.start()
-        node.wait_until_ready()
+    with env_nodes(tmp_path, 2, SECRET_ACCESS_KEY="of-some-store", STORAGE_URI="") as nodes:
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.wait_until_ready()
 
-        assert "no dataset in the environment" in node.log()
-        assert CacheClient(node.endpoint).datasets() == []
+        assert "no dataset in the environment" in nodes[0].log()
+        client = CacheClient(nodes[0].endpoint)
+        assert (client.datasets(), len(client.nodes())) == ([], 2)
 
 
 def test_the_shards_get_what_the_container_has_beside_the_process(tmp_path: Path) -> None:

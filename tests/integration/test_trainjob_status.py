@@ -38,7 +38,15 @@ class Receiver(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.posts: list[tuple[str, str, dict[str, Any]]] = []
         self.status = 200
+        self.answers = threading.Event()  # posts hang until it is set
+        self.answers.set()
+        self.accepts = threading.Event()  # no connection is taken until it is set
+        self.accepts.set()
         super().__init__(("127.0.0.1", 0), _Handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        self.accepts.wait(WAIT_S)
+        return super().get_request()
 
     def percents(self) -> list[str]:
         return [
@@ -56,6 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         authorization = self.headers.get("Authorization", "")
         self.server.posts.append((self.path, authorization, body))
+        self.server.answers.wait(WAIT_S)
         self.send_response(self.server.status)
         if self.server.status == 302:
             self.send_header("Location", "/elsewhere")
@@ -228,6 +237,42 @@ def test_what_goes_wrong_is_logged_once_without_the_token_and_harms_nobody(
     assert len(warnings) == 1
     assert "hush" not in caplog.text
     assert [path for path, _, _ in server.posts if path == "/elsewhere"] == []
+
+
+def test_after_it_is_closed_nothing_is_posted_any_more_though_a_post_hung_meanwhile(
+    token: Path,
+) -> None:
+    with receiver() as (server, url):
+        server.answers.clear()
+        status = TrainJobStatus(url, token_file=token, interval_s=0.01, closing_s=0.05)
+        status.show(HALF)
+        wait_until(lambda: server.posts, WAIT_S, "a post that hangs")
+        status.show(LoadReport("t", 100, 1, 1, 0, 100, 0.0))
+        status.close()
+        status.show(HALF)
+        assert status._thread.is_alive()  # it hangs, and is not waited for
+        server.answers.set()
+        status._thread.join(WAIT_S)
+        assert not status._thread.is_alive()
+        assert server.percents() == ["50"]
+
+
+def test_what_was_not_sent_when_it_is_closed_is_not_sent_though_the_server_comes_back(
+    certificate: tuple[Path, Path], token: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    with receiver(context) as (server, url):
+        server.accepts.clear()
+        ca_file = certificate[0]
+        status = TrainJobStatus(url, ca_file=ca_file, token_file=token, closing_s=0.2)
+        status.show(HALF)
+        status.close()
+        assert status._thread.is_alive()  # it waits for a handshake
+        server.accepts.set()
+        status._thread.join(WAIT_S)
+        assert not status._thread.is_alive()
+        assert server.posts == []
 
 
 def test_a_server_that_hangs_does_not_hold_whoever_closes(token: Path) -> None:

@@ -16,6 +16,7 @@ from kubernetes.client import (
 )
 
 from protos.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from protos.job_settings import spec_from_env
 from protos.memory import shard_bytes
 from runtimes.initializer.plan import (
     JOB_LABEL,
@@ -103,6 +104,7 @@ def test_the_cluster_size_counts_the_head_of_the_ancestor(size: str, num_nodes: 
         ("CACHE_FAILURE_GRACE_S", "-1"),
         ("CACHE_READY_FILE", "ready"),
         ("STORAGE_URI", "ftp://host/x"),
+        ("STORAGE_URI", "file://"),
         ("CACHE_REPLICAS", "none"),
     ],
 )
@@ -120,6 +122,12 @@ def test_all_bad_settings_are_told_at_once() -> None:
         assert f"{name} is missing" in str(caught.value)
     for quoted in ("CLUSTER_SIZE", "'x'", "WORKER_MEM", "'y'", "STORAGE_URI='s3:/z'"):
         assert quoted in str(caught.value)
+
+
+def test_without_a_dataset_there_is_nothing_to_be_wrong_with_it() -> None:
+    assert settings_of(STORAGE_URI="").dataset == {}
+    with pytest.raises(ConfigError, match="STORAGE_URI is missing"):
+        settings_of(STORAGE_URI="", CACHE_REPLICAS="2")
 
 
 def test_the_namespace_of_the_service_account_stands_in_for_the_variable() -> None:
@@ -302,7 +310,7 @@ def test_the_dataset_of_the_job_is_taken_over_as_it_stands_and_no_secret_is_copi
 
 def test_a_storage_uri_among_the_variables_comes_before_the_field_as_in_trainer() -> None:
     theirs = {"name": "STORAGE_URI", "value": "s3://other/"}
-    env = container_of(job_with(env=[theirs]))["env"]
+    env = container_of(job_with(env=[theirs]), STORAGE_URI="s3://other/")["env"]
     assert [variable for variable in env if variable["name"] == "STORAGE_URI"] == [theirs]
 
 
@@ -310,7 +318,10 @@ def test_a_storage_uri_among_the_variables_comes_before_the_field_as_in_trainer(
 def test_parts_of_the_dataset_may_be_null(dataset: Json) -> None:
     job = job_with(env=[{"name": "STORAGE_URI", "value": "s3://b/t"}])
     job["spec"]["initializer"]["dataset"] |= dataset
-    assert "envFrom" not in container_of(job if "env" not in dataset else job_with(**dataset))
+    if "env" in dataset:
+        assert "envFrom" not in container_of(job_with(**dataset))
+    else:
+        assert "envFrom" not in container_of(job, STORAGE_URI="s3://b/t")
 
 
 def test_a_setting_that_the_cache_pods_would_not_get_is_an_error() -> None:
@@ -327,6 +338,63 @@ def test_a_setting_that_a_cache_pod_sets_itself_is_an_error() -> None:
         planned(job_with(env=[{"name": "POD_IP", "value": "127.0.0.1"}]))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ACCESS_KEY_ID": "the-id", "SECRET_ACCESS_KEY": "hush"},
+        {"ENDPOINT": "http://minio:9000", "REGION": "eu-west-1"},
+        {"ROLE_ARN": ROLE},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_a_secret_may_say_who_reads_and_where_the_store_is(given: dict[str, str]) -> None:
+    job = job_with(secretRef={"name": "keys"})
+    assert container_of(job, **given)["envFrom"] == [{"secretRef": {"name": "keys"}}]
+    with pytest.raises(ConfigError, match="is what the cache pods get"):
+        container_of(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"CACHE_REPLICAS": "2"}, {"CACHE_SQL": "SELECT 1"}, {"CACHE_DATASET": "mine"}),
+        {"IGNORE_PATTERNS": "*.json"},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_a_secret_is_no_excuse_for_what_is_to_be_cached(given: dict[str, str]) -> None:
+    (name,) = given
+    with pytest.raises(ConfigError, match=rf"{name}.*spec\.initializer\.dataset"):
+        container_of(job_with(secretRef={"name": "keys"}), **given)
+    theirs = {"name": name, "valueFrom": {"secretKeyRef": {"name": "keys", "key": "k"}}}
+    assert theirs in container_of(job_with(env=[theirs]), **given)["env"]
+
+
+def test_a_secret_is_no_excuse_for_another_place_of_the_table() -> None:
+    job = job_with(storageUri=None, secretRef={"name": "keys"})
+    with pytest.raises(ConfigError, match=r"STORAGE_URI.*spec\.initializer\.dataset"):
+        planned(job)
+
+
+def test_a_setting_that_this_pod_was_given_otherwise_is_an_error_that_tells_no_secret() -> None:
+    env = [
+        {"name": "REGION", "value": "eu-west-1"},
+        {"name": "SECRET_ACCESS_KEY", "value": "hush-one"},
+        {"name": "ACCESS_KEY_ID", "value": "the-id"},
+    ]
+    keys = {"ACCESS_KEY_ID": "the-id", "SECRET_ACCESS_KEY": "hush-two"}
+    with pytest.raises(ConfigError) as caught:
+        planned(job_with(env=env, storageUri="s3://elsewhere/t"), REGION="us-east-1", **keys)
+    assert "REGION, SECRET_ACCESS_KEY, STORAGE_URI: " in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert "hush" not in repr(settings_of(**keys))
+
+
+def test_a_value_that_kubernetes_makes_of_others_is_not_compared() -> None:
+    env = [{"name": "REGION", "value": "$(WHERE)"}, {"name": "CACHE_SQL", "value": "SELECT '$$1'"}]
+    assert container_of(job_with(env=env), REGION="eu-west-1", CACHE_SQL="SELECT '$1'")
+
+
 @pytest.mark.parametrize("role", [None, ROLE])
 def test_the_role_is_optional(role: str | None) -> None:
     account = planned(
@@ -336,6 +404,22 @@ def test_the_role_is_optional(role: str | None) -> None:
     annotations = account.body["metadata"]["annotations"]
     assert annotations.get("eks.amazonaws.com/role-arn") == role
     assert ("eks.amazonaws.com/sts-regional-endpoints" in annotations) == (role is not None)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [{"env": [{"name": "IAM_ROLE", "value": ROLE}]}, {"secretRef": {"name": "keys"}}],
+    ids=["variable", "secret"],
+)
+def test_pods_that_are_a_role_do_not_assume_it_once_more(dataset: Json) -> None:
+    env = container_of(job_with(**dataset), IAM_ROLE=ROLE)["env"]
+    assert [each for each in env if each["name"] == "IAM_ROLE"] == [
+        {"name": "IAM_ROLE", "value": ""}
+    ]
+    plain = {each["name"]: each["value"] for each in env if "value" in each}
+    assert spec_from_env(plain).tables[0].options == {}
+    again = container_of(job_with(env=[{"name": "ROLE_ARN", "value": ROLE}]), ROLE_ARN=ROLE)["env"]
+    assert {"name": "ROLE_ARN", "value": ROLE} in again
 
 
 def test_a_plan_is_known_again_and_another_one_is_not_the_same() -> None:

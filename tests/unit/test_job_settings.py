@@ -181,6 +181,7 @@ def test_other_variables_are_not_looked_at() -> None:
         ("postgresql://user@db:5432/shop", "postgresql://user@db:5432/shop", "shop"),
         ("postgres://db/shop?sslmode=require", "postgresql://db/shop?sslmode=require", "shop"),
         ("postgresql:///shop", "postgresql:///shop", "shop"),
+        ("postgres:///shop", "postgresql:///shop", "shop"),
         ("file:///data/t.parquet", "file:///data/t.parquet", "t"),
         ("/data/lineitem.parquet", "/data/lineitem.parquet", "lineitem"),
         ("/data/*/part?.arrow", "/data/*/part?.arrow", "data"),
@@ -248,6 +249,22 @@ def test_a_secret_for_another_store_is_left_alone(place: dict[str, str]) -> None
     assert wire(spec_from_env({**S3, "ACCESS_TOKEN": "hf_hush"})) == wire(spec_from_env(S3))
 
 
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "postgresql://?host=/var/run",
+        "postgresql://?dbname=x&table=public.t",
+        "postgresql://me@?table=public.t",
+        "postgresql://",
+        "s3://bucket/t/v3.metadata.json",
+    ],
+)
+def test_a_place_that_makes_no_name_is_read_where_one_is_given(uri: str) -> None:
+    spec = spec_from_env({"STORAGE_URI": uri, "CACHE_DATASET": "mine"})
+
+    assert (spec.name, spec.source) == ("mine", (uri,))
+
+
 def test_the_password_of_a_database_is_a_secret() -> None:
     spec = spec_from_env({"STORAGE_URI": "postgresql://me:hush@db/shop"})
 
@@ -277,6 +294,8 @@ BAD: list[tuple[str, dict[str, str], list[str]]] = [
             ("hf://alpaca", "hf://ORG/NAME"),
             ("hf://datasets/alpaca", "hf://ORG/NAME"),
             ("hf://org//name", "hf://ORG/NAME"),
+            ("file://", "must name a file or a folder"),
+            ("file://?", "must name a file or a folder"),
         ]
     ),
     *(
@@ -344,6 +363,16 @@ BAD: list[tuple[str, dict[str, str], list[str]]] = [
     *(
         ("CACHE_DATASET", {"STORAGE_URI": uri}, ["CACHE_DATASET is missing", repr(uri)])
         for uri in ("/data/my table.csv", "s3://b/t/v3.metadata.json", "/", "/*.csv", "/data/_t")
+    ),
+    *(
+        ("CACHE_DATASET", {"STORAGE_URI": uri}, ["CACHE_DATASET is missing", shown])
+        for uri, shown in [
+            ("postgresql://", "'postgresql://'"),
+            ("postgres://", "'postgres://'"),
+            ("postgresql://?host=/var/run", "'postgresql://?...'"),
+            ("postgresql://?dbname=x&table=public.t", "'postgresql://?...'"),
+            ("postgresql://me@?table=public.t", "'postgresql://me@?...'"),
+        ]
     ),
     (
         "CACHE_DATASET",

@@ -154,6 +154,8 @@ def test_before_kubernetes_1_35_the_kubelet_restarts_cache_pods(
     assert pod_of(job)["spec"]["restartPolicy"] == "OnFailure"
     assert "podFailurePolicy" not in job["template"]["spec"]
     assert not {"restartPolicy", "restartPolicyRules"} & pod_of(job)["spec"]["containers"][0].keys()
+    (cache,) = pod_of(job)["spec"]["containers"]
+    assert "--signal-exit-code=143" in cache["args"]  # with 0 a drained pod would count as done
     for other in ("node", "launcher"):
         if other in [each["name"] for each in job_set(built)["replicatedJobs"]]:
             assert pod_of(job_named(built, other))["spec"]["restartPolicy"] == "Never"

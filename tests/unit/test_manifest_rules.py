@@ -20,6 +20,7 @@ SHARED = read(MANIFESTS / "shared/stateful-set.yaml")
 SPEC = "spec template spec"
 CACHE_JOB = f"{SPEC} replicatedJobs dataset-initializer"
 NODE_JOB = f"{SPEC} replicatedJobs node"
+CACHE_FAILURES = f"{CACHE_JOB} template spec podFailurePolicy"
 CACHE_POD = f"{CACHE_JOB} template spec template spec"
 NODE_POD = f"{NODE_JOB} template spec template spec"
 CACHE = f"{CACHE_POD} containers dataset-initializer"
@@ -130,6 +131,34 @@ BITES: list[tuple[str, Json, str, Any]] = [
         FLAGSHIP,
         f"{CACHE_JOB} template spec podFailurePolicy rules 0 onExitCodes containerName",
         "cache",
+    ),
+    ("pods_that_stay_do_not_succeed", FLAGSHIP, f"{SPEC} successPolicy", GONE),
+    (
+        "pods_that_stay_do_not_succeed",
+        WITH_CACHE,
+        f"{SPEC} successPolicy targetReplicatedJobs",
+        ["dataset-initializer", "node"],
+    ),
+    ("pods_that_stay_do_not_succeed", FLAGSHIP, f"{CACHE_FAILURES} rules 1", GONE),
+    ("pods_that_stay_do_not_succeed", WITH_CACHE, f"{CACHE_FAILURES} rules 1", GONE),
+    (
+        "pods_that_stay_do_not_succeed",
+        DEEPSPEED,
+        f"{NODE_JOB} template spec podFailurePolicy rules 0",
+        GONE,
+    ),
+    (
+        "pods_that_stay_do_not_succeed",
+        DEEPSPEED,
+        f"{CACHE_FAILURES} rules 0 onExitCodes values",
+        [65, 78, 143],
+    ),
+    ("pods_that_stay_do_not_succeed", FLAGSHIP, f"{CACHE} args", ["serve"]),
+    (
+        "pods_that_stay_do_not_succeed",
+        TORCHTUNE,
+        f"{CACHE} restartPolicyRules 0 exitCodes values",
+        [0, 65, 78, 143],
     ),
     ("no_gang_waits_for_itself", FLAGSHIP, "spec podGroupPolicy", {"coscheduling": {}}),
     ("no_gang_waits_for_itself", FLAGSHIP, "spec podGroupPolicy", {"volcano": {}}),

@@ -1,5 +1,8 @@
 """The manifests of runtimes/: no rule has anything against them, and they fit each other."""
 
+import os
+import signal
+import subprocess
 import tomllib
 import warnings
 from pathlib import Path
@@ -7,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtimes import MANIFESTS
+from runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
 from tests.manifests import (
     CACHE_COMMAND,
     Json,
@@ -42,6 +46,7 @@ def runtime(folder: str) -> Json:
 
 FLAGSHIP = runtime("torch-distributed-data-cache")
 COLOCATED = runtime("torch-distributed-data-cache-colocated")
+DEEPSPEED = runtime("deepspeed-data-cache")
 WITH_CACHE = runtime("torch-distributed-with-cache")
 SHARED = runtime("torch-distributed-shared-data-cache")
 CACHE = read(MANIFESTS / "shared/stateful-set.yaml")
@@ -168,6 +173,28 @@ def test_a_cache_that_is_a_replicated_job_is_the_same_in_every_runtime(path: Pat
     )
 
 
+@pytest.mark.parametrize("path", IN_JOB, ids=name_of)
+def test_what_follows_from_the_end_of_a_cache_process(path: Path) -> None:
+    job = job_named(read(path), "dataset-initializer")["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    restarted = {code for code in range(256) if restarts_in_place(container, pod, code)}
+    assert set(range(256)) - restarted == {0, 65, 78}
+    for code, action in ((65, "FailJob"), (78, "FailJob"), (143, "Ignore"), (1, "Count")):
+        ended = ContainerExit("dataset-initializer", code, "")
+        assert after_pod_failure(job, [ended]) == action
+
+
+def test_what_follows_from_the_end_of_the_initializer_that_stays() -> None:
+    job = job_named(WITH_CACHE, "dataset-initializer")["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert not any(restarts_in_place(container, pod, code) for code in range(256))
+    for code, action in ((65, "FailJob"), (78, "FailJob"), (143, "Ignore"), (1, "Count")):
+        ended = ContainerExit("dataset-initializer", code, "")
+        assert after_pod_failure(job, [ended]) == action
+
+
 def test_a_sidecar_caches_as_the_pods_of_a_job_do() -> None:
     cache = pod_of(job_named(FLAGSHIP, "dataset-initializer"))["spec"]["containers"][0]
     sidecar = container_named(pod_of(job_named(COLOCATED, "node")), "cache")
@@ -176,12 +203,45 @@ def test_a_sidecar_caches_as_the_pods_of_a_job_do() -> None:
             "-dataset-initializer-0-", "-node-0-"
         )
         for argument in cache["args"]
+        # What a sidecar ends with is of no account to its pod.
+        if not argument.startswith("--signal-exit-code")
     ]
     assert sidecar["args"] == theirs
     assert sidecar["restartPolicy"] == "Always"
     assert sidecar["startupProbe"]["grpc"]["service"] == "ready"
     for same in ("image", "command", "ports", "livenessProbe", "resources", "securityContext"):
         assert sidecar[same] == cache[same]
+
+
+def start_mpi_node(folder: Path, script: str) -> subprocess.Popen[str]:
+    """The container ``node`` of deepspeed-data-cache with ``script`` in the place of sshd."""
+    node = container_named(pod_of(job_named(DEEPSPEED, "node")), "node")
+    sshd = folder / "sshd"
+    sshd.write_text(f"#!/bin/sh\n{script}\n")
+    sshd.chmod(0o755)
+    command = [part.replace("/usr/sbin/sshd", str(sshd)) for part in node["command"]]
+    assert command != node["command"]
+    return subprocess.Popen(
+        [*command, *node["args"]], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_an_mpi_node_that_is_told_to_end_has_not_succeeded(tmp_path: Path) -> None:
+    with start_mpi_node(tmp_path, "echo $$; exec sleep 60") as process:
+        assert process.stdout is not None
+        daemon = int(process.stdout.readline())
+        process.terminate()
+        code = process.wait(timeout=20)
+        os.kill(daemon, signal.SIGKILL)  # in a container it ends with its shell
+    assert code == 143
+
+
+def test_an_mpi_node_is_sshd_with_its_arguments_and_its_exit_code(tmp_path: Path) -> None:
+    with start_mpi_node(tmp_path, 'for each; do echo "$each"; done; exit 7') as process:
+        output, _ = process.communicate(timeout=20)
+    node = container_named(pod_of(job_named(DEEPSPEED, "node")), "node")
+    assert output.splitlines() == node["args"]
+    assert process.returncode == 7
 
 
 def test_trainer_and_sidecar_see_the_shards_at_one_path() -> None:
