@@ -31,10 +31,11 @@ from cache_client.connections import _shard_map
 from cache_client.dataset import MESSAGE_BYTES
 from cache_client.order import EpochOrder
 from cache_client.reader import Reader
-from cache_client.routing import Ids, Router, ShardMap
+from cache_client.routing import Router, ShardMap
 from cache_server.flight_service import _flight_info
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import Layout, from_matrix
+from protos.row_index import Ids
 from protos.spec import DEFAULT_TARGET_SHARD_BYTES
 
 SCHEMA = pa.schema([(f"f{i}", pa.float32()) for i in range(32)] + [("label", pa.int64())])
@@ -254,7 +255,11 @@ def fetcher(case: Case) -> Callable[[], int]:
     reader = Reader("grpc://node-0:50051", case.shards)
 
     def fetch() -> int:
-        return sum(reader.fetch(case.order.row_ids(window)).num_rows for window in case.windows)
+        return sum(
+            piece.num_rows
+            for window in case.windows
+            for piece in reader.fetch(case.order.row_ids(window))
+        )
 
     return fetch
 

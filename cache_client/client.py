@@ -33,6 +33,7 @@ from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
+from cache_client.rows import join
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
@@ -246,8 +247,8 @@ class CacheClient:
         with Connection(self.endpoint) as connection:
             shards = connection.read_plan(name, "", (), self._timeout_s)
         with Reader(self.endpoint, shards, deadline_s=self._timeout_s) as reader:
-            rows = reader.fetch(np.arange(min(num_rows, shards.num_rows), dtype=np.int64))
-        return rows.to_batch()
+            pieces = reader.fetch(np.arange(min(num_rows, shards.num_rows), dtype=np.int64))
+        return join(pieces).to_batch()
 
     @contextmanager
     def _coordinator(self) -> Iterator[cache_pb2_grpc.CoordinatorStub]:

@@ -24,13 +24,16 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from cache_client.forks import fork_gate
-from cache_client.routing import Ids, NodeRef, ShardFile, ShardMap
+from cache_client.routing import NodeRef, ShardFile, ShardMap
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
+from protos.layout import pool_array
+from protos.row_index import Ids
 
 _MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+_LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
 
 class ConnectionClosedError(NodeUnavailableError):
@@ -101,6 +104,7 @@ class Connection:
     def __init__(self, location: str) -> None:
         self.location = location
         self._what = f"the connection to {location}"
+        _keep_freed_memory()
         with _calling(location):
             try:
                 self._client = _Shared(
@@ -170,10 +174,25 @@ class Connection:
         return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
 
     def open_gather(
-        self, dataset: str, fingerprint: str, columns: Sequence[str], timeout_s: float
+        self,
+        dataset: str,
+        fingerprint: str,
+        columns: Sequence[str],
+        timeout_s: float,
+        *,
+        rows_per_message: int = 0,
     ) -> GatherStream:
-        """A stream that answers row ids with rows, each request within ``timeout_s``."""
-        request = pb.GatherRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
+        """A stream that answers row ids with rows, each request within ``timeout_s``.
+
+        Args:
+            rows_per_message: into which a node cuts an answer; 0: one message.
+        """
+        request = pb.GatherRequest(
+            dataset=dataset,
+            fingerprint=fingerprint,
+            columns=columns,
+            rows_per_message=rows_per_message,
+        )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         usable_until = time.monotonic() + timeout_s
         with self._running():
@@ -215,19 +234,25 @@ class GatherStream:
 
     def send(self, row_ids: Ids) -> None:
         """Asks for rows; `receive` their answer before the next one is sent."""
-        batch = pa.RecordBatch.from_arrays([pa.array(row_ids)], schema=_ROW_SCHEMA)
+        batch = pa.RecordBatch.from_arrays([pool_array(row_ids)], schema=_ROW_SCHEMA)
         try:
             with self._running():
                 self._ends.value[0].write_batch(batch)
         except CacheError:
-            self.receive()  # the reason stands in the answer, if there is one
+            self.receive(len(row_ids))  # the reason stands in the answer, if there is one
             raise
 
-    def receive(self) -> pa.RecordBatch:
-        """The rows of the last request: a stored batch."""
-        with self._running():
-            batch: pa.RecordBatch = self._ends.value[1].read_chunk().data
-        return batch
+    def receive(self, num_rows: int) -> list[pa.RecordBatch]:
+        """The rows of the last request, which asked for so many: stored batches."""
+        batches: list[pa.RecordBatch] = []
+        missing = num_rows
+        while missing > 0:
+            with self._running():
+                batches.append(self._ends.value[1].read_chunk().data)
+            missing -= batches[-1].num_rows
+        if missing:
+            raise CacheError(f"{self._what} brought {-missing} rows more than {num_rows}")
+        return batches
 
     def close(self) -> None:
         """Breaks the stream off, and waits for no node; a running `send` or `receive` fails."""
@@ -243,6 +268,18 @@ class GatherStream:
             if self._ends.is_closed:
                 raise ConnectionClosedError(f"{self._what} was closed") from None
             raise
+
+
+def _keep_freed_memory() -> None:
+    """Lets glibc use the memory of a message again, as it does in whatever freed much at once.
+
+    Its limits are dynamic (mallopt(3), M_MMAP_THRESHOLD): until a program has freed a large block,
+    some MiB that are freed go back to the kernel, and each message would be made of fresh pages,
+    which cost as much as all else that is done with it. Afterwards up to twice the largest block
+    so freed, but no more than 64 MiB, stays with each of glibc's arenas. Other allocators ignore
+    it, and it does nothing where ``MALLOC_TRIM_THRESHOLD_`` is set.
+    """
+    np.empty(_LARGEST_FREED_BYTES, np.uint8)  # never touched: an address range, freed at once
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from cache_client.reader import Rows
+from cache_client.rows import Rows
 from protos.errors import ConfigError, RequestError
 from protos.layout import Layout, is_scalar
 

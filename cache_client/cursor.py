@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-_EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS = range(5)
+_EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS, _BEGUN_AT = range(6)
 _UNCLAIMED = 0
 
 
@@ -21,7 +21,7 @@ class Cursor:
     """
 
     def __init__(self) -> None:
-        self._cells = torch.zeros(5, dtype=torch.int64)
+        self._cells = torch.zeros(6, dtype=torch.int64)
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self._used_generation = -1  # of this copy: its offset was used up here
 
@@ -37,8 +37,8 @@ class Cursor:
 
     @property
     def offset(self) -> int:
-        """Offset of the latest pass that used it, or of the next one if none did yet."""
-        return int(self._cells[_OFFSET])
+        """Where the latest pass since `set` began; where the next one does, if there was none."""
+        return int(self._cells[_BEGUN_AT])
 
     @property
     def next_offset(self) -> int:
@@ -55,7 +55,7 @@ class Cursor:
     def set(self, epoch: int, offset: int) -> None:
         """The next pass begins at row ``offset`` of ``epoch``."""
         self._cells[_EPOCH] = epoch
-        self._cells[_OFFSET] = offset
+        self._cells[_OFFSET] = self._cells[_BEGUN_AT] = offset
         self._cells[_CLAIMED_BY] = _UNCLAIMED
         self._cells[_READ_BY_WORKERS] = 0
         self._cells[_GENERATION] += 1
@@ -71,6 +71,7 @@ class Cursor:
             self._cells[_READ_BY_WORKERS] = 1
         generation, claimed_by = self.generation, int(self._cells[_CLAIMED_BY])
         if generation == self._used_generation or claimed_by not in (_UNCLAIMED, token):
+            self._cells[_BEGUN_AT] = 0
             return self.epoch, 0
         self._used_generation = generation
         self._cells[_CLAIMED_BY] = token

@@ -7,8 +7,8 @@ tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,14 +20,22 @@ from cache_client.convert import BatchFormat, Converter
 from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
 from cache_client.local_shards import LocalShards
-from cache_client.order import EpochOrder, OrderState, StepPlan, next_cursor, worker_steps
+from cache_client.order import (
+    EpochOrder,
+    OrderState,
+    StepPlan,
+    next_cursor,
+    step_windows,
+    worker_steps,
+)
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint, find_rank
-from cache_client.reader import FETCH_THREADS, Reader, Rows, fetch_ahead
+from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
+from cache_client.rows import Rows, cut
 from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
-_MOST_MESSAGES = 8  # of a window, each from another node
+_MESSAGES_PER_WINDOW = 8  # of all nodes together
 _LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
@@ -94,7 +102,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
             of use, see `cache_client.device`. Not in DataLoader workers.
-        message_bytes: of one answer of one node, about; a window asks up to 8 nodes for one each.
+        message_bytes: of one message of a node, about; 8 are asked for at once.
             The default was measured over loopback. From files of this machine, windows are larger.
         prefetch_batches: fetched ahead in the background, about; bounds the memory.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
@@ -304,6 +312,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._shards,
             columns=self._columns,
             turn=self.rank,
+            rows_per_message=self._steps_in(self._message_bytes) * self.batch_size,
             deadline_s=self._deadline_s,
             local=self._local_shards(),
         ) as reader:
@@ -321,19 +330,16 @@ class CacheIterableDataset(IterableDataset[Any]):
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
         per_window = self._steps_per_window(reader.num_nodes)
-        windows = [steps[i : i + per_window] for i in range(0, len(steps), per_window)]
         depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
         results = fetch_ahead(
             lambda window: _fetch_window(reader, this, self.rank, window),
-            windows,
+            step_windows(steps, per_window),
             depth=depth,
             threads=FETCH_THREADS,
         )
-        for rows, sizes in _naming_steps(results, windows):
-            at = 0
-            for size in sizes:
-                batch = convert(rows.slice(at, at + size))
-                at += size
+        for pieces, sizes in _naming_steps(results, step_windows(steps, per_window)):
+            for rows in cut(pieces, sizes):
+                batch = convert(rows)
                 yield batch if self._transform is None else self._transform(batch)
 
     def _begin_pass(self) -> _Pass:
@@ -345,7 +351,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
-        token = random.getrandbits(62) + 1 if worker is None else worker.seed - worker.id + 1
+        token = secrets.randbits(62) + 1 if worker is None else worker.seed - worker.id + 1
         start = self._worker_start
         epoch, offset = self._cursor.begin(token, in_worker=worker is not None)
         if start is not None and start[0] == self._cursor.generation:
@@ -380,11 +386,12 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
 
     def _steps_per_window(self, num_nodes: int) -> int:
-        if num_nodes:
-            window_bytes = self._message_bytes * min(num_nodes, _MOST_MESSAGES)
-        else:
-            window_bytes = _LOCAL_WINDOW_BYTES
-        return max(1, window_bytes // (self.batch_size * row_bytes(self._shards.layout)))
+        return self._steps_in(
+            self._message_bytes * _MESSAGES_PER_WINDOW if num_nodes else _LOCAL_WINDOW_BYTES
+        )
+
+    def _steps_in(self, num_bytes: int) -> int:
+        return max(1, num_bytes // (self.batch_size * row_bytes(self._shards.layout)))
 
     def _local_shards(self) -> LocalShards | None:
         """Mapped once in each process: touching the pages of a new map costs time."""
@@ -398,13 +405,15 @@ class CacheIterableDataset(IterableDataset[Any]):
         return {**self.__dict__, "_mapped": None}
 
 
-def _fetch_window(reader: Reader, this: _Pass, rank: int, window: range) -> tuple[Rows, list[int]]:
+def _fetch_window(
+    reader: Reader, this: _Pass, rank: int, window: range
+) -> tuple[list[Rows], list[int]]:
     """The rows of a run of steps, and how many each step has."""
     positions, sizes = this.plan.window(window, rank)
     return reader.fetch(this.order.row_ids(positions)), sizes
 
 
-def _naming_steps(results: Iterator[_T], windows: Sequence[range]) -> Iterator[_T]:
+def _naming_steps(results: Iterator[_T], windows: Iterable[range]) -> Iterator[_T]:
     """``results``, with the step in the message of a node that was not to be reached."""
     for window in windows:
         try:

@@ -7,7 +7,6 @@ told, and the file has the size that it was sealed with. Everything else is left
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Sequence
@@ -16,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cache_client.routing import Ids, Indices, ShardFile, ShardMap
+from cache_client.routing import ShardFile, ShardMap
 from protos.errors import CacheError
+from protos.row_index import Ids, RowIndex, group_by_shard
 from protos.shards import (
     MANIFEST,
     NODE_ID_FILE,
@@ -53,6 +53,7 @@ class LocalShards:
 
     def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
         self._starts = shards.starts
+        self._index = RowIndex(shards.starts, shards.num_rows)
         self._columns = columns
         self._lock = threading.Lock()
         self._mapped: dict[int, MappedShard] = {}
@@ -73,25 +74,21 @@ class LocalShards:
         with self._lock:
             return set(self._files)
 
-    def gather(
-        self, row_ids: Ids, shards: Indices, inverse: Indices | None = None
-    ) -> pa.RecordBatch:
-        """The rows of these ids as one stored batch in memory of its own.
+    def gather(self, row_ids: Ids) -> pa.RecordBatch:
+        """The rows of these ids, in this order, as one stored batch in memory of its own.
 
         Args:
-            row_ids: of `shards` only.
-            shards: the shard of each row; those of one shard should lie together.
-            inverse: the order that the rows are wanted in; None: as they come.
+            row_ids: of `shards` only; at least one.
 
         Raises:
             ShardFileLostError: files cannot be read any more; `shards` is without any of them then.
         """
-        bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
+        grouped = group_by_shard(row_ids, self._index.find(row_ids))
         runs: list[Run] = []
         lost: ShardFileLostError | None = None
-        for start, stop in itertools.pairwise(bounds):
+        for shard, start, stop in grouped.runs():
             try:
-                runs.append(Run(self._map(int(shards[start])), start, stop))
+                runs.append(Run(self._map(shard), int(self._starts[shard]), start, stop))
             except ShardFileLostError as error:  # find out about the others, too, before it counts
                 lost = lost or error
         if lost is not None:
@@ -99,7 +96,7 @@ class LocalShards:
         selection = self._selection
         if selection is None:
             selection = self._selection = Selection(runs[0].shard.layout, self._columns)
-        return gather(runs, row_ids - self._starts[shards], selection, inverse)
+        return gather(runs, grouped.rows, selection, grouped.inverse)
 
     def _map(self, shard: int) -> MappedShard:
         with self._lock:

@@ -14,7 +14,7 @@ Words: a *position* is a place in the epoch's order, a *row id* a place in the d
 are int64 in ``[0, num_rows)``. Ranges are half-open.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final
 
@@ -299,6 +299,11 @@ def worker_steps(num_steps: int, worker: int, num_workers: int, first_step: int 
     if not 0 <= checked_integer("first_step", first_step) <= num_steps:
         raise ValueError(f"first_step must be in [0, {num_steps}], got {first_step}")
     return range(first_step + worker, num_steps, num_workers)
+
+
+def step_windows(steps: range, size: int) -> Iterator[range]:
+    """Cut steps into runs of ``size``, the last one shorter; made as they are asked for."""
+    return (steps[start : start + size] for start in range(0, len(steps), size))
 
 
 def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ MAX_ROWS: Final = 2**62
 _ROUNDS: Final = 8
 _ROUNDS_SMALL: Final = 16  # below _SMALL_SIZE a round has few functions to choose from
 _SMALL_SIZE: Final = 256
-_CHUNK_ROWS: Final = 16_384  # the scratch arrays of one chunk stay in the level 2 cache
+_CHUNK_ROWS: Final = 65_536  # few calls a row; the scratch arrays of one chunk are 1.5 MB
 
 # 0-d arrays, because numpy spends a third less time on starting an operation with one than with a
 # scalar, and a short call is mostly such starts.

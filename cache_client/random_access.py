@@ -22,9 +22,10 @@ from cache_client.convert import BatchFormat, Converter
 from cache_client.local_shards import LocalShards
 from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint
-from cache_client.reader import FETCH_THREADS, Reader, Rows, fetch_ahead
-from cache_client.routing import Ids
+from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
+from cache_client.rows import Rows, join
 from protos.errors import ConfigError
+from protos.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
@@ -233,11 +234,10 @@ class CacheDataset(Dataset[Any]):
     def _read(self, row_ids: Ids) -> Rows:
         reader, size = self._reader(), self._rows_per_fetch
         if len(row_ids) <= size:
-            return reader.fetch(row_ids)
+            return join(reader.fetch(row_ids))
         windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
-        return _joined(
-            list(fetch_ahead(reader.fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS))
-        )
+        found = fetch_ahead(reader.fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
+        return join([piece for pieces in found for piece in pieces])
 
     def _reader(self) -> Reader:
         """This process's reader.
@@ -271,17 +271,3 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
         return rows
     columns = (v.unbind(0) if isinstance(v, torch.Tensor) else v for v in batch.values())
     return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _joined(parts: list[Rows]) -> Rows:
-    """The rows of all parts, one after the other; of at least one part."""
-    first = parts[0]
-    return Rows(
-        first.layout,
-        {
-            index: np.concatenate([part.matrices[index] for part in parts])
-            for index in first.matrices
-        },
-        {index: pa.concat_arrays([part.arrays[index] for part in parts]) for index in first.arrays},
-        sum(part.num_rows for part in parts),
-    )

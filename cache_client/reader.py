@@ -13,14 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from itertools import islice
 from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 from tenacity import (
     Retrying,
     retry_if_exception_type,
@@ -30,9 +27,10 @@ from tenacity import (
 
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
 from cache_client.local_shards import LocalShards, ShardFileLostError
-from cache_client.routing import Ids, NodeRef, Part, Router, ShardMap
+from cache_client.routing import NodeRef, Part, Router, ShardMap
+from cache_client.rows import Answer, Rows, in_order
 from protos.errors import CacheError, NodeUnavailableError, NotReadyError, StaleVersionError
-from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+from protos.row_index import Ids
 
 logger = logging.getLogger(__name__)
 
@@ -48,42 +46,6 @@ _WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError)
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows in stored columns, in memory of their own.
-
-    Attributes:
-        layout: of the columns.
-        matrices: stored column -> ``[rows, width]`` array, for packed and matrix columns.
-        arrays: stored column -> Arrow array, for plain columns.
-        num_rows: of each of them.
-    """
-
-    layout: Layout
-    matrices: dict[int, Matrix]
-    arrays: dict[int, pa.Array]
-    num_rows: int
-
-    def slice(self, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)``, without a copy."""
-        return Rows(
-            self.layout,
-            {index: matrix[start:stop] for index, matrix in self.matrices.items()},
-            {index: array.slice(start, stop - start) for index, array in self.arrays.items()},
-            stop - start,
-        )
-
-    def to_batch(self) -> pa.RecordBatch:
-        """The rows as a batch of logical columns."""
-        stored = [
-            self.arrays[index]
-            if column.kind == "plain"
-            else from_matrix(np.ascontiguousarray(self.matrices[index]), column.field)
-            for index, column in enumerate(self.layout.columns)
-        ]
-        return self.layout.unpack(pa.RecordBatch.from_arrays(stored, schema=self.layout.schema))
 
 
 class _IncompleteError(Exception):
@@ -126,6 +88,7 @@ class Reader:
         shards: the shard map to start with.
         columns: to read, empty for all; those of ``shards.logical``.
         turn: which replica to prefer; see `Router`.
+        rows_per_message: the most rows of one message of a node; 0: each answer is one message.
         deadline_s: how long a window may wait for nodes that do not answer.
         request_timeout_s: after one to two of these a node that hangs counts as failed.
         local: shards to read from files of this machine, without their node; may be shared.
@@ -138,6 +101,7 @@ class Reader:
         *,
         columns: tuple[str, ...] = (),
         turn: int = 0,
+        rows_per_message: int = 0,
         deadline_s: float = 60.0,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         local: LocalShards | None = None,
@@ -145,6 +109,7 @@ class Reader:
         self._endpoint = endpoint
         self._columns = columns
         self._turn = turn
+        self._rows_per_message = rows_per_message
         self._deadline_s = deadline_s
         # Four of them fit, so that another replica is asked before the deadline.
         self._request_timeout_s = min(request_timeout_s, deadline_s / 4)
@@ -188,8 +153,8 @@ class Reader:
         for connection in connections:
             connection.close()
 
-    def fetch(self, row_ids: Ids) -> Rows:
-        """The rows of these ids, in this order.
+    def fetch(self, row_ids: Ids) -> list[Rows]:
+        """The rows of these ids, in this order, in one or more pieces.
 
         Raises:
             NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
@@ -197,7 +162,7 @@ class Reader:
             RequestError: a node refused the request for good.
         """
         self._renew_lease()
-        answers: list[tuple[Part, pa.RecordBatch]] = []
+        answers: list[Answer] = []
         missing: list[Part] = self._router.route(row_ids)
         trouble = ""
         deadline = time.monotonic() + self._deadline_s
@@ -212,7 +177,7 @@ class Reader:
                 with attempt:
                     if trouble:
                         missing = self._reroute(missing, deadline)
-                    answers_now, missing, reason = self._ask(missing, len(row_ids))
+                    answers_now, missing, reason = self._ask(missing)
                     answers += answers_now
                     trouble = reason or trouble
                     if missing:
@@ -223,7 +188,7 @@ class Reader:
                 f"node {', '.join(nodes)} did not bring its rows of dataset "
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {trouble}"
             ) from None
-        return self._assemble(len(row_ids), answers)
+        return in_order(self._layout, len(row_ids), answers)
 
     def _renew_lease(self) -> None:
         """Says now and then that the version is in use: reading its files tells no node so."""
@@ -232,28 +197,33 @@ class Reader:
             if self._local is None or now - self._leased_at < shards.lease_s / _RENEWALS:
                 return
             self._leased_at = now
-        try:
-            self._connection(self._endpoint).renew_lease(
-                shards.dataset, shards.fingerprint, self._request_timeout_s
-            )
-        except CacheError as error:
-            # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
-            logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, error)
+        deadline, trouble = now + self._deadline_s, ""
+        for location in self._locations(shards):
+            timeout_s = min(self._request_timeout_s, deadline - time.monotonic())
+            if timeout_s <= 0:
+                break
+            try:
+                self._connection(location).renew_lease(
+                    shards.dataset, shards.fingerprint, timeout_s
+                )
+                return
+            except NodeUnavailableError as error:
+                trouble = trouble or str(error)
+            except CacheError as error:
+                trouble = str(error)
+                break
+        # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
+        logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, trouble)
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _ask(
-        self, parts: list[Part], num_rows: int
-    ) -> tuple[list[tuple[Part, pa.RecordBatch]], list[Part], str]:
+    def _ask(self, parts: list[Part]) -> tuple[list[Answer], list[Part], str]:
         """Sends every part, then receives every answer: the nodes work at the same time.
-
-        Args:
-            num_rows: of the window.
 
         Returns:
             The answers, the parts without one, and why a node failed (empty: none did).
         """
-        answers: list[tuple[Part, pa.RecordBatch]] = []
+        answers: list[Answer] = []
         failed: list[Part] = []
         trouble = ""
         sent: list[tuple[Part, NodeRef, GatherStream]] = []
@@ -268,14 +238,15 @@ class Reader:
         for part in parts:  # while the nodes work
             if part.node is None:
                 try:
-                    answers.append(self._gather_here(part, num_rows))
+                    assert self._local is not None
+                    answers.append(Answer(part.positions, [self._local.gather(part.row_ids)]))
                 except ShardFileLostError as error:
                     trouble = str(error)
                     failed.append(part)
         waited_in_vain = False
         for part, node, stream in sent:
             try:
-                answers.append((part, stream.receive()))
+                answers.append(Answer(part.positions, stream.receive(len(part.row_ids))))
             except _WORTH_RETRYING as error:
                 self._discard(stream)
                 failed.append(part)
@@ -286,15 +257,6 @@ class Reader:
             else:
                 self._give_back(node, stream)
         return answers, failed, trouble
-
-    def _gather_here(self, part: Part, num_rows: int) -> tuple[Part, pa.RecordBatch]:
-        """Rows from files of this machine; in order already if they are the whole window."""
-        assert self._local is not None
-        if part.positions is None or len(part.row_ids) < num_rows:
-            return part, self._local.gather(part.row_ids, part.shards)
-        inverse = _inverse(num_rows, [part])
-        batch = self._local.gather(part.row_ids, part.shards, inverse)
-        return replace(part, positions=None), batch
 
     def _send(self, node: NodeRef, row_ids: Ids) -> GatherStream:
         stream = self._take_stream(node)
@@ -333,8 +295,7 @@ class Reader:
     def _fresh_map(self, deadline: float) -> ShardMap | None:
         """The shard map as it is now; None when it is not to be had, so the old one is as good."""
         current = self._router.shards
-        locations = [self._endpoint, *(node.location for node in current.nodes)]
-        for location in dict.fromkeys(locations):
+        for location in self._locations(current):
             timeout_s = min(self._request_timeout_s, deadline - time.monotonic())
             if timeout_s <= 0:
                 return None
@@ -347,6 +308,10 @@ class Reader:
             except NotReadyError:
                 return None  # some shard is nowhere just now
         return None
+
+    def _locations(self, shards: ShardMap) -> Iterable[str]:
+        """Whom to ask about the version, one after the other: any node can answer."""
+        return dict.fromkeys((self._endpoint, *(node.location for node in shards.nodes)))
 
     def _note_failure(self, node: NodeRef, error: CacheError) -> str:
         """Remembers that a node failed; returns why, or nothing when this process let go of it."""
@@ -392,7 +357,11 @@ class Reader:
         if stream is None:
             shards = self._router.shards
             stream = self._connection(node.location).open_gather(
-                shards.dataset, shards.fingerprint, self._columns, self._request_timeout_s
+                shards.dataset,
+                shards.fingerprint,
+                self._columns,
+                self._request_timeout_s,
+                rows_per_message=self._rows_per_message,
             )
         with self._lock:
             self._busy.add(stream)
@@ -411,68 +380,6 @@ class Reader:
         with self._lock:
             self._busy.discard(stream)
         stream.close()
-
-    # -- answers -------------------------------------------------------------------------------
-
-    def _assemble(self, num_rows: int, answers: list[tuple[Part, pa.RecordBatch]]) -> Rows:
-        """Puts the rows of every answer where they belong, in memory of the caller's own."""
-        matrices: dict[int, Matrix] = {}
-        arrays: dict[int, pa.Array] = {}
-        inverse = _inverse(num_rows, [part for part, _ in answers])
-        for index, column in enumerate(self._layout.columns):
-            columns = [batch.column(index) for _, batch in answers]
-            if column.kind == "plain":
-                joined = pa.concat_arrays(columns or [pa.array([], column.field.type)])
-                arrays[index] = joined if inverse is None else joined.take(pa.array(inverse))
-                continue
-            if len(answers) == 1 and inverse is None:
-                matrices[index] = _writable(as_matrix(columns[0]))
-                continue
-            assert column.dtype is not None
-            out = pool_matrix(num_rows, column.width, column.dtype)
-            if len(answers) == 1 and inverse is not None:
-                np.take(as_matrix(columns[0]), inverse, axis=0, out=out, mode="clip")
-            else:
-                for (part, _), array in zip(answers, columns, strict=True):
-                    if part.positions is None:
-                        out[:] = as_matrix(array)
-                    else:
-                        out[part.positions] = as_matrix(array)
-            matrices[index] = out
-        return Rows(self._layout, matrices, arrays, num_rows)
-
-
-class _Message:
-    """Offers the memory of a received matrix for writing, and keeps it alive.
-
-    Arrow marks what it receives as read-only. But a message is memory of its own that nobody else
-    holds, so whoever gets the rows may change them, and no copy is needed for that.
-    """
-
-    def __init__(self, matrix: Matrix) -> None:
-        self._matrix = matrix
-        address, _ = matrix.__array_interface__["data"]
-        self.__array_interface__ = {**matrix.__array_interface__, "data": (address, False)}
-
-
-def _writable(matrix: Matrix) -> Matrix:
-    """``matrix``, which came in a message, for writing; copied only where it lies unaligned."""
-    if not matrix.flags.aligned or not len(matrix):
-        return matrix.copy()
-    return np.asarray(_Message(matrix))
-
-
-def _inverse(num_rows: int, parts: list[Part]) -> npt.NDArray[np.intp] | None:
-    """Where in the joined answers each row of the window stands; None when in order already."""
-    if all(part.positions is None for part in parts):
-        return None
-    inverse = np.empty(num_rows, np.intp)
-    at = 0
-    for part in parts:
-        stop = at + len(part.row_ids)
-        inverse[slice(None) if part.positions is None else part.positions] = np.arange(at, stop)
-        at = stop
-    return inverse
 
 
 def fetch_ahead(

@@ -137,12 +137,13 @@ class FlightService(flight.FlightServerBase):
             selection: Selection | None = None
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
-                # Looked up for each message: shards come and go while a stream lives.
+                # Looked up for each request: shards come and go while a stream lives.
                 rows = node.rows(request.dataset, request.fingerprint)
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
                     writer.begin(selection.layout.schema)
-                writer.write_batch(rows.gather(row_ids, selection))
+                for batch in rows.gather(row_ids, selection, request.rows_per_message):
+                    writer.write_batch(batch)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The one action."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import shutil
@@ -25,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import xxhash
 
@@ -39,10 +37,10 @@ from protos.errors import (
     NotReadyError,
 )
 from protos.layout import Layout, from_matrix
+from protos.row_index import Ids, Indices, RowIndex, group_by_shard
 from protos.shards import (
     MANIFEST,
     NODE_ID_FILE,
-    Ids,
     MappedShard,
     Run,
     SealedShard,
@@ -59,8 +57,7 @@ logger = logging.getLogger(__name__)
 
 SCRATCH = ".scratch"
 _CHECKSUM_CHUNK_BYTES = 256 * 1024  # stays in the processor's cache; a map costs page faults
-# More runs than this many times the shards: sort the request by shard first.
-_MAX_RUNS_PER_SHARD = 4
+_ROWS_PER_SHARD = 64  # of a request that is gathered at once, about; a message may have fewer
 
 
 class ResidentRows:
@@ -83,35 +80,48 @@ class ResidentRows:
         self._shards = [shard for _, shard in ordered]
         self._starts = np.array([start for start, _ in ordered], np.int64)
         self._stops = self._starts + np.array([s.sealed.num_rows for s in self._shards], np.int64)
+        self._index = RowIndex(self._starts, num_rows)
+        self._whole = int((self._stops - self._starts).sum()) == num_rows
 
-    def gather(self, row_ids: Ids, selection: Selection) -> pa.RecordBatch:
-        """The rows of these ids, in this order, as one stored batch of the selection.
+    def gather(
+        self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of these ids, in this order, as stored batches of the selection.
 
-        Consecutive ids of one shard are a slice of the mapped file; others are copied, one short
-        run of bytes a row.
+        Consecutive ids are slices of the mapped files; others are copied, one short run of bytes a
+        row.
+
+        Args:
+            rows_per_message: the most rows of a batch; 0: as many as there are.
 
         Raises:
-            InvalidRowsError: for an id outside the dataset.
-            NotReadyError: for an id of a shard that this node does not hold.
+            InvalidRowsError: for an id outside the dataset; before the first batch.
+            NotReadyError: for an id of a shard that this node does not hold; likewise.
         """
         if not len(row_ids):
-            return empty_batch(selection.layout)
+            yield empty_batch(selection.layout)
+            return
         low, high = int(row_ids.min()), int(row_ids.max())
         self._check_bounds(low, high)
         first = self._shard_at(low)
-        if high < self._stops[first]:
-            return self._gather_one(first, row_ids - self._starts[first], selection)
-        shard_of = self._locate(row_ids)
-        local = row_ids - self._starts[shard_of]
-        breaks = np.flatnonzero(np.diff(shard_of)) + 1
-        if len(breaks) <= _MAX_RUNS_PER_SHARD * len(self._shards):
-            return gather(self._runs(shard_of, breaks), local, selection)
-        order = np.argsort(_narrowest(shard_of, len(self._shards)), kind="stable")
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        shard_of, local = shard_of[order], local[order]
-        breaks = np.flatnonzero(np.diff(shard_of)) + 1
-        return gather(self._runs(shard_of, breaks), local, selection, inverse)
+        step, one_shard = rows_per_message or len(row_ids), high < self._stops[first]
+        if are_consecutive(row_ids) and (one_shard or rows_per_message):
+            self.check_range(low, high + 1)
+            yield from self.slices(low, high + 1, step, selection)
+        elif one_shard:
+            shard, start = self._shards[first], int(self._starts[first])
+            for at in range(0, len(row_ids), step):
+                rows = row_ids[at : at + step]
+                yield gather([Run(shard, start, 0, len(rows))], rows, selection)
+        else:
+            shard_of = self._locate(row_ids)
+            # Each shard costs some calls: enough rows at once that there are some of each.
+            block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
+            for at in range(0, len(row_ids), block):
+                stop = at + block
+                batch = self._gather_some(row_ids[at:stop], shard_of[at:stop], selection)
+                for start in range(0, batch.num_rows, step):
+                    yield batch.slice(start, step)
 
     def check_range(self, start: int, stop: int) -> None:
         """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""
@@ -154,23 +164,22 @@ class ResidentRows:
             raise NotReadyError(f"row {row} of {self.key.dataset!r} is not on this node")
         return shard
 
-    def _locate(self, row_ids: Ids) -> npt.NDArray[np.intp]:
+    def _locate(self, row_ids: Ids) -> Indices:
         """Index of the shard of each row; the smallest id must be here."""
-        shard_of = np.searchsorted(self._starts, row_ids, side="right") - 1
-        missing = row_ids >= self._stops[shard_of]
-        if missing.any():
-            self._shard_at(int(row_ids[np.argmax(missing)]))
+        shard_of = self._index.find(row_ids)
+        if not self._whole:
+            missing = row_ids >= self._stops[shard_of]
+            if missing.any():
+                self._shard_at(int(row_ids[np.argmax(missing)]))
         return shard_of
 
-    def _gather_one(self, shard: int, local: Ids, selection: Selection) -> pa.RecordBatch:
-        mapped, rows = self._shards[shard], len(local)
-        if are_consecutive(local):
-            return self._slice(mapped, int(local[0]), rows, selection)
-        return gather([Run(mapped, 0, rows)], local, selection)
-
-    def _runs(self, shard_of: npt.NDArray[np.intp], breaks: npt.NDArray[np.intp]) -> list[Run]:
-        bounds = [0, *breaks.tolist(), len(shard_of)]
-        return [Run(self._shards[int(shard_of[a])], a, b) for a, b in itertools.pairwise(bounds)]
+    def _gather_some(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
+        grouped = group_by_shard(row_ids, shard_of)
+        runs = [
+            Run(self._shards[shard], int(self._starts[shard]), start, stop)
+            for shard, start, stop in grouped.runs()
+        ]
+        return gather(runs, grouped.rows, selection, grouped.inverse)
 
     def _slice(
         self, shard: MappedShard, offset: int, rows: int, selection: Selection
@@ -525,12 +534,6 @@ def _remove_file(path: Path) -> None:
     """Removes a file; none there, and none that could be there, is as good."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.unlink()
-
-
-def _narrowest(values: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.unsignedinteger]:
-    """``values`` below ``count`` in the smallest type: numpy sorts 8 and 16 bits by radix."""
-    dtype = np.uint8 if count <= 1 << 8 else np.uint16 if count <= 1 << 16 else np.uint32
-    return values.astype(dtype)
 
 
 def _fsync(path: Path) -> None:

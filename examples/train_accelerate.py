@@ -72,7 +72,9 @@ def main() -> None:
             steps += 1
             if steps == arguments.stop_after_steps:
                 accelerator.save_state(str(arguments.state_dir))
-                torch.save(torch.cat(keys), keys_file(arguments.state_dir, accelerator))
+                # A stop after the last step is one before the first step of the next epoch.
+                keys = keys if dataset.state_dict()["rows_consumed"] else []
+                save_keys(keys, arguments.state_dir, accelerator)
                 accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
                 accelerator.end_training()
                 return
@@ -95,14 +97,17 @@ def count_seen_once(keys: list[torch.Tensor]) -> int:
     return int((counts == 1).sum())
 
 
-def keys_file(state_dir: Path, accelerator: Accelerator) -> Path:
-    """Where a rank keeps the rows it saw; only the check at the end needs it."""
-    return state_dir / f"keys-{accelerator.process_index}.pt"
+def save_keys(keys: list[torch.Tensor], state_dir: Path, accelerator: Accelerator) -> None:
+    """Keeps the rows of the epoch that all ranks saw; only the check at its end needs them."""
+    everywhere = gather_object(keys)
+    if accelerator.is_main_process:
+        torch.save(everywhere, state_dir / "keys.pt")
 
 
 def load_keys(state_dir: Path) -> list[torch.Tensor]:
     """The rows that all ranks saw before they stopped."""
-    return [torch.load(file) for file in sorted(state_dir.glob("keys-*.pt"))]
+    saved: list[torch.Tensor] = torch.load(state_dir / "keys.pt")
+    return saved
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class EpochReport:
 
     loss: float
     rows_per_s: float
-    rows_seen: int
     rows_in_table: int
     rows_seen_once: int
 
@@ -111,13 +110,11 @@ def train_epoch(
                 rate = rows * world_size / (time.perf_counter() - start)
                 progress.update(task, completed=step, loss=loss_sum / rows, rows_per_s=rate)
     seconds = time.perf_counter() - start
-    seen = torch.cat(keys)
     return EpochReport(
         loss=loss_sum / rows,
         rows_per_s=rows * world_size / seconds,
-        rows_seen=len(seen),
         rows_in_table=dataset.num_rows,
-        rows_seen_once=count_seen_once(seen, rank, world_size),
+        rows_seen_once=count_seen_once(torch.cat(keys), rank, world_size),
     )
 
 

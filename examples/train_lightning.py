@@ -102,7 +102,7 @@ class PriceModel(LightningModule):
         if self.trainer.global_step == self.trainer.max_steps:
             self.print(f"stopped after {self.global_step} steps: loss {loss:.5f}")
             return
-        _, counts = torch.unique(self._keys_of_all_ranks(), return_counts=True)
+        _, counts = torch.unique(torch.cat(_of_all_ranks(self.keys)), return_counts=True)
         once, rows = int((counts == 1).sum()), self.data.dataset.num_rows
         self.complete &= once == rows
         self.keys = []
@@ -111,18 +111,21 @@ class PriceModel(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank. Only the check above needs the keys."""
-        checkpoint["keys"] = self._keys_of_all_ranks()
+        # After the last step of an epoch this is the start of the next, which has seen no rows.
+        keys = self.keys if self.data.dataset.state_dict()["rows_consumed"] else []
+        checkpoint["keys"] = _of_all_ranks(keys)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rank 0 answers for what all saw before."""
-        self.keys = [checkpoint["keys"]] if self.global_rank == 0 else []
+        self.keys = checkpoint["keys"] if self.global_rank == 0 else []
 
-    def _keys_of_all_ranks(self) -> torch.Tensor:
-        everywhere = [torch.cat(self.keys)]
-        if dist.is_initialized():
-            everywhere *= dist.get_world_size()
-            dist.all_gather_object(everywhere, torch.cat(self.keys))
-        return torch.cat(everywhere)
+
+def _of_all_ranks(keys: list[torch.Tensor]) -> list[torch.Tensor]:
+    everywhere = [keys]
+    if dist.is_initialized():
+        everywhere *= dist.get_world_size()
+        dist.all_gather_object(everywhere, keys)
+    return [tensor for of_rank in everywhere for tensor in of_rank]
 
 
 def main() -> None:

@@ -74,15 +74,17 @@ class CacheCallback(TrainerCallback):
         if self.checkpoint:
             state = json.loads(Path(self.checkpoint, "dataset.json").read_text(encoding="utf-8"))
             self.trainer.train_dataset.load_state_dict(state)
-            self.trainer.keys = [torch.load(self._keys_file(self.checkpoint))]
+            self.trainer.keys = torch.load(self._keys_file(self.checkpoint))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Adds the state to what the Trainer saved. It is the same on every rank."""
         checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
+        position = self.trainer.train_dataset.state_dict()
         if state.is_world_process_zero:
-            text = json.dumps(self.trainer.train_dataset.state_dict())
-            Path(checkpoint, "dataset.json").write_text(text, encoding="utf-8")
-        torch.save(torch.cat(self.trainer.keys), self._keys_file(checkpoint))
+            Path(checkpoint, "dataset.json").write_text(json.dumps(position), encoding="utf-8")
+        # After the last step of an epoch this is the start of the next, which has seen no rows.
+        keys = self.trainer.keys if position["rows_consumed"] else []
+        torch.save(keys, self._keys_file(checkpoint))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

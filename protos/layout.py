@@ -134,9 +134,11 @@ class Layout:
         arrays: dict[str, pa.Array] = {}
         for column, array in zip(self.columns, batch.columns, strict=True):
             if column.kind == "packed":
-                by_column = np.ascontiguousarray(as_matrix(array).T)
+                matrix = as_matrix(array)
+                by_column = pool_matrix(matrix.shape[1], len(matrix), matrix.dtype)
+                np.copyto(by_column, matrix.T)
                 for name, values in zip(column.names, by_column, strict=True):
-                    arrays[name] = pa.array(values)
+                    arrays[name] = _as_array(values)
             elif column.kind == "matrix":
                 arrays[column.names[0]] = nest(array, self.logical.field(column.names[0]).type)
             else:
@@ -159,7 +161,31 @@ def as_matrix(array: pa.FixedSizeListArray) -> Matrix:
 
 def from_matrix(values: Matrix, field: pa.Field) -> pa.FixedSizeListArray:
     """The fixed-size list column of a C-contiguous ``[rows, width]`` array; no copy."""
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), type=field.type)
+    return pa.FixedSizeListArray.from_arrays(_as_array(values.reshape(-1)), type=field.type)
+
+
+def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:
+    """The column of a contiguous 1-D array; no copy.
+
+    Of memory of Arrow's pool, it holds no Python object. So gRPC's threads, which let go of what
+    was sent, need no interpreter lock for it: they would wait for it, and a thread that asks for it
+    while the interpreter ends takes the process down with it.
+    """
+    owner: object = values
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, pa.Buffer) and values.nbytes:
+        buffer = owner.slice(values.ctypes.data - owner.address, values.nbytes)
+    else:
+        buffer = pa.py_buffer(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
+
+
+def pool_array(values: npt.NDArray[np.generic]) -> pa.Array:
+    """The column of a copy of a 1-D array, in Arrow's memory pool: fit to be sent."""
+    copy = pool_matrix(1, len(values), values.dtype)
+    copy[0] = values
+    return _as_array(copy[0])
 
 
 def pool_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:

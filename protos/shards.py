@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+from protos.row_index import Ids
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,6 @@ MANIFEST = "manifest.jsonl"
 NODE_ID_FILE = ".node-id"
 
 _MOST_SCRATCH = 64  # times what is asked for
-
-Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -76,21 +75,30 @@ class Selection:
     def narrow(self, pick: int, matrix: Matrix) -> Matrix:
         """The wanted columns of rows of stored column ``pick``; contiguous."""
         positions = self.picks[pick][1]
-        return matrix if positions is None else np.ascontiguousarray(matrix[:, positions])
+        if positions is None:
+            return matrix
+        narrow = pool_matrix(len(matrix), len(positions), matrix.dtype)
+        np.take(matrix, positions, axis=1, out=narrow, mode="clip")
+        return narrow
 
 
 @dataclass(frozen=True)
 class Run:
-    """Rows ``[start, stop)`` of a request, which are all of one shard."""
+    """Rows ``[start, stop)`` of a request, which are all of one shard.
+
+    Attributes:
+        first_row: of the shard in its version.
+    """
 
     shard: MappedShard
+    first_row: int
     start: int
     stop: int
 
 
 def gather(
     runs: Sequence[Run],
-    local: Ids,
+    rows: Ids,
     selection: Selection,
     inverse: npt.NDArray[np.intp] | None = None,
 ) -> pa.RecordBatch:
@@ -98,9 +106,12 @@ def gather(
 
     Args:
         runs: at least one, in order, without a gap.
-        local: the position inside its shard of each row; checked by the caller.
+        rows: ids of the version, each inside the shard of its run; checked by the caller.
         inverse: the order that the rows are wanted in; None: as they come.
     """
+    local = np.empty_like(rows)
+    for run in runs:
+        np.subtract(rows[run.start : run.stop], run.first_row, out=local[run.start : run.stop])
     arrays: list[pa.Array] = []
     for pick, (index, _) in enumerate(selection.picks):
         column = selection.layout.columns[pick]
@@ -112,12 +123,12 @@ def gather(
             arrays.append(joined if inverse is None else joined.take(pa.array(inverse)))
             continue
         first = runs[0].shard.matrices[index]
-        make = pool_matrix if inverse is None else _scratch
+        make = pool_matrix if inverse is None else scratch_matrix
         out = make(len(local), first.shape[1], first.dtype)
         for run in runs:
             # mode="clip" spares a hidden copy.
-            rows, target = local[run.start : run.stop], out[run.start : run.stop]
-            np.take(run.shard.matrices[index], rows, axis=0, out=target, mode="clip")
+            wanted, target = local[run.start : run.stop], out[run.start : run.stop]
+            np.take(run.shard.matrices[index], wanted, axis=0, out=target, mode="clip")
         if inverse is not None:
             ordered = pool_matrix(len(local), out.shape[1], out.dtype)
             np.take(out, inverse, axis=0, out=ordered, mode="clip")
@@ -129,7 +140,7 @@ def gather(
 _scratches = threading.local()
 
 
-def _scratch(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+def scratch_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     """An uninitialised array that lives until this thread asks for the next one.
 
     Fresh memory would cost as much as filling it.

@@ -5,6 +5,7 @@
     patches    strategic merge of runtimePatches          pure
     pods       JobSet -> pods -> processes                pure
     policies   exit code -> restart, replace, fail        pure
+    handlers   which probes and hooks it can run          pure
     volumes    emptyDir, Secrets, ConfigMaps as folders
     containers a process and all that it starts
     probes     gRPC, TCP, HTTP, command
@@ -13,7 +14,7 @@
     run        all of it
 
 Everything that runs does so in one asyncio event loop: stopping a job is cancelling a task, which
-stops its pods on the way out.
+stops its pods on the way out, to their end, however often it is cancelled.
 """
 
 from runtimes.local.controller import Console

@@ -79,7 +79,8 @@ class JobRun:
         self._backoff = backoff
         self._running: dict[int, PodRun] = {}
         self._succeeded: set[int] = set()
-        self._failures = 0
+        self._failures = 0  # pods that failed
+        self._restarts: Counter[int] = Counter()  # in place, of the pods that run
 
     @property
     def is_ready(self) -> bool:
@@ -110,37 +111,28 @@ class JobRun:
                 self._changed()
                 return
             action = policies.after_pod_failure(self._spec, exits)
-            if action in ("FailJob", "FailIndex"):
-                reason = policies.POD_FAILURE_POLICY
-                if action == "FailIndex":
-                    reason = policies.FAILED_INDEXES
-                raise JobFailed(self._name, reason, pod.name, failed)
+            if action == "FailJob":
+                raise JobFailed(self._name, policies.POD_FAILURE_POLICY, pod.name, failed)
             failures += 1
             if action == "Count":
-                self._count(pod, failed, failures)
+                self._failures += 1
+                self._check_limit(pod, failed)
             self._console.event(
                 f"{pod.name} failed: {failed.container} ended with exit code {failed.code}; "
                 "another pod takes its place"
             )
             await asyncio.sleep(self._backoff.delay_s(failures))
 
-    def _count(self, pod: Pod, failed: ContainerExit, failures_of_index: int) -> None:
-        self._failures += 1
-        per_index = self._spec.get("backoffLimitPerIndex")
-        if per_index is not None:
-            if failures_of_index > per_index:
-                raise JobFailed(self._name, policies.FAILED_INDEXES, pod.name, failed)
-        elif self._failures > self._spec.get("backoffLimit", policies.DEFAULT_BACKOFF_LIMIT):
+    def _check_limit(self, pod: Pod, failed: ContainerExit) -> None:
+        limit = self._spec.get("backoffLimit", policies.DEFAULT_BACKOFF_LIMIT)
+        restarts = self._restarts.total()
+        if policies.exceeds_backoff_limit(pod.spec, limit, self._failures, restarts):
             raise JobFailed(self._name, policies.BACKOFF_LIMIT_EXCEEDED, pod.name, failed)
 
     async def _run_pod(self, pod: Pod) -> list[ContainerExit]:
-        restarts = 0
-
         def restarted(ended: ContainerExit) -> None:
-            nonlocal restarts
-            restarts += 1
-            if pod.spec.get("restartPolicy") == "OnFailure":
-                self._count(pod, ended, restarts)
+            self._restarts[pod.index] += 1
+            self._check_limit(pod, ended)
             self._console.event(
                 f"{pod.name}/{ended.container} ended with exit code {ended.code}; it is restarted "
                 "in place"
@@ -155,6 +147,7 @@ class JobRun:
                 return await run.run()
             finally:
                 del self._running[pod.index]
+                del self._restarts[pod.index]
                 self._changed()
 
 
@@ -206,10 +199,10 @@ class JobSetRun:
     async def _run_once(self) -> None:
         changed = asyncio.Event()
         runs: dict[tuple[str, int], JobRun] = {}
-        tasks: dict[asyncio.Task[None], str] = {}
-        succeeded: Counter[str] = Counter()
+        tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
+        succeeded: set[tuple[str, int]] = set()
         try:
-            while not policies.is_complete(self._spec, succeeded):
+            while not policies.is_complete(self._spec, Counter(name for name, _ in succeeded)):
                 self._start_jobs(runs, tasks, succeeded, changed.set)
                 waiting = asyncio.create_task(changed.wait())
                 try:
@@ -218,10 +211,10 @@ class JobSetRun:
                     waiting.cancel()
                 changed.clear()
                 for task in [task for task in tasks if task.done()]:
-                    name = tasks.pop(task)
+                    key = tasks.pop(task)
                     task.result()
-                    succeeded[name] += 1
-                    self._console.event(f"{name} succeeded")
+                    succeeded.add(key)
+                    self._console.event(f"{key[0]} succeeded")
         finally:
             for task in tasks:
                 task.cancel()
@@ -230,18 +223,17 @@ class JobSetRun:
     def _start_jobs(
         self,
         runs: dict[tuple[str, int], JobRun],
-        tasks: dict[asyncio.Task[None], str],
-        succeeded: Counter[str],
+        tasks: dict[asyncio.Task[None], tuple[str, int]],
+        succeeded: set[tuple[str, int]],
         changed: Callable[[], None],
     ) -> None:
         """Starts the Jobs whose dependencies have come to pass."""
-        running = Counter(
-            name
-            for (name, _), run in runs.items()
-            if run.is_ready and succeeded[name] < self._replicas[name]
-        )
+        ready = {key for key, run in runs.items() if run.is_ready} - succeeded
         status = {
-            name: JobStatus(ready=running[name], succeeded=succeeded[name])
+            name: JobStatus(
+                ready=sum(of == name for of, _ in ready),
+                succeeded=sum(of == name for of, _ in succeeded),
+            )
             for name in self._replicas
         }
         for job in self._jobs:
@@ -252,7 +244,7 @@ class JobSetRun:
                 pods = [pod for pod in self._pods if (pod.job["name"], pod.replica) == key]
                 self._console.event(f"{job['name']} starts with {len(pods)} pods")
                 runs[key] = JobRun(job, pods, self._start, self._console, changed, self._backoff)
-                tasks[asyncio.create_task(runs[key].run())] = job["name"]
+                tasks[asyncio.create_task(runs[key].run())] = key
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

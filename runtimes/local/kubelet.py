@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from runtimes.local.probes import probe
 Json = dict[str, Any]
 
 _DEFAULT_GRACE_S = 30.0
+_MIN_GRACE_S = 2.0  # after a hook that took it all: minimumGracePeriodInSeconds
 # Until a container is ready it is asked so often; a kubelet waits periodSeconds.
 _MAX_WAIT_FOR_READY_S = 0.5
 
@@ -72,28 +72,33 @@ class PodRun:
     async def run(self) -> list[ContainerExit]:
         """Runs the pod to its end; how its containers ended, or the init container that failed.
 
-        Cancelled, it stops every container within terminationGracePeriodSeconds.
+        Cancelled, it stops every container within terminationGracePeriodSeconds, and is not done
+        before they have ended, however often it is cancelled.
         """
         sidecars: list[asyncio.Task[ContainerExit]] = []
         try:
             for container in self._pod.spec.get("initContainers") or ():
                 started = asyncio.Event()
-                task = asyncio.create_task(self._supervise(container, started))
                 if is_sidecar(container):
-                    sidecars.append(task)
-                    await self._until_started(started, task)
+                    sidecars.append(asyncio.create_task(self._supervise(container, started)))
+                    await _until_started(started, sidecars[-1])
                     continue
-                async with _cancelled_with(task):
-                    ended = await task
+                ended = await self._supervise(container, started)
                 if ended.code != 0:
                     return [ended]
             return await self._run_beside(sidecars)
         finally:
-            for task in reversed(sidecars):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-            self._ready.clear()
+            await to_the_end(self._stop_sidecars(sidecars))
+
+    async def _stop_sidecars(self, sidecars: list[asyncio.Task[ContainerExit]]) -> None:
+        """Stops them one after the other, the last one first; then raises what one failed by."""
+        for task in reversed(sidecars):
+            task.cancel()
+            await asyncio.wait((task,))
+        self._ready.clear()
+        for task in sidecars:
+            if not task.cancelled():
+                task.result()
 
     async def _run_beside(self, sidecars: list[asyncio.Task[ContainerExit]]) -> list[ContainerExit]:
         """Runs the containers to their end; a sidecar that is given up is the end of all."""
@@ -108,15 +113,6 @@ class PodRun:
                 for task in done:
                     task.result()
         return [task.result() for task in tasks]
-
-    async def _until_started(
-        self, started: asyncio.Event, task: asyncio.Task[ContainerExit]
-    ) -> None:
-        waiting = asyncio.create_task(started.wait())
-        async with _cancelled_with(waiting):
-            await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
 
     async def _supervise(self, container: Json, started: asyncio.Event) -> ContainerExit:
         """Runs a container, again and again where its policy says so."""
@@ -140,20 +136,60 @@ class PodRun:
             running = await RunningContainer.start(process, log)
         except OSError as error:
             return ContainerExit(name, 128, f"cannot start {process.argv[0]!r}: {error}")
-        probes = asyncio.create_task(self._probe(container, running, started))
+        ended = asyncio.create_task(running.wait())
+        probes = asyncio.create_task(self._probe(process.container, running, started))
         try:
-            code = await running.wait()
-            if probes.done() and not probes.cancelled():
-                probes.result()  # a probe that cannot be made is an error of the manifest
-        except asyncio.CancelledError:
-            await running.stop(self._grace_s)
-            raise
+            await asyncio.wait((ended, probes), return_when=asyncio.FIRST_COMPLETED)
+            if probes.done():
+                probes.result()
+            code = await ended
         finally:
-            probes.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probes
-            self._set_ready(name, None)
+            await to_the_end(self._end(process.container, running, ended, probes))
         return ContainerExit(name, code, running.last_line)
+
+    async def _end(
+        self,
+        container: Json,
+        running: RunningContainer,
+        ended: asyncio.Task[int],
+        probes: asyncio.Task[None],
+    ) -> None:
+        """Leaves nothing of a container, whether it has ended or has to be stopped."""
+        for task in (ended, probes):
+            task.cancel()
+        await asyncio.wait((ended, probes))
+        try:
+            if ended.cancelled() or ended.exception() is not None:
+                await self._stop(container, running)
+        finally:
+            self._set_ready(container["name"], None)
+        if not probes.cancelled():
+            probes.result()
+
+    async def _stop(self, container: Json, running: RunningContainer) -> None:
+        """The hook before the stop, then the stop, within the pod's grace.
+
+        ``killContainer`` of pkg/kubelet/kuberuntime/kuberuntime_container.go.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._grace_s
+        hook = (container.get("lifecycle") or {}).get("preStop")
+        if hook is not None and running.is_alive:
+            await self._before_stop(hook, container["name"], running)
+        await running.stop(max(_MIN_GRACE_S, deadline - loop.time()))
+
+    async def _before_stop(self, hook: Json, name: str, running: RunningContainer) -> None:
+        if "sleep" in hook:
+            await running.ends_within(min(float(hook["sleep"]["seconds"]), self._grace_s))
+            return
+        try:
+            code = await running.execute(hook["exec"]["command"], self._grace_s)
+        except OSError as error:
+            self._events.log(name, f"the preStop hook failed: {error}")
+            return
+        if code != 0:
+            how = "did not end in time" if code is None else f"ended with exit code {code}"
+            self._events.log(name, f"the preStop hook {how}")
 
     @property
     def _grace_s(self) -> float:
@@ -166,9 +202,9 @@ class PodRun:
         try:
             if "startupProbe" in container:
                 self._set_ready(name, False)
-                if not await self._startup(container):
+                if not await self._startup(container, running):
                     self._events.log(name, "the startup probe failed: the container is stopped")
-                    await running.stop(self._grace_s)
+                    await self._stop(container, running)
                     return
             started.set()
             if "readinessProbe" not in container:
@@ -176,31 +212,31 @@ class PodRun:
             async with asyncio.TaskGroup() as group:
                 if "readinessProbe" in container:
                     self._set_ready(name, False)
-                    group.create_task(self._readiness(container))
+                    group.create_task(self._readiness(container, running))
                 if "livenessProbe" in container:
                     group.create_task(self._liveness(container, running))
         except BaseExceptionGroup as error:
             raise error.exceptions[0] from None
 
-    async def _startup(self, container: Json) -> bool:
+    async def _startup(self, container: Json, running: RunningContainer) -> bool:
         wanted = container["startupProbe"]
         period_s = float(wanted.get("periodSeconds", 10))
         loop = asyncio.get_running_loop()
         await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
         deadline = loop.time() + period_s * int(wanted.get("failureThreshold", 3))
-        while not await self._ask(wanted, container):
+        while not await self._ask(wanted, container, running):
             if loop.time() >= deadline:
                 return False
             await asyncio.sleep(min(period_s, _MAX_WAIT_FOR_READY_S))
         return True
 
-    async def _readiness(self, container: Json) -> None:
+    async def _readiness(self, container: Json, running: RunningContainer) -> None:
         wanted = container["readinessProbe"]
         period_s = float(wanted.get("periodSeconds", 10))
         failures = 0
         await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
         while True:
-            is_ready = await self._ask(wanted, container)
+            is_ready = await self._ask(wanted, container, running)
             failures = 0 if is_ready else failures + 1
             if is_ready or failures >= int(wanted.get("failureThreshold", 3)):
                 self._set_ready(container["name"], is_ready)
@@ -212,13 +248,12 @@ class PodRun:
         await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
         while failures < int(wanted.get("failureThreshold", 3)):
             await asyncio.sleep(float(wanted.get("periodSeconds", 10)))
-            failures = 0 if await self._ask(wanted, container) else failures + 1
+            failures = 0 if await self._ask(wanted, container, running) else failures + 1
         self._events.log(container["name"], "the liveness probe failed: the container is stopped")
-        await running.stop(self._grace_s)
+        await self._stop(container, running)
 
-    async def _ask(self, wanted: Json, container: Json) -> bool:
-        environment = dict(self._processes[container["name"]].environment)
-        return await probe(wanted, container, self._pod.address, environment)
+    async def _ask(self, wanted: Json, container: Json, running: RunningContainer) -> bool:
+        return await probe(wanted, container, self._pod.address, running.execute)
 
     def _set_ready(self, name: str, ready: bool | None) -> None:
         if ready is None:
@@ -228,12 +263,25 @@ class PodRun:
         self._events.changed()
 
 
-@contextlib.asynccontextmanager
-async def _cancelled_with(task: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """Ends a task with the block that waits for it, and waits until it has ended."""
-    try:
-        yield
-    finally:
-        if not task.done():
-            task.cancel()
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits until ``work`` is done; whoever is cancelled meanwhile, is so afterwards."""
+    task = asyncio.create_task(work)
+    cancelled = False
+    while not task.done():
+        try:
             await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError
+
+
+async def _until_started(started: asyncio.Event, task: asyncio.Task[ContainerExit]) -> None:
+    waiting = asyncio.create_task(started.wait())
+    try:
+        await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if task.done():
+        task.result()

@@ -91,7 +91,7 @@ class Process:
     """What a container runs.
 
     Attributes:
-        container: its object in the pod spec.
+        container: its object in the pod spec; commands of probes and hooks as they run here.
         argv: the program and its arguments.
         environment: all of it.
         directory: where it starts.
@@ -161,6 +161,7 @@ def processes(
     Raises:
         ConfigError: naming the container and what of it cannot be run here.
     """
+    all_pods = tuple(all_pods)
     names = _host_rule(all_pods)
     others = _substitution(around.hosts, _BEFORE_A_NAME, _AFTER_A_NAME)
     found: dict[str, Process] = {}
@@ -183,18 +184,53 @@ def processes(
             raise ConfigError(f"{where}: no program {argv[0]!r} on this machine's PATH")
         given = {name: _port(name, rewrite(value), around.ports) for name, value in env.items()}
         directory = container.get("workingDir")
+        environment = {
+            **around.environment,
+            **{"HOME": str(home), "TMPDIR": str(home), "HOSTNAME": pod.name},
+            **given,
+            **around.extra_environment,
+        }
         found[container["name"]] = Process(
-            container=container,
+            container=_with_commands(container, rewrite),
             argv=(program, *argv[1:]),
-            environment={
-                **around.environment,
-                **{"HOME": str(home), "TMPDIR": str(home), "HOSTNAME": pod.name},
-                **given,
-                **around.extra_environment,
-            },
+            environment=environment | _no_proxy(environment, all_pods, around.hosts),
             directory=PurePath(paths(directory)) if directory else home,
         )
     return found
+
+
+def _with_commands(container: Json, rewrite: Callable[[str], str]) -> Json:
+    """The container, with the commands of its probes and hooks rewritten.
+
+    In a probe's, ``$(NAME)`` is what ``env`` says, and nothing where it says ``valueFrom``; a
+    hook's stays as it is: pkg/kubelet/prober/prober.go and pkg/kubelet/lifecycle/handlers.go.
+    """
+    literal = {item["name"]: item.get("value") or "" for item in container.get("env") or ()}
+    changed: Json = {}
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        if "exec" in (container.get(name) or {}):
+            command = [_expanded(text, literal) for text in container[name]["exec"]["command"]]
+            changed[name] = {**container[name], "exec": {"command": [*map(rewrite, command)]}}
+    hook = (container.get("lifecycle") or {}).get("preStop") or {}
+    if "exec" in hook:
+        command = [*map(rewrite, hook["exec"]["command"])]
+        changed["lifecycle"] = {**container["lifecycle"], "preStop": {"exec": {"command": command}}}
+    return {**container, **changed}
+
+
+def _no_proxy(
+    environment: Mapping[str, str], all_pods: Iterable[Pod], hosts: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables by which programs reach pods without a proxy, where there is a proxy.
+
+    One by one: gRPC knows networks such as 127.1.2.0/24 too, but Python's urllib does not.
+    """
+    if not any(name.lower().endswith("_proxy") for name in environment):
+        return {}
+    here = [pod.address for pod in all_pods]
+    here += dict.fromkeys(address.rpartition(":")[0] or address for address in hosts.values())
+    names = ["no_proxy", "NO_PROXY", *({"no_grpc_proxy"} & environment.keys())]
+    return {name: ",".join(filter(None, (environment.get(name), *here))) for name in names}
 
 
 class _Rewriting:

@@ -1,13 +1,13 @@
 """What follows from an exit code: the rules of kubelets, Jobs and JobSets. Pure.
 
 Sources: ``pkg/kubelet/container/helpers.go`` (restart rules of containers) and
-``pkg/controller/job/pod_failure_policy.go`` of kubernetes/kubernetes,
+``pkg/controller/job/{job_controller,pod_failure_policy}.go`` of kubernetes/kubernetes,
 ``pkg/controllers/{failure_policy,success_policy,depends_on}.go`` of kubernetes-sigs/jobset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,24 @@ Json = dict[str, Any]
 DEFAULT_BACKOFF_LIMIT = 6  # of a Job
 POD_FAILURE_POLICY = "PodFailurePolicy"
 BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
-FAILED_INDEXES = "FailedIndexes"
+
+# Fields of Jobs that change when they end, and are not restated here.
+_JOB_FIELDS = ("backoffLimitPerIndex", "maxFailedIndexes", "successPolicy", "activeDeadlineSeconds")
+_POD_ACTIONS = ("FailJob", "Ignore", "Count")
+_JOB_ACTIONS = ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts")
+
+
+def unknown_policies(jobset_spec: Json) -> Iterator[str]:
+    """What a JobSet and its Jobs say about their end that is not restated here."""
+    for rule in (jobset_spec.get("failurePolicy") or {}).get("rules") or ():
+        if rule["action"] not in _JOB_ACTIONS:
+            yield f"failurePolicy: action {rule['action']}"
+    for job in jobset_spec["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        yield from (f"{job['name']}: {name}" for name in _JOB_FIELDS if spec.get(name) is not None)
+        for rule in (spec.get("podFailurePolicy") or {}).get("rules") or ():
+            if rule["action"] not in _POD_ACTIONS:
+                yield f"{job['name']}: podFailurePolicy: action {rule['action']}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +65,7 @@ def restarts_in_place(container: Json, pod_spec: Json, code: int) -> bool:
     return bool(policy == "Always" or (policy == "OnFailure" and code != 0))
 
 
-PodFailureAction = Literal["FailJob", "FailIndex", "Ignore", "Count"]
+PodFailureAction = Literal["FailJob", "Ignore", "Count"]
 
 
 def after_pod_failure(job_spec: Json, exits: Iterable[ContainerExit]) -> PodFailureAction:
@@ -65,6 +82,23 @@ def after_pod_failure(job_spec: Json, exits: Iterable[ContainerExit]) -> PodFail
     return "Count"
 
 
+def exceeds_backoff_limit(pod_spec: Json, limit: int, failures: int, restarts: int) -> bool:
+    """Whether a Job has failed too often.
+
+    ``exceedsBackoffLimit`` and ``pastBackoffLimitOnFailure`` of the Job's controller.
+
+    Args:
+        pod_spec: of its pods.
+        failures: pods that have failed.
+        restarts: of containers in place, of all pods that run; they count under ``OnFailure`` only,
+            and reach a limit that failures must pass. The last of them is not made: a cluster makes
+            it and takes it back when the Job's controller sees it.
+    """
+    if failures > limit:
+        return True
+    return pod_spec.get("restartPolicy") == "OnFailure" and restarts >= max(1, limit)
+
+
 def _matches(wanted: Json | None, code: int) -> bool:
     if wanted is None:
         return False
@@ -72,7 +106,7 @@ def _matches(wanted: Json | None, code: int) -> bool:
 
 
 def after_job_failure(failure_policy: Json | None, job: str, reason: str, restarts: int) -> str:
-    """``FailJobSet`` or ``RestartJobSet``, with the reason after a colon where it fails.
+    """``FailJobSet``, ``RestartJobSet`` or ``RestartJobSetAndIgnoreMaxRestarts``.
 
     Args:
         failure_policy: of the JobSet.

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.errors import ConfigError
+from runtimes.local.handlers import port_number
 
 Json = dict[str, Any]
 
+_DIRECT = (("grpc.enable_http_proxy", 0),)  # no proxy knows this machine's loopback addresses
 
-async def probe(wanted: Json, container: Json, address: str, environment: dict[str, str]) -> bool:
+
+# Runs a command in the container within so many seconds: its exit code, None when it took longer.
+Execute = Callable[[Sequence[str], float], Awaitable[int | None]]
+
+
+async def probe(wanted: Json, container: Json, address: str, execute: Execute) -> bool:
     """Whether a probe succeeds within its timeout.
 
     Args:
-        wanted: a startupProbe, livenessProbe or readinessProbe.
+        wanted: a startupProbe, livenessProbe or readinessProbe, as `check_handlers` lets it pass.
         address: of the pod.
-        environment: of the container, for a probe that is a command in it.
     """
     timeout_s = float(wanted.get("timeoutSeconds", 1))
     if "grpc" in wanted:
@@ -30,23 +36,14 @@ async def probe(wanted: Json, container: Json, address: str, environment: dict[s
     if "httpGet" in wanted:
         port = port_number(wanted["httpGet"]["port"], container)
         return await _http(address, port, wanted["httpGet"].get("path", "/"), timeout_s)
-    if "exec" in wanted:
-        return await _exec(wanted["exec"]["command"], environment, timeout_s)
-    raise ConfigError(f"container {container['name']}: a probe without an action: {wanted!r}")
-
-
-def port_number(port: int | str, container: Json) -> int:
-    """The number of a port that may be given by its name."""
-    if isinstance(port, int):
-        return port
-    for known in container.get("ports") or ():
-        if known.get("name") == port:
-            return int(known["containerPort"])
-    raise ConfigError(f"container {container['name']} has no port {port!r}")
+    try:
+        return await execute(wanted["exec"]["command"], timeout_s) == 0
+    except OSError:
+        return False
 
 
 async def _grpc(address: str, wanted: Json, timeout_s: float) -> bool:
-    async with grpc.aio.insecure_channel(f"{address}:{wanted['port']}") as channel:
+    async with grpc.aio.insecure_channel(f"{address}:{wanted['port']}", _DIRECT) as channel:
         request = health_pb2.HealthCheckRequest(service=wanted.get("service") or "")
         try:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -77,22 +74,3 @@ async def _http(address: str, port: int, path: str, timeout_s: float) -> bool:
     except (OSError, TimeoutError):
         return False
     return len(status) > 1 and status[1].isdigit() and 200 <= int(status[1]) < 400
-
-
-async def _exec(command: list[str], environment: dict[str, str], timeout_s: float) -> bool:
-    nowhere = asyncio.subprocess.DEVNULL
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, env=environment, stdin=nowhere, stdout=nowhere, stderr=nowhere
-        )
-    except OSError:
-        return False
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await process.wait() == 0
-    except TimeoutError:
-        return False
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

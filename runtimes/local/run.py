@@ -24,9 +24,11 @@ import psutil
 from protos.errors import ConfigError
 from runtimes.local.controller import Console, JobFailed, JobSetRun
 from runtimes.local.documents import Manifests
+from runtimes.local.handlers import check_handlers
 from runtimes.local.kubelet import Backoff, Events, PodRun
 from runtimes.local.pods import Pod, Process, Surroundings, pods, processes
-from runtimes.local.render import JAX_PORT, TORCH_PORT, Json
+from runtimes.local.policies import unknown_policies
+from runtimes.local.render import JAX_PORT, TORCH_PORT, Json, containers
 from runtimes.local.volumes import PodVolumes, pod_volumes
 
 EXIT_FAILURE = 1
@@ -70,6 +72,11 @@ def run_local(
     Raises:
         ConfigError: something that cannot be run on one machine, named.
     """
+    if jobset["spec"].get("suspend"):
+        raise ConfigError("spec.suspend is true: a cluster would start nothing until it is false")
+    unknown = [*unknown_policies(jobset["spec"])]
+    if unknown:
+        raise ConfigError(f"run-local does not do {'; '.join(unknown)}")
     with _subnet() as address, _free_ports() as ports:
         every_pod = pods(jobset, address)
         if len(every_pod) > _MAX_PODS:
@@ -109,8 +116,9 @@ async def _until_ended(run: JobSetRun, deadline_s: float | None) -> tuple[int, s
             task.cancel()
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            loop.add_signal_handler(number, stop, number)
     try:
         async with asyncio.timeout(deadline_s):
             await task
@@ -134,6 +142,8 @@ class _Starter:
     def check(self) -> None:
         """Plans every pod, so that what cannot be run is known before anything runs."""
         for pod in self._pods:
+            for container in containers(pod.job):
+                check_handlers(container, f"{pod.name}/{container['name']}")
             with self._volumes(pod) as volumes:
                 self._processes(pod, volumes)
 

@@ -69,7 +69,7 @@ def test_a_receive_that_runs_when_its_stream_is_closed_is_broken_off_at_once(
 ) -> None:
     with Connection(f"grpc://127.0.0.1:{server.port}") as connection:
         stream = connection.open_gather("table", "", (), WAIT_S)
-        receive = pool.submit(stream.receive)
+        receive = pool.submit(stream.receive, 1)
         assert server.asked.wait(WAIT_S)
 
         stream.close()

@@ -142,44 +142,63 @@ def assert_every_row_once(output: str, epochs: int = 2) -> None:
 
 
 @needs("accelerate")
-def test_accelerate_goes_on_where_another_number_of_ranks_was_stopped(
+def test_accelerate_goes_on_where_other_numbers_of_ranks_were_stopped(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
     script = ("train_accelerate.py", "--state-dir", tmp_path / "state")
     stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
     assert stopped == "stopped after 20 steps, in epoch 0\n"
-    output = run(nodes, python(*script))  # one rank, so twice the steps
+    again = run(nodes, python(*script, "--stop-after-steps", 10))  # one rank: twice the steps
+    assert again == "stopped after 10 steps, in epoch 0\n"
+    output = run(nodes, python(*script))
     assert_every_row_once(output)
-    assert re.findall(r"(\d+) steps", output) == ["19", "59"]
+    assert re.findall(r"(\d+) steps", output) == ["9", "59"]
     first, second = losses(output)
     assert second < first
 
 
+@needs("accelerate")
+def test_accelerate_goes_on_with_the_next_epoch_where_it_was_stopped_at_the_end_of_one(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
+    script = ("train_accelerate.py", "--state-dir", tmp_path / "state")
+    stopped = run(nodes, python(*script, "--stop-after-steps", 59))
+    assert stopped == "stopped after 59 steps, in epoch 0\n"
+    output = run(nodes, python(*script))
+    assert_every_row_once(output, epochs=1)
+    assert output.startswith("epoch 1:")
+
+
 @long
 @needs("transformers", "accelerate")
-def test_the_trainer_of_transformers_goes_on_where_it_was_stopped(
+def test_the_trainer_of_transformers_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
     script = ("train_transformers.py", "--output-dir", tmp_path / "output")
     stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
     assert "seen" not in stopped
-    output = run(nodes, torchrun(*script))
-    assert_every_row_once(output)
-    assert re.findall(r"step (\d+):", output) == ["30", "60"]
-    first, second = losses(output)
-    assert second < first < losses(stopped)[0]
+    again = run(nodes, torchrun(*script, "--stop-after-steps", 60))
+    assert_every_row_once(again, epochs=1)
+    output = run(nodes, torchrun(*script, "--epochs", 3))
+    assert_every_row_once(output, epochs=1)
+    assert re.findall(r"step (\d+):", again + output) == ["30", "90"]
+    assert losses(output)[-1] < losses(stopped)[0]
 
 
 @long
 @needs("lightning")
-def test_lightning_goes_on_where_it_was_stopped(nodes: LocalCluster, tmp_path: Path) -> None:
+def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
     script = ("train_lightning.py", "--output-dir", tmp_path / "output")
     stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
     assert "stopped after 20 steps" in stopped and "seen" not in stopped
-    output = run(nodes, torchrun(*script))
-    assert_every_row_once(output)
-    first, second = losses(output)
-    assert second < first < losses(stopped)[0]
+    again = run(nodes, torchrun(*script, "--stop-after-steps", 60))
+    assert_every_row_once(again, epochs=1)
+    output = run(nodes, torchrun(*script, "--epochs", 3))
+    assert_every_row_once(output, epochs=1)
+    assert re.findall(r"epoch (\d+):", again + output) == ["0", "2"]
+    assert losses(output)[-1] < losses(stopped)[0]
 
 
 @needs("jax")

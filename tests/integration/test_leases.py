@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.local_shards import LocalShards
+from cache_client.plan import wait_for_plan
+from cache_client.reader import Reader
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import files_below, wait_until
 
 WAIT_S = 30.0
 LEASE_S = 4.0
+SHORT_LEASE_S = 1.0
 NUM_ROWS = 400
 
 
@@ -65,3 +73,24 @@ def test_a_version_that_nobody_read_goes_as_soon_as_the_next_is_ready(
     new = load(leasing, "unread", source, filter="row < 10")
 
     wait_until(lambda: versions_on_disk(leasing, "unread") == {new}, WAIT_S, "the new version")
+
+
+def test_a_lease_is_renewed_by_another_node_when_the_endpoint_is_gone(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=2)
+    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster, socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        old = load(cluster, "table", source)
+        # As if it were time to renew the lease before every fetch.
+        shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)
+        endpoint = f"grpc://127.0.0.1:{closed.getsockname()[1]}"
+        with Reader(endpoint, shards, local=LocalShards(shards, ())) as reader:
+            new = load(cluster, "table", source, filter="row < 10")
+            over = time.monotonic() + 3 * SHORT_LEASE_S
+
+            def read_until_it_would_be_over() -> bool:
+                assert [piece.num_rows for piece in reader.fetch(np.arange(3))] == [3]
+                return time.monotonic() > over
+
+            wait_until(read_until_it_would_be_over, WAIT_S, "three leases of reading")
+            assert versions_on_disk(cluster, "table") == {old, new}
+        wait_until(lambda: versions_on_disk(cluster, "table") == {new}, WAIT_S, "the new version")

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,13 @@ class Seen:
         return [line.partition(" ")[2] for line in self.lines if f"/{container} " in line]
 
 
-def run(tmp_path: Path, made: Json, job: Json | None = None, *others: Json) -> tuple[int, Seen]:
+def run(
+    tmp_path: Path,
+    made: Json,
+    job: Json | None = None,
+    *others: Json,
+    console: Console | None = None,
+) -> tuple[int, Seen]:
     """Runs a job to its end; the folder ``tmp_path`` is ``$DIR`` in every container."""
     file = write(tmp_path / "job.yaml", job or train_job(), *others)
     manifests = read_manifests(file, write(tmp_path / "runtime.yaml", made))
@@ -51,8 +59,8 @@ def run(tmp_path: Path, made: Json, job: Json | None = None, *others: Json) -> t
         manifests,
         render(manifests.train_job, manifests.runtime),
         environment=os.environ,
-        extra_environment={"DIR": str(tmp_path)},
-        console=seen.console,
+        extra_environment={"DIR": str(tmp_path), "MARKED": str(tmp_path)},
+        console=console or seen.console,
         backoff=Backoff(first_s=0.01, limit_s=0.05),
     )
     return code, seen
@@ -102,6 +110,26 @@ def test_a_dependent_job_waits_until_every_pod_is_ready(tmp_path: Path) -> None:
     code, seen = run(tmp_path, made)
     assert code == 0
     assert [line.split()[-1] for line in seen.lines] == ["last", "found"]
+
+
+def test_a_job_that_has_succeeded_does_not_count_as_a_second_one_that_is_ready(
+    tmp_path: Path,
+) -> None:
+    which = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
+    cache = container(
+        "cache",
+        '[ $JOB = 0 ] && exit; sleep 0.5; touch "$DIR/ready"; sleep 1000',
+        env=[{"name": "JOB", "valueFrom": which}],
+        readinessProbe={"exec": {"command": ["test", "-f", str(tmp_path / "ready")]}, **PROBE},
+    )
+    two = {**replicated_job("cache", cache), "replicas": 2}
+    made = runtime(
+        two,
+        node('test -f "$DIR/ready" && echo found', depends_on="cache:Ready"),
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made)
+    assert (code, seen.of("node")) == (0, ["found"])
 
 
 def test_a_dependent_job_may_wait_for_the_end_of_another(tmp_path: Path) -> None:
@@ -196,18 +224,20 @@ def test_too_many_failures_fail_the_job(tmp_path: Path) -> None:
     assert "BackoffLimitExceeded" in seen.events[-1]
 
 
-def test_restarts_of_a_pod_that_restarts_on_failure_count_towards_the_limit(
-    tmp_path: Path,
+@pytest.mark.parametrize(("limit", "starts"), [(0, 1), (1, 1), (2, 2)])
+def test_restarts_of_pods_that_restart_on_failure_count_until_they_reach_the_limit(
+    tmp_path: Path, limit: int, starts: int
 ) -> None:
     made = replicated_job(
         "node",
-        container("node", "exit 3"),
+        container("node", "echo sad; exit 3"),
         ancestor="trainer",
-        job={"backoffLimit": 2},
+        job={"backoffLimit": limit},
         restartPolicy="OnFailure",
     )
     code, seen = run(tmp_path, runtime(made))
     assert code == 3
+    assert seen.of("node") == ["sad"] * starts
     assert "BackoffLimitExceeded" in seen.events[-1]
 
 
@@ -231,7 +261,7 @@ def test_a_sidecar_gates_the_trainer_and_ends_after_it(tmp_path: Path) -> None:
         "cache",
         "trap 'echo stopped; exit 0' TERM; sleep 0.3; touch /cache/up; sleep 1000 & wait",
         restartPolicy="Always",
-        startupProbe={"exec": {"command": ["bash", "-c", "test -f $UP"]}, **PROBE},
+        startupProbe={"exec": {"command": ["test", "-f", "$(UP)"]}, **PROBE},
         env=env(UP="/cache/up"),
         volumeMounts=[{"name": "m", "mountPath": "/cache"}],
     )
@@ -256,6 +286,120 @@ def test_a_sidecar_that_fails_again_and_again_fails_the_job(tmp_path: Path) -> N
     assert seen.events[-1].endswith("job-node-0-0/cache ended with exit code 78: the reason")
 
 
+def test_a_sidecar_that_is_given_up_takes_the_others_with_it(tmp_path: Path) -> None:
+    script = (
+        'mkdir "$DIR/held" || echo two at once; trap \'rmdir "$DIR/held"; exit 0\' TERM; '
+        "setsid sleep 1001 & sleep 1002 & wait"
+    )
+    kept = container("kept", script, restartPolicy="Always")
+    given_up = container(
+        "bad", 'until [ -d "$DIR/held" ]; do :; done; exit 78', restartPolicy="Always"
+    )
+    made = replicated_job(
+        "node",
+        container("node", "sleep 1000"),
+        ancestor="trainer",
+        job={"backoffLimit": 1},
+        initContainers=[kept, given_up],
+        restartPolicy="OnFailure",
+    )
+    code, seen = run(tmp_path, runtime(made, failurePolicy={"maxRestarts": 1}))
+    assert (code, seen.of("kept")) == (78, [])
+    assert marked(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "hook", [{"sleep": {"seconds": 1}}, {"exec": {"command": ["sleep", "1"]}}], ids=str
+)
+def test_a_sidecar_with_a_hook_before_its_stop_serves_until_the_hook_is_over(
+    tmp_path: Path, hook: Json
+) -> None:
+    since = 'echo $(( $(date +%s%3N) - $(cat "$DIR/end") )); exit 0'
+    sidecar = container(
+        "cache",
+        f"trap '{since}' TERM; sleep 1000 & wait",
+        restartPolicy="Always",
+        lifecycle={"preStop": hook},
+    )
+    code, seen = run(tmp_path, runtime(node('date +%s%3N > "$DIR/end"', initContainers=[sidecar])))
+    assert code == 0
+    assert 1_000 <= int(seen.of("cache")[0]) < 5_000
+
+
+def test_commands_of_hooks_find_the_volumes(tmp_path: Path) -> None:
+    sidecar = container(
+        "cache",
+        "trap 'test -f /cache/asked && echo asked first; exit 0' TERM; sleep 1000 & wait",
+        restartPolicy="Always",
+        volumeMounts=MEMORY["volumeMounts"],
+        lifecycle={"preStop": {"exec": {"command": ["touch", "/cache/asked"]}}},
+    )
+    code, seen = run(tmp_path, runtime(node("true", initContainers=[sidecar], **MEMORY)))
+    assert (code, seen.of("cache")) == (0, ["asked first"])
+
+
+def test_a_hook_that_fails_is_told_of_and_the_container_is_stopped(tmp_path: Path) -> None:
+    sidecar = container(
+        "cache",
+        "sleep 1000",
+        restartPolicy="Always",
+        lifecycle={"preStop": {"exec": {"command": ["false"]}}},
+    )
+    code, seen = run(tmp_path, runtime(node("true", initContainers=[sidecar])))
+    assert (code, seen.of("cache")) == (0, ["the preStop hook ended with exit code 1"])
+
+
+HEALTH_SERVER = """
+import os, grpc
+from concurrent.futures import ThreadPoolExecutor
+from grpc_health.v1 import health, health_pb2_grpc
+server = grpc.server(ThreadPoolExecutor(2))
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+server.add_insecure_port(os.environ["POD_IP"] + ":50052")
+server.start()
+server.wait_for_termination()
+"""
+HEALTH_CLIENT = """
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+stub = health_pb2_grpc.HealthStub(grpc.insecure_channel("job-cache-0-0.job:50052"))
+print(stub.Check(health_pb2.HealthCheckRequest(), timeout=20).status)
+"""
+
+
+def test_probes_and_pods_reach_pods_past_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    pod_ip = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
+    cache: Json = {"name": "cache", "command": ["python", "-c", HEALTH_SERVER], "env": pod_ip}
+    cache["readinessProbe"] = {"grpc": {"port": 50_052}, **PROBE}
+    trainer = node("", depends_on="cache:Ready", command=["python", "-c", HEALTH_CLIENT], args=[])
+    made = runtime(
+        replicated_job("cache", cache),
+        trainer,
+        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
+    )
+    code, seen = run(tmp_path, made, train_job(activeDeadlineSeconds=40))
+    assert (code, seen.of("node")) == (0, ["1"])
+
+
+@pytest.mark.parametrize("text", ["a line", "the startup probe failed"])
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path, text: str) -> None:
+    def line(pod: str, container: str, said: str) -> None:
+        if said.startswith(text):
+            raise BrokenPipeError(said)
+
+    asleep = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
+    made = runtime(node("echo a line; sleep 1000", startupProbe=asleep))
+    with pytest.raises(BrokenPipeError, match=text):
+        run(tmp_path, made, console=Console(event=lambda text: None, line=line))
+    assert marked(str(tmp_path)) == []
+
+
 def test_an_init_container_runs_to_its_end_before_the_others(tmp_path: Path) -> None:
     first = container("first", "sleep 0.2; echo one")
     code, seen = run(tmp_path, runtime(node("echo two", initContainers=[first])))
@@ -269,6 +413,13 @@ def test_a_container_that_is_no_longer_live_is_restarted(tmp_path: Path) -> None
     code, seen = run(tmp_path, runtime(node(script, livenessProbe=live, **RESTARTED, **MEMORY)))
     assert code == 0
     assert "the liveness probe failed: the container is stopped" in seen.of("node")
+
+
+def test_a_container_ends_with_its_program_whatever_that_leaves_behind(tmp_path: Path) -> None:
+    script = "setsid sleep 1001 & sleep 1002 & sleep 0.2; echo done"
+    code, seen = run(tmp_path, runtime(node(script)), train_job(activeDeadlineSeconds=10))
+    assert (code, seen.of("node")) == (0, ["done"])
+    assert marked(str(tmp_path)) == []
 
 
 def test_secrets_of_the_same_file_reach_the_initializer(tmp_path: Path) -> None:
@@ -314,6 +465,10 @@ def test_the_same_file_may_bring_its_own_runtime(tmp_path: Path) -> None:
     assert (code, seen.of("node")) == (0, ["own"])
 
 
+def probed(action: Json) -> Json:
+    return runtime(node("x", startupProbe={**action, **PROBE}))
+
+
 def unknown_field() -> Json:
     made = runtime(node("x"))
     made["spec"]["template"]["spec"]["replicatedJob"] = []
@@ -337,6 +492,18 @@ def unknown_field() -> Json:
                 node("x", volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}])
             ),
             ["volume 'v'", "persistentVolumeClaim"],
+        ),
+        (
+            train_job(),
+            probed({"tcpSocket": {"port": "nope"}}),
+            ["job-node-0-0/node: startupProbe", "no port 'nope'"],
+        ),
+        (train_job(), runtime(node("x", lifecycle={"postStart": {}})), ["lifecycle.postStart"]),
+        (train_job(suspend=True), runtime(node("x")), ["spec.suspend is true"]),
+        (
+            train_job(),
+            runtime(node("x", job={"backoffLimitPerIndex": 1})),
+            ["node: backoffLimitPerIndex"],
         ),
     ],
 )
@@ -386,8 +553,39 @@ def marked(word: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    name, number = "stopped", signal.SIGTERM
+@contextmanager
+def started(tmp_path: Path, name: str, made: Json) -> Iterator[subprocess.Popen[str]]:
+    """``cachectl run-local`` in a process of its own, whose containers are marked by the name."""
+    process = subprocess.Popen(
+        cachectl(
+            write(tmp_path / "job.yaml", train_job(name)),
+            *("--runtimes", write(tmp_path / "runtime.yaml", made)),
+            *("--env", f"MARKED={name}", "--env", f"TMPDIR={tmp_path}"),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().partition(" | ")[2].rstrip()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    name = f"stopped-{number.name.lower()}"
     # One that ignores the signal, one in a session of its own, one whose parent is gone.
     script = (
         "trap '' TERM; setsid sleep 1001 & (setsid sleep 1002 &) ; touch /cache/x; "
@@ -402,28 +600,54 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(tmp_path: Path)
             terminationGracePeriodSeconds=1,
         )
     )
-    file = write(tmp_path / "job.yaml", train_job(name))
-    process = subprocess.Popen(
-        cachectl(
-            file,
-            *("--runtimes", write(tmp_path / "runtime.yaml", made)),
-            *("--env", f"MARKED={name}", "--env", f"TMPDIR={tmp_path}"),
-        ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().endswith("| running\n")
+    with started(tmp_path, name, made) as process:
+        assert next_line(process) == "running"
         assert len(marked(name)) >= 3
         assert left_behind(name)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
     assert process.returncode == 128 + number
     assert errors.splitlines()[-1] == f"run-local: TrainJob {name} was stopped by {number.name}"
+    assert marked(name) == []
+    assert left_behind(name) == []
+
+
+def test_a_run_that_is_told_to_end_while_a_sidecar_drains_starts_no_other_pod(
+    tmp_path: Path,
+) -> None:
+    name = "drained"
+    sidecar = container(
+        "cache",
+        "trap 'echo draining' TERM; (setsid sleep 1001 &) ; while :; do sleep 1002 & wait; done",
+        restartPolicy="Always",
+    )
+    made = runtime(
+        replicated_job(
+            "node",
+            container("node", "echo up; exit 1"),
+            ancestor="trainer",
+            initContainers=[sidecar],
+            terminationGracePeriodSeconds=1,
+        )
+    )
+    with started(tmp_path, name, made) as process:
+        assert [next_line(process), next_line(process)] == ["up", "draining"]
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert output == ""
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.splitlines()[-1] == f"run-local: TrainJob {name} was stopped by SIGINT"
+    assert marked(name) == []
+
+
+def test_a_run_whose_reader_has_gone_ends(tmp_path: Path) -> None:
+    name = "unread"
+    with started(tmp_path, name, runtime(node("yes a line"))) as process:
+        assert next_line(process) == "a line"
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) != 0
+    assert "Traceback" not in errors
     assert marked(name) == []
     assert left_behind(name) == []

@@ -41,9 +41,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     opened: list[str] = []
     open_gather = Connection.open_gather
 
-    def spy(self: Connection, *arguments: object) -> object:
+    def spy(self: Connection, *arguments: object, **options: object) -> object:
         opened.append(self.location)
-        return open_gather(self, *arguments)  # type: ignore[arg-type]
+        return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Connection, "open_gather", spy)
     return opened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -179,6 +180,44 @@ def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
     assert len(list(loader)) == whole - 5
     dataset.set_epoch(1)
     assert dataset.steps_left == len(list(loader)) == whole
+
+
+@pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
+def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    workers: int,
+    live_on: bool,
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=10, columns=["row"], shuffle=True
+    )
+    dataset.load_state_dict(dataset.state_dict(steps=50))
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=live_on)
+    for _ in loader:
+        pass
+    assert dataset.state_dict(steps=3)["rows_consumed"] == 530
+    second = iter(loader)
+    for _ in range(3):
+        next(second)
+    state = dataset.state_dict(steps=3)
+    assert (state["epoch"], state["rows_consumed"]) == (0, 30)
+
+
+def test_reading_leaves_the_random_numbers_of_the_program_alone(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    before = random.getstate()
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, shuffle=True
+    )
+    for _ in dataset:
+        pass
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from cache_client.cursor import Cursor
 
 
@@ -43,3 +45,25 @@ def test_setting_reaches_the_copies() -> None:
     cursor.set(6, 9)
     assert not cursor.read_by_workers
     assert worker.begin(7, in_worker=True) == (6, 9)
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_it_tells_where_the_latest_pass_began(in_worker: bool) -> None:
+    cursor = Cursor()
+    cursor.set(1, 30)
+    assert cursor.offset == 30
+    copy_in_worker(cursor).begin(7, in_worker=in_worker)
+    assert cursor.offset == 30
+    copy_in_worker(cursor).begin(8, in_worker=in_worker)
+    assert cursor.offset == 0
+    cursor.set(1, 20)
+    assert cursor.offset == 20
+
+
+def test_it_tells_where_the_second_pass_of_a_worker_that_lives_on_began() -> None:
+    cursor = Cursor()
+    cursor.set(1, 30)
+    worker = copy_in_worker(cursor)
+    worker.begin(7, in_worker=True)
+    worker.begin(7, in_worker=True)
+    assert cursor.offset == 0

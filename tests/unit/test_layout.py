@@ -1,3 +1,4 @@
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from protos.layout import (
     as_matrix,
     from_matrix,
     list_shape,
+    pool_array,
     pool_matrix,
     schema_from_bytes,
 )
@@ -293,6 +295,20 @@ def test_a_matrix_and_its_column_share_their_bytes(dtype: type[np.generic]) -> N
     assert column.to_pylist() == values.tolist()
     assert back.ctypes.data == values.ctypes.data
     assert as_matrix(column.slice(1, 2)).tolist() == values[1:3].tolist()
+
+
+def test_a_column_of_pool_memory_holds_no_python_object() -> None:
+    matrix = pool_matrix(4, 3, np.dtype(np.int64))
+    matrix[:] = np.arange(12).reshape(4, 3)
+    held = sys.getrefcount(matrix)
+
+    part = from_matrix(matrix[1:3], pa.field("x", pa.list_(pa.int64(), 3)))
+    numbers = pool_array(np.array([1, 2, 3]))
+
+    assert sys.getrefcount(matrix) == held
+    del matrix
+    assert part.to_pylist() == [[3, 4, 5], [6, 7, 8]]
+    assert numbers.to_pylist() == [1, 2, 3]
 
 
 def test_a_pool_matrix_is_room_to_write_to() -> None:

@@ -174,6 +174,40 @@ def test_mount_paths_become_the_directories_of_volumes() -> None:
     assert found.environment["HOME"] == "/tmp/w/home"
 
 
+def test_commands_of_probes_and_hooks_are_rewritten_as_arguments_are() -> None:
+    command = ["ask", "mine-node-0-0.mine:1", "/cache/up", "$(A)", "$(B)", "$(UNKNOWN)"]
+    node = container(
+        "node",
+        "train",
+        volumeMounts=[{"name": "c", "mountPath": "/cache"}],
+        env=[*env(A="/cache/a"), {"name": "B", "valueFrom": field("metadata.name")}],
+        readinessProbe={"exec": {"command": command}, "periodSeconds": 3},
+        lifecycle={"preStop": {"exec": {"command": command}}},
+    )
+    found = planned(node, volumes={"c": Path("/tmp/c")}).container
+    here = ["ask", "127.1.2.2:1", "/tmp/c/up"]
+    assert found["readinessProbe"] == {
+        "exec": {"command": [*here, "/tmp/c/a", "", "$(UNKNOWN)"]},
+        "periodSeconds": 3,
+    }
+    assert found["lifecycle"]["preStop"]["exec"]["command"] == [*here, *command[3:]]
+
+
+@pytest.mark.parametrize("given", [None, "localhost,.svc"])
+def test_pods_are_reached_without_the_proxy(given: str | None) -> None:
+    proxies = {"http_proxy": "http://proxy:3128", **({"no_proxy": given} if given else {})}
+    around = replace(AROUND, environment={**AROUND.environment, **proxies})
+    found = planned(container("node", "train"), around=around).environment
+    direct = "127.1.2.2,127.1.2.3,127.0.0.1"
+    assert found["no_proxy"] == (f"{given},{direct}" if given else direct)
+    assert found["NO_PROXY"] == direct
+
+
+def test_without_a_proxy_nothing_is_said_of_one() -> None:
+    found = planned(container("node", "train")).environment
+    assert not any("proxy" in name.lower() for name in found)
+
+
 def test_the_port_of_the_framework_becomes_a_free_one() -> None:
     node = container("node", "mine-node-0-0.mine:29500 mine-node-0-0.mine:295001 29500")
     found = planned(node)
@@ -272,6 +306,49 @@ FAIL_CACHE = {
     "targetReplicatedJobs": ["cache"],
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
+
+
+@pytest.mark.parametrize(
+    ("restart_policy", "limit", "failures", "restarts", "exceeds"),
+    [
+        ("Never", 2, 2, 9, False),
+        ("Never", 2, 3, 0, True),
+        ("OnFailure", 2, 0, 1, False),
+        ("OnFailure", 2, 0, 2, True),
+        ("OnFailure", 0, 0, 0, False),
+        ("OnFailure", 0, 0, 1, True),
+    ],
+)
+def test_the_limit_of_failures_and_of_restarts(
+    restart_policy: str, limit: int, failures: int, restarts: int, exceeds: bool
+) -> None:
+    pod = {"restartPolicy": restart_policy}
+    assert policies.exceeds_backoff_limit(pod, limit, failures, restarts) is exceeds
+
+
+@pytest.mark.parametrize(
+    ("job", "jobset", "named"),
+    [
+        ({}, {}, []),
+        ({"podFailurePolicy": {"rules": [on_codes("Ignore", 1)]}}, {}, []),
+        ({"backoffLimitPerIndex": 0}, {}, ["node: backoffLimitPerIndex"]),
+        (
+            {"podFailurePolicy": {"rules": [on_codes("FailIndex", 1)]}},
+            {},
+            ["node: podFailurePolicy: action FailIndex"],
+        ),
+        (
+            {},
+            {"failurePolicy": {"rules": [{"name": "x", "action": "RestartJob"}]}},
+            ["failurePolicy: action RestartJob"],
+        ),
+    ],
+)
+def test_policies_that_are_not_restated_are_named(
+    job: Json, jobset: Json, named: list[str]
+) -> None:
+    spec = {"replicatedJobs": [replicated_job("node", job=job)], **jobset}
+    assert [*policies.unknown_policies(spec)] == named
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def row_ids(node: Node, info: pb.DatasetInfo) -> list[int]:
     rows = node.rows(info.spec.name, info.fingerprint)
     ids = np.arange(info.num_rows, dtype=np.int64)
     selection = Selection(rows.layout, ["row"])
-    stored = rows.gather(ids, selection)
+    (stored,) = rows.gather(ids, selection)
     return list(selection.layout.unpack(stored).column("row").to_pylist())
 
 

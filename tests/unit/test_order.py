@@ -21,6 +21,7 @@ from cache_client.order import (
     OrderState,
     StepPlan,
     next_cursor,
+    step_windows,
     worker_steps,
 )
 from cache_client.permutation import ALGORITHM_VERSION, Permutation
@@ -598,6 +599,16 @@ def test_a_worker_yields_every_nth_step() -> None:
     assert list(worker_steps(10, worker=1, num_workers=3)) == [1, 4, 7]
     assert list(worker_steps(10, worker=1, num_workers=3, first_step=4)) == [5, 8]
     assert list(worker_steps(2, worker=5, num_workers=8)) == []
+
+
+def test_windows_hold_all_steps_of_a_worker_in_order() -> None:
+    assert [[*window] for window in step_windows(range(1, 10, 3), 2)] == [[1, 4], [7]]
+    assert [*step_windows(range(0), 2)] == []
+
+
+def test_an_epoch_of_many_rows_begins_at_once() -> None:
+    plan = StepPlan(10**12, world_size=1, batch_size=1)
+    assert next(step_windows(worker_steps(plan.num_steps, 0, 1), 8)) == range(8)
 
 
 # -- State ----------------------------------------------------------------------------------------

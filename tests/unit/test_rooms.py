@@ -30,8 +30,10 @@ PURE_MODULES = (
     "cache_server/tables/postgres/ranges.py",
     "protos/layout.py",
     "protos/memory.py",
+    "protos/row_index.py",
     "runtimes/initializer/plan.py",
     "runtimes/initializer/verdict.py",
+    "runtimes/local/handlers.py",
     "runtimes/local/patches.py",
     "runtimes/local/pods.py",
     "runtimes/local/policies.py",
@@ -44,6 +46,7 @@ PURE_IMPORTS = (
     *("base64", "json", "numpy", "pyarrow", "urllib.parse", "protos.errors", "protos.layout"),
     *("cache_client.permutation", "cache_server.pinned", "cache_server.quoting"),
     *("kubernetes.utils.quantity", "pathlib.PurePath", "protos.memory"),
+    "protos.row_index",
     *("runtimes.initializer.plan", "runtimes.initializer.settings"),
     *("runtimes.local.patches", "runtimes.local.render"),
     "protos.spec.CATALOG_PREFIX",  # a constant: of a module that reads files, nothing else

@@ -35,25 +35,27 @@ def test_the_parts_bring_every_row_to_its_place_from_a_node_that_holds_it(
     window = np.full(len(ids), -1, np.int64)
     for part in router.route(row_ids):
         window[slice(None) if part.positions is None else part.positions] = part.row_ids
-        assert part.shards.tolist() == (part.row_ids // SHARD_ROWS).tolist()
+        if part.positions is not None:  # in the order of the window
+            assert (np.diff(part.positions) > 0).all()
+        of_part = set((part.row_ids // SHARD_ROWS).tolist())
         if part.node is None:
-            assert {*part.shards.tolist()} <= local
+            assert of_part <= local
             continue
-        assert not {*part.shards.tolist()} & local
+        assert not of_part & local
         index = shards.nodes.index(part.node)
-        for shard in {*part.shards.tolist()}:
+        for shard in of_part:
             assert index in shards.replicas[shard]
             if index in avoid:
                 assert set(shards.replicas[shard]) <= avoid
     assert window.tolist() == ids
 
 
-def test_a_window_of_one_node_is_one_part_and_of_one_shard_keeps_its_order() -> None:
+def test_a_window_of_one_node_is_one_part_in_its_order() -> None:
     router = Router(shard_map([(0,), (0,), (1,)], 2))
     (part,) = router.route(np.array([3, 1, 2]))
     assert part.positions is None and part.row_ids.tolist() == [3, 1, 2]
     (part,) = router.route(np.array([13, 1, 12]))
-    assert part.row_ids.tolist() == [1, 13, 12]
+    assert part.positions is None and part.row_ids.tolist() == [13, 1, 12]
     assert len(router.route(np.array([1, 25, 2]))) == 2
 
 
@@ -61,30 +63,6 @@ def test_ranks_that_differ_prefer_different_replicas() -> None:
     shards = shard_map([(0, 1)], 2)
     row = np.array([0])
     assert Router(shards, 0).route(row)[0].node != Router(shards, 1).route(row)[0].node
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    sizes=st.lists(
-        st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)),
-        min_size=1,
-        max_size=40,
-    ),
-    data=st.data(),
-)
-def test_the_shard_of_a_row_is_found_whatever_the_sizes_of_shards(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    starts = np.cumsum([0, *sizes[:-1]])
-    shards = ShardMap(
-        "table", "f", pa.schema([("row", pa.int64())]), sum(sizes), starts,
-        (NodeRef("node-0", "grpc://0"),), ((0,),) * len(sizes),
-    )  # fmt: skip
-    edges = np.concatenate([starts, starts[1:] - 1, [sum(sizes) - 1]])
-    drawn = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=20))
-    (part,) = Router(shards).route(np.append(edges, np.array(drawn, np.int64)))
-    assert (starts[part.shards] <= part.row_ids).all()
-    assert (part.row_ids < starts[part.shards] + np.array(sizes)[part.shards]).all()
 
 
 def test_more_shards_than_sixteen_bits_are_grouped_by_node_all_the_same() -> None:
@@ -99,7 +77,6 @@ def test_more_shards_than_sixteen_bits_are_grouped_by_node_all_the_same() -> Non
     assert router.num_nodes == len(held)
     assert [part.node for part in parts] == held
     for part in parts:
-        assert (np.diff(part.shards) > -64).all()  # neighbours may change places
         assert part.positions is not None
         assert (ids[part.positions] == part.row_ids).all()
     assert sum(len(part.row_ids) for part in parts) == len(ids)

@@ -90,7 +90,8 @@ def resident(directory: Path, sizes: Sequence[int], without: Sequence[int] = ())
 
 def gather(rows: ResidentRows, ids: Sequence[int], columns: Sequence[str] = ()) -> list[Any]:
     selection = Selection(LAYOUT, columns)
-    return logical(rows.gather(np.array(ids, np.int64), selection), selection)
+    (batch,) = rows.gather(np.array(ids, np.int64), selection)
+    return logical(batch, selection)
 
 
 def files_of(store: ShardStore) -> list[str]:
@@ -669,7 +670,7 @@ def test_readers_keep_the_rows_they_have(
 ) -> None:
     shard = store.seal(KEY, 0, stored(range(10)))
     rows = ResidentRows(KEY, shard.layout, 10, {0: shard})
-    view = rows.gather(np.arange(10), Selection(LAYOUT, []))
+    (view,) = rows.gather(np.arange(10), Selection(LAYOUT, []))
 
     end(store)
 
@@ -751,7 +752,7 @@ def test_no_ids_are_no_rows_of_the_selection(tmp_path: Path) -> None:
     rows = resident(tmp_path, [5])
     selection = Selection(LAYOUT, ["text", "row"])
 
-    batch = rows.gather(np.array([], np.int64), selection)
+    (batch,) = rows.gather(np.array([], np.int64), selection)
 
     assert batch.num_rows == 0
     assert batch.schema.equals(selection.layout.schema)
@@ -771,7 +772,7 @@ def test_consecutive_ids_of_a_shard_are_a_view_of_the_file(
     rows = ResidentRows(KEY, LAYOUT, 1000, {0: shard})
     selection = Selection(LAYOUT, columns)
 
-    batch = rows.gather(np.arange(100, 900), selection)
+    (batch,) = rows.gather(np.arange(100, 900), selection)
     (piece,) = rows.slices(100, 900, 1000, selection)
 
     assert memory_of(batch) == memory_of(piece) <= memory_of(shard.batch)

@@ -661,8 +661,11 @@ class GatherRequest(_message.Message):
     DATASET_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    ROWS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
+    rows_per_message: _builtins.int
+    """of an answer, which is then cut into as many; 0: one message"""
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """empty: all"""
@@ -673,10 +676,11 @@ class GatherRequest(_message.Message):
         dataset: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
+        rows_per_message: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

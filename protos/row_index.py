@@ -1,0 +1,110 @@
+"""Row id -> shard, and the rows of a request by shard. Pure.
+
+A node and a client on the same machine gather from the same files in the same way: they find the
+shard of each row, group the rows by shard, and know how to bring them back into order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.signedinteger]
+
+_MOST_BUCKETS_PER_SHARD = 64
+_RADIX_BITS = 16  # numpy sorts keys of so many bits by radix, ten times as fast as longer ones
+
+
+class RowIndex:
+    """Which of some ascending runs of rows each row id falls into. Immutable, any thread.
+
+    Found by a table lookup, several times as fast as a binary search: rows are cut into buckets of
+    a power of two, so small that no bucket holds the first rows of two runs. The run of a row is
+    then that of its bucket's first row, or the next one. Where runs differ so much in length that
+    the table would be large, it is a binary search.
+
+    Args:
+        starts: first row of each run, ascending.
+        stop: after the last row that will be asked for.
+    """
+
+    def __init__(self, starts: Ids, stop: int) -> None:
+        self._starts = starts
+        self._dtype = np.min_scalar_type(-max(1, len(starts)))
+        # Of run -1, which is before the first, it stands at the end.
+        self._next_start = np.concatenate([starts[1:], [stop], starts[:1]])
+        self._shift = _shift(starts, stop)
+        if self._shift is not None:
+            first_rows = np.arange(((stop - 1) >> self._shift) + 1, dtype=np.int64) << self._shift
+            found = np.searchsorted(starts, first_rows, side="right") - 1
+            self._run_of_bucket = found.astype(self._dtype)  # fewer cache lines
+
+    def find(self, rows: Ids) -> Indices:
+        """The index of the last run that starts at each row or before; -1 where none does.
+
+        Args:
+            rows: in ``[0, stop)``.
+        """
+        if self._shift is None:
+            found = np.searchsorted(self._starts, rows, side="right") - 1
+            return found.astype(self._dtype)
+        run_of: Indices = np.take(self._run_of_bucket, rows >> self._shift)
+        run_of += rows >= np.take(self._next_start, run_of, mode="wrap")
+        return run_of
+
+
+def _shift(starts: Ids, stop: int) -> int | None:
+    """Bits of a bucket; None where too many of them would be needed."""
+    if not len(starts) or stop <= 0:
+        return None
+    for shift in range((stop // len(starts)).bit_length(), -1, -1):
+        if stop >> shift > _MOST_BUCKETS_PER_SHARD * len(starts):
+            return None
+        if (np.diff(starts >> shift) > 0).all():
+            return shift
+    return None
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Rows of a request, those of one shard together, or nearly so where shards are very many.
+
+    Attributes:
+        rows, shard_of: in groups.
+        inverse: where in them each row of the request stands; None where they are in its order.
+    """
+
+    rows: Ids
+    shard_of: Indices
+    inverse: npt.NDArray[np.intp] | None
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Each stretch of rows of one shard: shard, start, stop."""
+        breaks = np.flatnonzero(self.shard_of[1:] != self.shard_of[:-1]) + 1
+        bounds = [0, *breaks.tolist(), len(self.rows)]
+        shards = self.shard_of[bounds[:-1]].tolist()
+        for shard, (start, stop) in zip(shards, itertools.pairwise(bounds), strict=True):
+            yield shard, start, stop
+
+
+def group_by_shard(rows: Ids, shard_of: Indices) -> Grouped:
+    """The rows, of which there is at least one, by shard; as they come inside each shard."""
+    if bool((shard_of[1:] >= shard_of[:-1]).all()):
+        return Grouped(rows, shard_of, None)
+    order = np.argsort(_short(shard_of), kind="stable")
+    inverse = np.empty(len(order), np.intp)
+    inverse[order] = np.arange(len(order))
+    return Grouped(np.take(rows, order), np.take(shard_of, order), inverse)
+
+
+def _short(shard_of: Indices) -> Indices:
+    """Numbers in the same order that are short enough to be sorted by radix."""
+    if shard_of.dtype.itemsize * 8 <= _RADIX_BITS:
+        return shard_of
+    excess = max(0, int(shard_of.max()).bit_length() - (_RADIX_BITS - 1))
+    return (shard_of >> excess).astype(np.int16)
