@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +55,7 @@ class ShardMap:
         replicas: for each shard indices into ``nodes``, in order of preference.
         files: for each shard its files, for whoever runs on the machine of a node.
         lease_s: so long after its last use the version is kept when it is replaced.
+        layout: of the columns that are read, packed.
     """
 
     dataset: str
@@ -67,11 +67,10 @@ class ShardMap:
     replicas: tuple[tuple[int, ...], ...]
     files: tuple[tuple[ShardFile, ...], ...] = ()
     lease_s: float = math.inf
+    layout: Layout = field(init=False, repr=False, compare=False)
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The packed layout of the columns that are read."""
-        return Layout(self.logical)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", Layout(self.logical))
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,10 @@ def cut(pieces: Iterable[Rows], sizes: Iterable[int]) -> Iterator[Rows]:
     source = iter(pieces)
     piece, at = next(source), 0
     for size in sizes:
+        if size <= piece.num_rows - at:  # nearly always
+            yield piece.slice(at, at + size)
+            at += size
+            continue
         parts: list[Rows] = []
         missing = size
         while missing > piece.num_rows - at:

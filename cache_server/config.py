@@ -58,7 +58,7 @@ class NodeConfig(BaseModel):
         memory_limit_bytes: of all shard files of this node together.
         container_memory_limit_bytes: instead: of the container of this node, of which the shards
             get what the process does not need.
-        load_threads: shards loaded at once.
+        load_threads: shards loaded at once; None: by processors and memory.
         heartbeat_interval_s: how often the nodes of this coordinator report.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
         lease_s: how long this coordinator keeps a version that was replaced after its rows were
@@ -78,7 +78,7 @@ class NodeConfig(BaseModel):
     join_timeout_s: Seconds = 300.0
     memory_limit_bytes: Bytes | None = None
     container_memory_limit_bytes: Bytes | None = None
-    load_threads: Annotated[int, Field(ge=1)] = 2
+    load_threads: Annotated[int, Field(ge=1)] | None = None
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
     lease_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0

@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc
 
-from cache_server.coordinator import require_ready
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
-from protos.errors import NodeUnavailableError
+from protos.errors import (
+    NodeUnavailableError,
+    require_ready,
+)
 from protos.load_progress import LoadMeter, LoadReport
 from protos.spec import DatasetSpec
 

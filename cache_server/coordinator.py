@@ -25,7 +25,6 @@ from protos.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
-    NotReadyError,
     StaleVersionError,
 )
 from protos.spec import DatasetSpec
@@ -492,20 +491,3 @@ def _content(spec: DatasetSpec) -> bytes:
     content = spec.to_proto()
     content.replicas = 0
     return content.SerializeToString(deterministic=True)
-
-
-def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
-    """``info`` itself when the dataset is ready.
-
-    Raises:
-        LoadError: it failed, with the reason. NotReadyError: it is loading; says how far.
-    """
-    if info.state == pb.DATASET_STATE_READY:
-        return info
-    if info.state == pb.DATASET_STATE_FAILED:
-        raise LoadError(info.error.message)
-    progress = info.progress
-    raise NotReadyError(
-        f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "
-        f"{progress.shards_total} shards, {progress.rows_done} rows so far"
-    )

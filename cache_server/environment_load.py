@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from cache_server import defects
-from cache_server.coordinator import Coordinator, require_ready
+from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
     DatasetNotFoundError,
     NodeUnavailableError,
     StaleVersionError,
+    require_ready,
 )
 from protos.load_progress import EachSecond, LoadMeter, LoadReport
 from protos.spec import DatasetSpec

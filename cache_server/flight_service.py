@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from google.protobuf.message import DecodeError, Message
 
-from cache_server.coordinator import require_ready
 from cache_server.node import Node
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
@@ -29,6 +28,7 @@ from protos.errors import (
     NodeUnavailableError,
     NotReadyError,
     RequestError,
+    require_ready,
     to_proto,
 )
 from protos.layout import Layout, schema_from_bytes

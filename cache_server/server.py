@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from cache_server.node import CoordinatorLink, Node
 from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError
+from protos.memory import loads_at_once
 from protos.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ class CacheServer:
                     store,
                     link,
                     self._description(store),
-                    load_threads=config.load_threads,
+                    load_threads=config.load_threads
+                    or loads_at_once(_num_processors(), config.container_memory_limit_bytes),
                     on_ready=readiness.set_node,
                 )
             )
@@ -202,6 +205,11 @@ class _Readiness:
         with self._lock:
             self._loaded = True
             self._tell(self._node)
+
+
+def _num_processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _left_s(deadline: float) -> float:

@@ -106,3 +106,20 @@ def to_proto(error: CacheError) -> pb.Error:
 def from_proto(error: pb.Error) -> CacheError:
     """The exception that `error` stands for; an unknown code becomes a plain `CacheError`."""
     return _BY_CODE.get(error.code, CacheError)(error.message)
+
+
+def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
+    """``info`` itself when the dataset is ready.
+
+    Raises:
+        LoadError: it failed, with the reason. NotReadyError: it is loading; says how far.
+    """
+    if info.state == pb.DATASET_STATE_READY:
+        return info
+    if info.state == pb.DATASET_STATE_FAILED:
+        raise LoadError(info.error.message)
+    progress = info.progress
+    raise NotReadyError(
+        f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "
+        f"{progress.shards_total} shards, {progress.rows_done} rows so far"
+    )

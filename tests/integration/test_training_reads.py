@@ -298,7 +298,7 @@ def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
         CacheClient(cluster.endpoint).load(spec)
         dataset = CacheIterableDataset(
             "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
-            local=False,
+            message_bytes=100_000, local=False,
         )  # fmt: skip
         rows: list[int] = []
         for step, batch in enumerate(dataset):
@@ -316,7 +316,7 @@ def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Pat
         lost = cluster.nodes[1].node_id
         dataset = CacheIterableDataset(
             "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
-            deadline_s=2.0, local=False,
+            message_bytes=100_000, deadline_s=2.0, local=False,
         )  # fmt: skip
         with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{lost}.*'wide'"):
             for step, _ in enumerate(dataset):

@@ -12,7 +12,7 @@ import pytest
 
 from cache_server import coordinator as coordinator_module
 from cache_server.catalogue import Catalogue
-from cache_server.coordinator import Coordinator, require_ready
+from cache_server.coordinator import Coordinator
 from cache_server.planning import VersionKey
 from cache_server.versions import PlannedVersion, plan_version
 from protos.cache.v1 import cache_pb2 as pb
@@ -22,6 +22,7 @@ from protos.errors import (
     NotReadyError,
     StaleVersionError,
     from_proto,
+    require_ready,
 )
 from protos.spec import DatasetSpec
 from tests.conftest import write_numbered

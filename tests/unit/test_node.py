@@ -81,8 +81,9 @@ class Harness:
 
     def files(self) -> list[str]:
         """What lies in the cache directory beside the node's own name and lock."""
-        found = (path for path in self.store.cache_dir.rglob("*") if path.is_file())
-        return sorted(path.name for path in found if path.name not in (".lock", ".node-id"))
+        # Unlike rglob, walk minds no folder that goes away meanwhile.
+        found = (name for _, _, names in os.walk(self.store.cache_dir) for name in names)
+        return sorted(name for name in found if name not in (".lock", ".node-id"))
 
 
 @pytest.fixture

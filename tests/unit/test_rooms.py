@@ -371,6 +371,10 @@ def test_the_client_starts_without_the_server() -> None:
     run_python("import sys; sys.modules['datafusion'] = None; import cache_client")
 
 
+def test_datafusion_is_loaded_when_a_node_starts_and_its_allocator_has_been_told_how() -> None:
+    run_python("import sys; sys.modules['datafusion'] = None; import cache_server.__main__")
+
+
 def test_whoever_only_loads_datasets_needs_no_torch() -> None:
     run_python(
         "import sys; sys.modules['torch'] = None\n"
