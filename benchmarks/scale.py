@@ -34,14 +34,14 @@ from cache_client.reader import Reader
 from cache_client.routing import Router, ShardMap
 from cache_server.flight_service import _flight_info
 from protos.cache.v1 import cache_pb2 as pb
-from protos.layout import Layout, from_matrix
+from protos.layout import Layout, from_matrix, pool_array
 from protos.row_index import Ids
 from protos.spec import DEFAULT_TARGET_SHARD_BYTES
 
 SCHEMA = pa.schema([(f"f{i}", pa.float32()) for i in range(32)] + [("label", pa.int64())])
 ROW_BYTES = 32 * 4 + 8
 BATCH_SIZE = 1024
-BATCHES = MESSAGE_BYTES // (BATCH_SIZE * ROW_BYTES)  # of a window
+BATCHES = 4 * MESSAGE_BYTES // (BATCH_SIZE * ROW_BYTES)  # of a window, which has 4 messages or more
 WINDOW_ROWS = BATCHES * BATCH_SIZE
 ROWS_PER_SHARD = DEFAULT_TARGET_SHARD_BYTES // ROW_BYTES
 SHARDS = (10, 1_000, 100_000)
@@ -106,20 +106,19 @@ class InstantNode:
     )
 
     def __init__(self, location: str) -> None:
-        self._asked = 0
+        """As a `Connection` is made."""
 
-    def open_gather(self, *_: object) -> InstantNode:
+    def open_gather(self, *_: object, **__: object) -> InstantNode:
         """A stream: one of its own for each request under way."""
         return InstantNode("")
 
     def send(self, row_ids: Ids) -> None:
         """Makes the message that would be sent."""
-        request = pa.RecordBatch.from_arrays([pa.array(row_ids)], names=["row"])
-        self._asked = request.num_rows
+        pa.RecordBatch.from_arrays([pool_array(row_ids)], names=["row"])
 
-    def receive(self) -> pa.RecordBatch:
+    def receive(self, num_rows: int) -> list[pa.RecordBatch]:
         """As many rows as were asked for."""
-        return self._answer.slice(0, self._asked)
+        return [self._answer.slice(0, num_rows)]
 
     def close(self) -> None:
         """Nothing is open."""
