@@ -436,6 +436,20 @@ def test_do_exchange_sends_only_the_columns_asked_for(
         assert unpacked(batch, name) == expected.column(name).to_pylist()
 
 
+@pytest.mark.parametrize("ids", [[999, 0, 500, 251, 250, 3, 249], list(range(240, 260))])
+def test_do_exchange_cuts_an_answer_into_messages_where_it_is_asked_to(
+    served: Served, ids: list[int]
+) -> None:
+    with Exchange(served.flight, gather_request(served, rows_per_message=3)) as exchange:
+        exchange.ask(ids)
+        batches: list[pa.RecordBatch] = []
+        while sum(batch.num_rows for batch in batches) < len(ids):
+            batches.append(exchange.answer())
+
+    assert max(batch.num_rows for batch in batches) == 3
+    assert [row for batch in batches for row in unpacked(batch, "row")] == ids
+
+
 def test_several_requests_may_be_under_way_on_one_stream_and_are_answered_in_turn(
     served: Served,
 ) -> None:

@@ -234,7 +234,9 @@ def test_a_cache_dir_that_cannot_be_used_is_named_and_exits_with_78(tmp_path: Pa
 
 
 def node_processes(parent: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(parent).children() if child.is_running()]
+    """Those that are nodes already: for a moment a child is a copy of its parent."""
+    children = psutil.Process(parent).children()
+    return [child for child in children if child.is_running() and "--cache-dir" in child.cmdline()]
 
 
 def cache_dirs(nodes: list[psutil.Process]) -> list[Path]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -565,9 +565,17 @@ def started(tmp_path: Path, name: str, made: Json) -> Iterator[subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Whoever runs the suite by nohup has it ignored, and so would every child.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         yield process
+    except BaseException:  # the test has failed: the next run would find what it left
+        process.kill()
+        for left in marked(name):
+            with suppress(psutil.NoSuchProcess):
+                left.kill()
+        raise
     finally:
         process.kill()
         process.wait()

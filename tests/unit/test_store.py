@@ -712,6 +712,32 @@ def test_gathered_rows_are_those_of_the_ids_in_their_order(
     assert gather(rows, ids, columns) == expected(ids, columns or COLUMNS)
 
 
+@settings(deadline=None, max_examples=80)
+@given(requests(), st.integers(1, 40), st.sampled_from([1, 3, 64]))
+def test_an_answer_is_cut_into_messages_of_no_more_rows_than_asked_for(
+    tmp_path_factory: pytest.TempPathFactory,
+    request: tuple[list[int], list[int]],
+    rows_per_message: int,
+    rows_per_shard: int,
+) -> None:
+    sizes, ids = request
+    rows, selection = resident(tmp_path_factory.mktemp("gather"), sizes), Selection(LAYOUT, [])
+
+    with pytest.MonkeyPatch.context() as patch:  # of how many rows at once each shard is worth
+        patch.setattr("cache_server.store._ROWS_PER_SHARD", rows_per_shard)
+        batches = list(rows.gather(np.array(ids, np.int64), selection, rows_per_message))
+
+    assert all(batch.num_rows <= rows_per_message for batch in batches)
+    assert [row for batch in batches for row in logical(batch, selection)] == expected(ids)
+
+
+def test_whole_messages_of_rows_in_any_order_are_full_but_the_last(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [10, 10])
+    ids = np.array([19, 0, 7, 12, 3, 15, 9], np.int64)
+    batches = list(rows.gather(ids, Selection(LAYOUT, []), 3))
+    assert [batch.num_rows for batch in batches] == [3, 3, 1]
+
+
 @settings(deadline=None, max_examples=40)
 @given(SIZES, st.data())
 def test_slices_are_the_rows_of_the_range_in_pieces(
