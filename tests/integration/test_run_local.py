@@ -593,7 +593,7 @@ def next_line(process: subprocess.Popen[str]) -> str:
 def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    name = f"stopped-{number.name.lower()}"
+    name = f"stopped-{number.name.lower()}-{os.getpid()}"  # not what a failed run has left
     # One that ignores the signal, one in a session of its own, one whose parent is gone.
     script = (
         "trap '' TERM; setsid sleep 1001 & (setsid sleep 1002 &) ; touch /cache/x; "
