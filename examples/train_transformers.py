@@ -153,6 +153,7 @@ def main() -> None:
     callback = CacheCallback(trainer, checkpoint, arguments.stop_after_steps)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.accelerator.wait_for_everyone()  # no rank leaves while another still needs it
     trainer.accelerator.end_training()
     if not callback.complete:
         raise SystemExit("some rows were missed or repeated")
