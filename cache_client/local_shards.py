@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from cache_client.routing import ShardFile, ShardMap
 from protos.errors import CacheError
-from protos.row_index import Ids, RowIndex, group_by_shard
+from protos.row_index import Ids, RowIndex, group_rows
 from protos.shards import (
     MANIFEST,
     NODE_ID_FILE,
@@ -83,7 +83,7 @@ class LocalShards:
         Raises:
             ShardFileLostError: files cannot be read any more; `shards` is without any of them then.
         """
-        grouped = group_by_shard(row_ids, self._index.find(row_ids))
+        grouped = group_rows(row_ids, self._index.find(row_ids))
         runs: list[Run] = []
         lost: ShardFileLostError | None = None
         for shard, start, stop in grouped.runs():

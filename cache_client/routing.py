@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from protos.layout import Layout
-from protos.row_index import Ids, Indices, RowIndex
+from protos.row_index import Ids, Indices, RowIndex, group_rows
 
 
 @dataclass(frozen=True)
@@ -137,16 +136,15 @@ class Router:
         ends = self._index.find(np.array([row_ids.min(), row_ids.max()]))
         if ends[0] == ends[1]:  # as all windows of a table in source order but a few
             return [Part(self._nodes[self._node_of[ends[0]]], positions, row_ids)]
-        nodes = np.take(self._node_of, self._index.find(row_ids))
-        if bool((nodes == nodes[0]).all()):
-            return [Part(self._nodes[nodes[0]], positions, row_ids)]
-        order = np.argsort(nodes, kind="stable")
-        nodes, row_ids = nodes[order], row_ids[order]
+        grouped = group_rows(row_ids, np.take(self._node_of, self._index.find(row_ids)))
+        runs = list(grouped.runs())
+        if len(runs) == 1:
+            return [Part(self._nodes[runs[0][0]], positions, row_ids)]
+        order = np.arange(len(row_ids)) if grouped.order is None else grouped.order
         positions = order if positions is None else positions[order]
-        bounds = [0, *(np.flatnonzero(np.diff(nodes)) + 1).tolist(), len(nodes)]
         return [
-            Part(self._nodes[nodes[a]], positions[a:b], row_ids[a:b])
-            for a, b in itertools.pairwise(bounds)
+            Part(self._nodes[node], positions[start:stop], grouped.rows[start:stop])
+            for node, start, stop in runs
         ]
 
     def _choose(self, shard: int, replicas: Sequence[int]) -> int:

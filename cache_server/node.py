@@ -21,7 +21,8 @@ from typing import Protocol
 from cache_server import defects, loading
 from cache_server.loading import CancelledError, Job, WholeTables
 from cache_server.planning import VersionKey
-from cache_server.store import ResidentRows, ShardStore
+from cache_server.resident_rows import ResidentRows
+from cache_server.store import ShardStore
 from cache_server.versions import split_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (

@@ -1,4 +1,4 @@
-"""Shard files: write, seal, adopt, map, gather, slice.
+"""Shard files: write, seal, adopt, map, drop.
 
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
@@ -7,7 +7,7 @@
 
 A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
 manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
-differs, never counts. The store knows rows and files; it knows neither sources nor the network.
+differs, never counts. It knows files; neither sources, nor readers, nor the network.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import pyarrow as pa
 import xxhash
 
@@ -31,23 +30,15 @@ from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
 from protos.errors import (
     ConfigError,
-    InvalidRowsError,
     LoadError,
     NodeUnavailableError,
-    NotReadyError,
 )
-from protos.layout import Layout, from_matrix
-from protos.row_index import Ids, Indices, RowIndex, group_by_shard
+from protos.layout import Layout
 from protos.shards import (
     MANIFEST,
     NODE_ID_FILE,
     MappedShard,
-    Run,
     SealedShard,
-    Selection,
-    are_consecutive,
-    empty_batch,
-    gather,
     manifest_line,
     read_manifest,
     shard_file_name,
@@ -57,142 +48,6 @@ logger = logging.getLogger(__name__)
 
 SCRATCH = ".scratch"
 _CHECKSUM_CHUNK_BYTES = 256 * 1024  # stays in the processor's cache; a map costs page faults
-_ROWS_PER_SHARD = 64  # of a request that is gathered at once, about; a message may have fewer
-
-
-class ResidentRows:
-    """The rows of one version that this node serves: an immutable snapshot, any thread.
-
-    Args:
-        key: for messages.
-        layout: of the stored batches.
-        num_rows: of the whole version.
-        shards: each with its first row id.
-    """
-
-    def __init__(
-        self, key: VersionKey, layout: Layout, num_rows: int, shards: Mapping[int, MappedShard]
-    ) -> None:
-        self.key = key
-        self.layout = layout
-        self.num_rows = num_rows
-        ordered = sorted((start, s) for start, s in shards.items() if s.sealed.num_rows)
-        self._shards = [shard for _, shard in ordered]
-        self._starts = np.array([start for start, _ in ordered], np.int64)
-        self._stops = self._starts + np.array([s.sealed.num_rows for s in self._shards], np.int64)
-        self._index = RowIndex(self._starts, num_rows)
-        self._whole = int((self._stops - self._starts).sum()) == num_rows
-
-    def gather(
-        self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
-    ) -> Iterator[pa.RecordBatch]:
-        """The rows of these ids, in this order, as stored batches of the selection.
-
-        Consecutive ids are slices of the mapped files; others are copied, one short run of bytes a
-        row.
-
-        Args:
-            rows_per_message: the most rows of a batch; 0: as many as there are.
-
-        Raises:
-            InvalidRowsError: for an id outside the dataset; before the first batch.
-            NotReadyError: for an id of a shard that this node does not hold; likewise.
-        """
-        if not len(row_ids):
-            yield empty_batch(selection.layout)
-            return
-        low, high = int(row_ids.min()), int(row_ids.max())
-        self._check_bounds(low, high)
-        first = self._shard_at(low)
-        step, one_shard = rows_per_message or len(row_ids), high < self._stops[first]
-        if are_consecutive(row_ids) and (one_shard or rows_per_message):
-            self.check_range(low, high + 1)
-            yield from self.slices(low, high + 1, step, selection)
-        elif one_shard:
-            shard, start = self._shards[first], int(self._starts[first])
-            for at in range(0, len(row_ids), step):
-                rows = row_ids[at : at + step]
-                yield gather([Run(shard, start, 0, len(rows))], rows, selection)
-        else:
-            shard_of = self._locate(row_ids)
-            # Each shard costs some calls: enough rows at once that there are some of each.
-            block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
-            for at in range(0, len(row_ids), block):
-                stop = at + block
-                batch = self._gather_some(row_ids[at:stop], shard_of[at:stop], selection)
-                for start in range(0, batch.num_rows, step):
-                    yield batch.slice(start, step)
-
-    def check_range(self, start: int, stop: int) -> None:
-        """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""
-        if not 0 <= start <= stop <= self.num_rows:
-            raise InvalidRowsError(
-                f"rows [{start}, {stop}) are outside dataset {self.key.dataset!r}, "
-                f"which has rows [0, {self.num_rows})"
-            )
-        at = start
-        while at < stop:
-            at = int(self._stops[self._shard_at(at)])
-
-    def slices(
-        self, start: int, stop: int, max_rows: int, selection: Selection
-    ) -> Iterator[pa.RecordBatch]:
-        """Rows ``[start, stop)`` as stored batches of at most ``max_rows``; check the range first.
-
-        Whole columns are views of the mapped files.
-        """
-        at = start
-        while at < stop:
-            shard = self._shard_at(at)
-            offset = at - int(self._starts[shard])
-            rows = min(max_rows, stop - at, int(self._stops[shard]) - at)
-            yield self._slice(self._shards[shard], offset, rows, selection)
-            at += rows
-
-    def _check_bounds(self, low: int, high: int) -> None:
-        if low < 0 or high >= self.num_rows:
-            bad = low if low < 0 else high
-            raise InvalidRowsError(
-                f"row id {bad} is outside dataset {self.key.dataset!r}, "
-                f"which has rows [0, {self.num_rows})"
-            )
-
-    def _shard_at(self, row: int) -> int:
-        """Index of the shard with this row."""
-        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
-        if shard < 0 or row >= self._stops[shard]:
-            raise NotReadyError(f"row {row} of {self.key.dataset!r} is not on this node")
-        return shard
-
-    def _locate(self, row_ids: Ids) -> Indices:
-        """Index of the shard of each row; the smallest id must be here."""
-        shard_of = self._index.find(row_ids)
-        if not self._whole:
-            missing = row_ids >= self._stops[shard_of]
-            if missing.any():
-                self._shard_at(int(row_ids[np.argmax(missing)]))
-        return shard_of
-
-    def _gather_some(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
-        grouped = group_by_shard(row_ids, shard_of)
-        runs = [
-            Run(self._shards[shard], int(self._starts[shard]), start, stop)
-            for shard, start, stop in grouped.runs()
-        ]
-        return gather(runs, grouped.rows, selection, grouped.inverse)
-
-    def _slice(
-        self, shard: MappedShard, offset: int, rows: int, selection: Selection
-    ) -> pa.RecordBatch:
-        arrays: list[pa.Array] = []
-        for pick, (index, positions) in enumerate(selection.picks):
-            if positions is None:
-                arrays.append(shard.batch.column(index).slice(offset, rows))
-            else:
-                part = shard.matrices[index][offset : offset + rows]
-                field = selection.layout.columns[pick].field
-                arrays.append(from_matrix(selection.narrow(pick, part), field))
-        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
 
 
 class ShardStore:

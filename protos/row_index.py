@@ -1,4 +1,4 @@
-"""Row id -> shard, and the rows of a request by shard. Pure.
+"""Row id -> shard, and the rows of a request by shard or node. Pure.
 
 A node and a client on the same machine gather from the same files in the same way: they find the
 shard of each row, group the rows by shard, and know how to bring them back into order.
@@ -72,39 +72,50 @@ def _shift(starts: Ids, stop: int) -> int | None:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Rows of a request, those of one shard together, or nearly so where shards are very many.
+    """Rows of a request, those of one group together, or nearly so where groups are very many.
 
     Attributes:
-        rows, shard_of: in groups.
-        inverse: where in them each row of the request stands; None where they are in its order.
+        rows, group_of: together.
+        order: where in the request each of them stands; None where they are in its order.
     """
 
     rows: Ids
-    shard_of: Indices
-    inverse: npt.NDArray[np.intp] | None
+    group_of: Indices
+    order: npt.NDArray[np.intp] | None
+
+    @property
+    def inverse(self) -> npt.NDArray[np.intp] | None:
+        """Where in ``rows`` each row of the request stands; None where they are in its order."""
+        if self.order is None:
+            return None
+        inverse = np.empty(len(self.order), np.intp)
+        inverse[self.order] = np.arange(len(self.order))
+        return inverse
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Each stretch of rows of one shard: shard, start, stop."""
-        breaks = np.flatnonzero(self.shard_of[1:] != self.shard_of[:-1]) + 1
+        """Each stretch of rows of one group: group, start, stop."""
+        breaks = np.flatnonzero(self.group_of[1:] != self.group_of[:-1]) + 1
         bounds = [0, *breaks.tolist(), len(self.rows)]
-        shards = self.shard_of[bounds[:-1]].tolist()
-        for shard, (start, stop) in zip(shards, itertools.pairwise(bounds), strict=True):
-            yield shard, start, stop
+        groups = self.group_of[bounds[:-1]].tolist()
+        for group, (start, stop) in zip(groups, itertools.pairwise(bounds), strict=True):
+            yield group, start, stop
 
 
-def group_by_shard(rows: Ids, shard_of: Indices) -> Grouped:
-    """The rows, of which there is at least one, by shard; as they come inside each shard."""
-    if bool((shard_of[1:] >= shard_of[:-1]).all()):
-        return Grouped(rows, shard_of, None)
-    order = np.argsort(_short(shard_of), kind="stable")
-    inverse = np.empty(len(order), np.intp)
-    inverse[order] = np.arange(len(order))
-    return Grouped(np.take(rows, order), np.take(shard_of, order), inverse)
+def group_rows(rows: Ids, group_of: Indices) -> Grouped:
+    """The rows, of which there is at least one, by group; as they come inside each.
+
+    Args:
+        group_of: of each row: its shard, or its node.
+    """
+    if bool((group_of[1:] >= group_of[:-1]).all()):
+        return Grouped(rows, group_of, None)
+    order = np.argsort(_short(group_of), kind="stable")
+    return Grouped(np.take(rows, order), np.take(group_of, order), order)
 
 
-def _short(shard_of: Indices) -> Indices:
+def _short(group_of: Indices) -> Indices:
     """Numbers in the same order that are short enough to be sorted by radix."""
-    if shard_of.dtype.itemsize * 8 <= _RADIX_BITS:
-        return shard_of
-    excess = max(0, int(shard_of.max()).bit_length() - (_RADIX_BITS - 1))
-    return (shard_of >> excess).astype(np.int16)
+    if group_of.dtype.itemsize * 8 <= _RADIX_BITS:
+        return group_of
+    excess = max(0, int(group_of.max()).bit_length() - (_RADIX_BITS - 1))
+    return (group_of >> excess).astype(np.int16)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protos.row_index import RowIndex, group_by_shard
+from protos.row_index import RowIndex, group_rows
 
 _SIZES = st.lists(
     st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)), min_size=1, max_size=40
@@ -48,29 +48,29 @@ def test_grouped_rows_come_back_into_their_order(shard_of: list[int], scale: int
     short = shards.astype(np.min_scalar_type(-max(1, int(shards.max()))))
     rows = np.arange(len(shards)) * 7
 
-    grouped = group_by_shard(rows, short)
+    grouped = group_rows(rows, short)
 
-    assert (np.diff(grouped.shard_of) >= 0).all()
+    assert (np.diff(grouped.group_of) >= 0).all()
     back = slice(None) if grouped.inverse is None else grouped.inverse
     assert grouped.rows[back].tolist() == rows.tolist()
-    assert grouped.shard_of[back].tolist() == shards.tolist()
+    assert grouped.group_of[back].tolist() == shards.tolist()
     runs = list(grouped.runs())
     assert [shard for shard, _, _ in runs] == sorted(set(shards.tolist()))
     assert runs[0][1] == 0 and runs[-1][2] == len(rows)
     for shard, start, stop in runs:
-        assert set(grouped.shard_of[start:stop].tolist()) == {shard}
+        assert set(grouped.group_of[start:stop].tolist()) == {shard}
 
 
 def test_rows_of_one_shard_keep_their_order() -> None:
     rows = np.array([3, 1, 2])
-    grouped = group_by_shard(rows, np.zeros(3, np.int8))
+    grouped = group_rows(rows, np.zeros(3, np.int8))
     assert grouped.inverse is None and grouped.rows is rows
     assert list(grouped.runs()) == [(0, 0, 3)]
 
 
 def test_more_shards_than_sixteen_bits_are_grouped_nearly() -> None:
     shards = np.random.default_rng(0).integers(0, 200_000, 5_000).astype(np.int32)
-    grouped = group_by_shard(np.arange(5_000), shards)
-    assert (np.diff(grouped.shard_of) > -8).all()  # neighbours may change places
+    grouped = group_rows(np.arange(5_000), shards)
+    assert (np.diff(grouped.group_of) > -8).all()  # neighbours may change places
     assert grouped.inverse is not None
-    assert (grouped.shard_of[grouped.inverse] == shards).all()
+    assert (grouped.group_of[grouped.inverse] == shards).all()

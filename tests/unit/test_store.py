@@ -3,95 +3,32 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from cache_server.packing import ShardBuilder, storage_schema
-from cache_server.planning import VersionKey, row_starts
-from cache_server.store import ResidentRows, ShardStore, file_checksum
+from cache_server.packing import ShardBuilder
+from cache_server.planning import VersionKey
+from cache_server.resident_rows import ResidentRows
+from cache_server.store import ShardStore, file_checksum
 from protos.errors import (
     ConfigError,
-    InvalidRowsError,
     LoadError,
     NodeUnavailableError,
-    NotReadyError,
 )
-from protos.shards import MappedShard, SealedShard, Selection, empty_batch, shard_file_name
+from protos.shards import MappedShard, SealedShard, Selection, shard_file_name
+from tests.stored_rows import (
+    KEY,
+    LAYOUT,
+    LOGICAL,
+    expected,
+    gather,
+    rows_of,
+    stored,
+)
 
-KEY = VersionKey("table", "f1")
 OTHER = VersionKey("table", "f2")
-COLUMNS = ["a", "row", "text", "b", "image", "tags", "wide"]
-
-
-def rows_of(ids: Sequence[int]) -> pa.RecordBatch:
-    """The logical rows with these ids."""
-    row = np.array(ids, np.int64)
-    image = (row[:, None] * 3 + np.arange(3)) % 251
-    return pa.RecordBatch.from_pydict(
-        {
-            "a": (row * 0.5).astype(np.float32),
-            "row": row,
-            "text": pa.array([None if n % 5 == 0 else f"row {n}" for n in ids], pa.string()),
-            "b": (row * 2.0).astype(np.float32),
-            "image": pa.FixedSizeListArray.from_arrays(pa.array(image.astype(np.uint8).ravel()), 3),
-            "tags": pa.array([[n] * (n % 3) for n in ids], pa.list_(pa.int64())),
-            "wide": -row,
-        }
-    )
-
-
-LOGICAL = storage_schema(rows_of([0]).schema)
-LAYOUT = ShardBuilder(LOGICAL).layout
-
-
-def stored(ids: Sequence[int]) -> pa.RecordBatch:
-    """The stored batch of these rows."""
-    builder = ShardBuilder(LOGICAL)
-    builder.append(rows_of(ids))
-    return builder.finish()
-
-
-def logical(batch: pa.RecordBatch, selection: Selection) -> list[dict[str, Any]]:
-    batch.validate(full=True)
-    rows: list[dict[str, Any]] = selection.layout.unpack(batch).to_pylist()
-    return rows
-
-
-def expected(ids: Sequence[int], columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = rows_of(ids).select(list(columns)).to_pylist()
-    return rows
-
-
-def mapped(directory: Path, index: int, ids: Sequence[int]) -> MappedShard:
-    """A shard without a store around it."""
-    path = directory / f"{index}.arrow"
-    batch = stored(ids)
-    with pa.ipc.new_file(str(path), batch.schema) as writer:
-        writer.write_batch(batch)
-    return MappedShard(SealedShard(index, len(ids), path.stat().st_size, ""), path)
-
-
-def resident(directory: Path, sizes: Sequence[int], without: Sequence[int] = ()) -> ResidentRows:
-    """Shards of these sizes, ids from 0 on; the indices of ``without`` are on another node."""
-    directory.mkdir(parents=True, exist_ok=True)
-    starts = row_starts(sizes)
-    shards = {
-        start: mapped(directory, index, range(start, start + size))
-        for index, (start, size) in enumerate(zip(starts, sizes, strict=False))
-        if index not in without
-    }
-    return ResidentRows(KEY, LAYOUT, starts[-1], shards)
-
-
-def gather(rows: ResidentRows, ids: Sequence[int], columns: Sequence[str] = ()) -> list[Any]:
-    selection = Selection(LAYOUT, columns)
-    (batch,) = rows.gather(np.array(ids, np.int64), selection)
-    return logical(batch, selection)
 
 
 def files_of(store: ShardStore) -> list[str]:
@@ -676,199 +613,3 @@ def test_readers_keep_the_rows_they_have(
 
     assert gather(rows, [9, 0, 9]) == expected([9, 0, 9])
     assert view.equals(stored(range(10)))
-
-
-# -- gather ----------------------------------------------------------------------------------------
-
-SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any)
-COLUMN_LISTS = st.one_of(
-    st.just([]), st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=7, unique=True)
-)
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Sizes of shards, and ids in any order with repeats: single ones, runs, or both."""
-    sizes = draw(SIZES)
-    last = sum(sizes) - 1
-    ids: list[int] = []
-    for _ in range(draw(st.integers(0, 25))):
-        start = draw(st.integers(0, last))
-        length = draw(st.sampled_from([1, 1, 1, 3, 30]))
-        ids += range(start, min(start + length, last + 1))
-    return sizes, ids
-
-
-@settings(deadline=None, max_examples=80)
-@given(requests(), COLUMN_LISTS)
-def test_gathered_rows_are_those_of_the_ids_in_their_order(
-    tmp_path_factory: pytest.TempPathFactory,
-    request: tuple[list[int], list[int]],
-    columns: list[str],
-) -> None:
-    sizes, ids = request
-    rows = resident(tmp_path_factory.mktemp("gather"), sizes)
-
-    assert gather(rows, ids, columns) == expected(ids, columns or COLUMNS)
-
-
-@settings(deadline=None, max_examples=80)
-@given(requests(), st.integers(1, 40), st.sampled_from([1, 3, 64]))
-def test_an_answer_is_cut_into_messages_of_no_more_rows_than_asked_for(
-    tmp_path_factory: pytest.TempPathFactory,
-    request: tuple[list[int], list[int]],
-    rows_per_message: int,
-    rows_per_shard: int,
-) -> None:
-    sizes, ids = request
-    rows, selection = resident(tmp_path_factory.mktemp("gather"), sizes), Selection(LAYOUT, [])
-
-    with pytest.MonkeyPatch.context() as patch:  # of how many rows at once each shard is worth
-        patch.setattr("cache_server.store._ROWS_PER_SHARD", rows_per_shard)
-        batches = list(rows.gather(np.array(ids, np.int64), selection, rows_per_message))
-
-    assert all(batch.num_rows <= rows_per_message for batch in batches)
-    assert [row for batch in batches for row in logical(batch, selection)] == expected(ids)
-
-
-def test_whole_messages_of_rows_in_any_order_are_full_but_the_last(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [10, 10])
-    ids = np.array([19, 0, 7, 12, 3, 15, 9], np.int64)
-    batches = list(rows.gather(ids, Selection(LAYOUT, []), 3))
-    assert [batch.num_rows for batch in batches] == [3, 3, 1]
-
-
-@settings(deadline=None, max_examples=40)
-@given(SIZES, st.data())
-def test_slices_are_the_rows_of_the_range_in_pieces(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject
-) -> None:
-    rows = resident(tmp_path_factory.mktemp("slices"), sizes)
-    start = data.draw(st.integers(0, sum(sizes)))
-    stop = data.draw(st.integers(start, sum(sizes)))
-    max_rows = data.draw(st.integers(1, 20))
-    columns = data.draw(COLUMN_LISTS)
-    selection = Selection(LAYOUT, columns)
-
-    rows.check_range(start, stop)
-    pieces = [logical(piece, selection) for piece in rows.slices(start, stop, max_rows, selection)]
-
-    assert [row for piece in pieces for row in piece] == expected(
-        range(start, stop), columns or COLUMNS
-    )
-    assert all(1 <= len(piece) <= max_rows for piece in pieces)
-
-
-def test_many_short_runs_over_many_shards_come_in_order(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [50, 0, 70, 1, 60])
-    ids = np.random.default_rng(0).integers(0, 181, 2000).tolist()
-
-    assert gather(rows, ids) == expected(ids)
-    assert gather(rows, ids, ["wide", "b"]) == expected(ids, ["wide", "b"])
-
-
-def test_more_than_256_shards_are_told_apart(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [1, 2] * 150)
-    ids = np.random.default_rng(0).permutation(450).tolist() * 4
-
-    assert [row["row"] for row in gather(rows, ids, ["row"])] == ids
-
-
-def test_no_ids_are_no_rows_of_the_selection(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [5])
-    selection = Selection(LAYOUT, ["text", "row"])
-
-    (batch,) = rows.gather(np.array([], np.int64), selection)
-
-    assert batch.num_rows == 0
-    assert batch.schema.equals(selection.layout.schema)
-    assert empty_batch(LAYOUT).schema.equals(LAYOUT.schema)
-
-
-def memory_of(batch: pa.RecordBatch) -> set[int]:
-    """Where the buffers of the columns begin."""
-    return {buffer.address for array in batch.columns for buffer in array.buffers() if buffer}
-
-
-@pytest.mark.parametrize("columns", [[], ["row", "wide", "text"], ["image"]])
-def test_consecutive_ids_of_a_shard_are_a_view_of_the_file(
-    tmp_path: Path, columns: list[str]
-) -> None:
-    shard = mapped(tmp_path, 0, range(1000))
-    rows = ResidentRows(KEY, LAYOUT, 1000, {0: shard})
-    selection = Selection(LAYOUT, columns)
-
-    (batch,) = rows.gather(np.arange(100, 900), selection)
-    (piece,) = rows.slices(100, 900, 1000, selection)
-
-    assert memory_of(batch) == memory_of(piece) <= memory_of(shard.batch)
-    assert logical(batch, selection) == expected(range(100, 900), columns or COLUMNS)
-    assert piece.equals(batch)
-
-
-def test_ids_with_a_gap_are_not_taken_for_consecutive(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [10])
-
-    for ids in ([0, 2, 1, 3], [3, 3, 5, 6], [2, 1], [0, 1, 1, 3]):
-        assert gather(rows, ids) == expected(ids)
-
-
-@pytest.mark.parametrize("bad", [-1, 20, 2**62, -(2**62)])
-def test_an_id_outside_of_the_dataset_is_quoted(tmp_path: Path, bad: int) -> None:
-    rows = resident(tmp_path, [10, 10])
-
-    with pytest.raises(InvalidRowsError, match=rf"row id {bad} .*'table'.*\[0, 20\)"):
-        gather(rows, [3, bad, 15])
-
-
-def test_no_id_is_in_a_dataset_without_rows(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [0, 0])
-
-    assert gather(rows, []) == []
-    with pytest.raises(InvalidRowsError, match=r"row id 0 .*\[0, 0\)"):
-        gather(rows, [0])
-
-
-@pytest.mark.parametrize(
-    ("without", "ids", "missing"),
-    [
-        ([0], [5], 5),
-        ([0], [25, 5, 26], 5),
-        ([1], [5, 15], 15),
-        ([1], [29, 10, 0], 10),
-        ([2], [0, 29], 29),
-        ([0, 2], [15, 3], 3),
-        ([0, 1, 2], [4], 4),
-    ],
-)
-def test_a_row_that_is_not_on_this_node_is_named(
-    tmp_path: Path, without: list[int], ids: list[int], missing: int
-) -> None:
-    rows = resident(tmp_path, [10, 10, 10], without)
-
-    with pytest.raises(NotReadyError, match=f"row {missing} of 'table' is not on this node"):
-        gather(rows, ids)
-
-
-def test_rows_that_are_on_this_node_are_served_without_the_others(tmp_path: Path) -> None:
-    rows = resident(tmp_path, [10, 10, 10], without=[1])
-    ids = [29, 0, 9, 20, 5, 5]
-
-    assert gather(rows, ids) == expected(ids)
-    rows.check_range(0, 10)
-    rows.check_range(20, 30)
-    with pytest.raises(NotReadyError, match="row 10 of 'table'"):
-        rows.check_range(5, 25)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 21), (7, 3), (21, 21)])
-def test_a_range_outside_of_the_dataset_is_quoted(tmp_path: Path, start: int, stop: int) -> None:
-    rows = resident(tmp_path, [10, 10])
-
-    with pytest.raises(InvalidRowsError, match=rf"\[{start}, {stop}\) are outside"):
-        rows.check_range(start, stop)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 20), (0, 0), (20, 20), (9, 11)])
-def test_a_range_inside_of_the_dataset_passes(tmp_path: Path, start: int, stop: int) -> None:
-    resident(tmp_path, [10, 0, 10]).check_range(start, stop)
