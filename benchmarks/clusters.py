@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from cache_client import CacheClient
 
@@ -10,10 +10,13 @@ _DROP_TIMEOUT_S = 60.0
 
 
 def drop_all(client: CacheClient) -> None:
-    """Drops every dataset, and waits until the nodes have given their room back."""
+    """Drops every dataset, and waits until the nodes have given their room back.
+
+    Raises:
+        RetryError: they have not after a minute.
+    """
     for info in client.datasets():
         client.drop(info.name)
-    deadline = time.monotonic() + _DROP_TIMEOUT_S
-    while any(node.stored_bytes for node in client.nodes()):
-        assert time.monotonic() < deadline, f"not dropped within {_DROP_TIMEOUT_S:g} s"
-        time.sleep(0.05)
+    Retrying(
+        retry=retry_if_result(bool), stop=stop_after_delay(_DROP_TIMEOUT_S), wait=wait_fixed(0.05)
+    )(lambda: any(node.stored_bytes for node in client.nodes()))

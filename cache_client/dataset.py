@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -337,7 +337,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             depth=depth,
             threads=FETCH_THREADS,
         )
-        for pieces, sizes in _naming_steps(results, step_windows(steps, per_window)):
+        for pieces, sizes in results:
             for rows in cut(pieces, sizes):
                 batch = convert(rows)
                 yield batch if self._transform is None else self._transform(batch)
@@ -410,18 +410,16 @@ class CacheIterableDataset(IterableDataset[Any]):
 def _fetch_window(
     reader: Reader, this: _Pass, rank: int, window: range
 ) -> tuple[list[Rows], list[int]]:
-    """The rows of a run of steps, and how many each step has."""
+    """The rows of a run of steps, and how many each step has.
+
+    Raises:
+        NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
+    """
     positions, sizes = this.plan.window(window, rank)
-    return reader.fetch(this.order.row_ids(positions)), sizes
-
-
-def _naming_steps(results: Iterator[_T], windows: Iterable[range]) -> Iterator[_T]:
-    """``results``, with the step in the message of a node that was not to be reached."""
-    for window in windows:
-        try:
-            yield next(results)
-        except NodeUnavailableError as error:
-            raise NodeUnavailableError(f"step {window.start}: {error}") from None
+    try:
+        return reader.fetch(this.order.row_ids(positions)), sizes
+    except NodeUnavailableError as error:
+        raise NodeUnavailableError(f"step {window.start}: {error}") from None
 
 
 def _collect(problems: list[str], make: Callable[[], _T]) -> _T | None:
