@@ -16,24 +16,23 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.routing import ShardFile, ShardMap
+from protos.adjacent import MAPS_PER_COLUMN, AdjacentShards
 from protos.errors import CacheError
-from protos.row_index import Ids, RowIndex, group_rows
+from protos.row_index import Ids, Indices, RowIndex
 from protos.shards import (
     MANIFEST,
     NODE_ID_FILE,
     MappedShard,
-    Run,
     SealedShard,
     Selection,
-    gather,
     read_manifest,
     shard_file_name,
 )
 
 logger = logging.getLogger(__name__)
 
-# Each shard takes a memory map or two, of which Linux allows a process 65,530 by default.
-_MOST_SHARDS = 16_384
+# Linux allows a process 65,530 memory maps by default, and a process without one left ends.
+_MOST_MAPS, _MAPS_PER_SHARD = 32_768, 2
 
 
 class ShardFileLostError(CacheError):
@@ -56,17 +55,20 @@ class LocalShards:
         self._index = RowIndex(shards.starts, shards.num_rows)
         self._columns = columns
         self._lock = threading.Lock()
-        self._mapped: dict[int, MappedShard] = {}
+        self._adjacent: AdjacentShards | None = None
         self._selection: Selection | None = None
         self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
         directories = _Directories()
         num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
-        for shard, files in enumerate(shards.files[:_MOST_SHARDS]):
+        maps = _MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
+        for shard, files in enumerate(shards.files[: _MOST_MAPS // maps]):
             for file in files:
                 sealed = directories.sealed(file)
                 if sealed is not None and sealed.num_rows == num_rows[shard]:
                     self._files[shard] = (file, sealed)
                     break
+        self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
+        self._is_mapped = np.zeros(len(num_rows), np.bool_)
 
     @property
     def shards(self) -> set[int]:
@@ -83,43 +85,51 @@ class LocalShards:
         Raises:
             ShardFileLostError: files cannot be read any more; `shards` is without any of them then.
         """
-        grouped = group_rows(row_ids, self._index.find(row_ids))
-        runs: list[Run] = []
-        lost: ShardFileLostError | None = None
-        for shard, start, stop in grouped.runs():
-            try:
-                runs.append(Run(self._map(shard), int(self._starts[shard]), start, stop))
-            except ShardFileLostError as error:  # find out about the others, too, before it counts
-                lost = lost or error
-        if lost is not None:
-            raise lost
-        selection = self._selection
-        if selection is None:
-            selection = self._selection = Selection(runs[0].shard.layout, self._columns)
-        return gather(runs, grouped.rows, selection, grouped.inverse)
+        shard_of = self._index.find(row_ids)
+        adjacent, selection = self._mapped_shards(shard_of)
+        return adjacent.gather(row_ids, shard_of, selection)
 
-    def _map(self, shard: int) -> MappedShard:
+    def _mapped_shards(self, shard_of: Indices) -> tuple[AdjacentShards, Selection]:
+        """All these shards, mapped."""
         with self._lock:
-            mapped = self._mapped.get(shard)
-            if mapped is not None:
-                return mapped
-            found = self._files.get(shard)
-            if found is None:
-                raise ShardFileLostError(f"shard {shard} is not read on this machine")
-            file, sealed = found
-            path = Path(file.path)
-            try:
-                mapped = MappedShard(sealed, path)
-                if mapped.file_bytes != sealed.num_bytes:
-                    raise ValueError(f"{mapped.file_bytes} bytes instead of {sealed.num_bytes}")
-                if mapped.batch.num_rows != sealed.num_rows:
-                    raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
-            except (OSError, ValueError, pa.ArrowException) as error:
-                del self._files[shard]
-                logger.info("shard file lost path=%s reason=%s", path, error)
-                raise ShardFileLostError(f"cannot read {path}: {error}") from None
-            self._mapped[shard] = mapped
-            return mapped
+            is_mapped = self._is_mapped[shard_of]
+            lost: ShardFileLostError | None = None
+            for shard in [] if is_mapped.all() else np.unique(shard_of[~is_mapped]).tolist():
+                try:
+                    self._map(shard)
+                except ShardFileLostError as error:  # find out about the others before it counts
+                    lost = lost or error
+            if lost is not None:
+                raise lost
+            assert self._adjacent is not None and self._selection is not None
+            return self._adjacent, self._selection
+
+    def _map(self, shard: int) -> None:
+        found = self._files.get(shard)
+        if found is None:
+            raise ShardFileLostError(f"shard {shard} is not read on this machine")
+        file, sealed = found
+        path = Path(file.path)
+        try:
+            mapped = MappedShard(sealed, path)
+            if mapped.file.size != sealed.num_bytes:
+                raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
+            if mapped.batch.num_rows != sealed.num_rows:
+                raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
+            if self._adjacent is None:
+                selection = self._selection = Selection(mapped.layout, self._columns)
+                self._adjacent = AdjacentShards(
+                    mapped.layout,
+                    self._starts,
+                    self._num_rows,
+                    only=[index for index, _ in selection.picks],
+                )
+            self._adjacent.attach(shard, mapped)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            del self._files[shard]
+            logger.info("shard file lost path=%s reason=%s", path, error)
+            raise ShardFileLostError(f"cannot read {path}: {error}") from None
+        self._is_mapped[shard] = True
 
 
 class _Directories:

@@ -5,6 +5,7 @@ Pure, but for the memory. It knows neither nodes nor tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ import pyarrow as pa
 
 from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
 from protos.row_index import Indices
-from protos.shards import scratch_matrix
+
+_MOST_SCRATCH = 64  # times what is asked for
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
             continue
         assert column.dtype is not None
         # To copy the answers together first is cheaper than to write each row to its place.
-        found = scratch_matrix(num_rows, column.width, column.dtype)
+        found = _scratch_matrix(num_rows, column.width, column.dtype)
         if columns:
             np.concatenate([as_matrix(array) for array in columns], out=found)
         ordered = pool_matrix(num_rows, column.width, column.dtype)
@@ -118,6 +120,21 @@ def _inverse(num_rows: int, answers: Sequence[Answer]) -> npt.NDArray[np.intp]:
         inverse[answer.positions] = np.arange(at, stop)
         at = stop
     return inverse
+
+
+_scratches = threading.local()
+
+
+def _scratch_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+    """An uninitialised array that lives until this thread asks for the next one.
+
+    Fresh memory would cost as much as filling it.
+    """
+    size = rows * width * dtype.itemsize
+    block: npt.NDArray[np.uint8] | None = getattr(_scratches, "block", None)
+    if block is None or not size <= len(block) <= _MOST_SCRATCH * max(1, size):
+        block = _scratches.block = np.empty(size, np.uint8)
+    return block[:size].view(dtype).reshape(rows, width)
 
 
 def join(pieces: Sequence[Rows]) -> Rows:

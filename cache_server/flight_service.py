@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from google.protobuf.message import DecodeError, Message
 
+from cache_server.flight_messages import header_size, padding
 from cache_server.node import Node
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
@@ -135,6 +136,7 @@ class FlightService(flight.FlightServerBase):
             request = _parse(pb.GatherRequest, descriptor.command, "gather request")
             node = self._ready_node()
             selection: Selection | None = None
+            header = 0
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: shards come and go while a stream lives.
@@ -143,7 +145,9 @@ class FlightService(flight.FlightServerBase):
                     selection = Selection(rows.layout, list(request.columns))
                     writer.begin(selection.layout.schema)
                 for batch in rows.gather(row_ids, selection, request.rows_per_message):
-                    writer.write_batch(batch)
+                    if batch.num_rows and not header:
+                        header = header_size(batch)
+                    writer.write_with_metadata(batch, padding(header, batch.nbytes))
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The one action."""

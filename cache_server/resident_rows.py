@@ -5,18 +5,20 @@ Reads only, from an immutable snapshot; what becomes of the files is a matter of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
 
 from cache_server.planning import VersionKey
-from protos.errors import InvalidRowsError, NotReadyError
+from protos.adjacent import AdjacentShards
+from protos.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
 from protos.layout import Layout, from_matrix
-from protos.row_index import Ids, Indices, RowIndex, group_rows
-from protos.shards import MappedShard, Run, Selection, are_consecutive, empty_batch, gather
+from protos.row_index import Ids, Indices, RowIndex
+from protos.shards import MappedShard, Selection, are_consecutive, empty_batch
 
-_ROWS_PER_SHARD = 64  # of a request that is gathered at once, about; a message may have fewer
+_ROWS_PER_SHARD = 64  # of plain columns that are gathered at once, about; a message may have fewer
 
 
 class ResidentRows:
@@ -41,6 +43,8 @@ class ResidentRows:
         self._stops = self._starts + np.array([s.sealed.num_rows for s in self._shards], np.int64)
         self._index = RowIndex(self._starts, num_rows)
         self._whole = int((self._stops - self._starts).sum()) == num_rows
+        self._lock = threading.Lock()
+        self._adjacent: AdjacentShards | None = None
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
@@ -56,6 +60,7 @@ class ResidentRows:
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
             NotReadyError: for an id of a shard that this node does not hold; likewise.
+            NodeUnavailableError: the shards cannot be mapped.
         """
         if not len(row_ids):
             yield empty_batch(selection.layout)
@@ -67,20 +72,18 @@ class ResidentRows:
         if are_consecutive(row_ids) and (one_shard or rows_per_message):
             self.check_range(low, high + 1)
             yield from self.slices(low, high + 1, step, selection)
-        elif one_shard:
-            shard, start = self._shards[first], int(self._starts[first])
-            for at in range(0, len(row_ids), step):
-                rows = row_ids[at : at + step]
-                yield gather([Run(shard, start, 0, len(rows))], rows, selection)
-        else:
-            shard_of = self._locate(row_ids)
+            return
+        shard_of = self._locate(row_ids)
+        adjacent = self._side_by_side()
+        block = step
+        if any(column.kind == "plain" for column in selection.layout.columns):
             # Each shard costs some calls: enough rows at once that there are some of each.
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
-            for at in range(0, len(row_ids), block):
-                stop = at + block
-                batch = self._gather_some(row_ids[at:stop], shard_of[at:stop], selection)
-                for start in range(0, batch.num_rows, step):
-                    yield batch.slice(start, step)
+        for at in range(0, len(row_ids), block):
+            stop = at + block
+            batch = adjacent.gather(row_ids[at:stop], shard_of[at:stop], selection)
+            for start in range(0, batch.num_rows, step):
+                yield batch.slice(start, step)
 
     def check_range(self, start: int, stop: int) -> None:
         """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""
@@ -132,13 +135,23 @@ class ResidentRows:
                 self._shard_at(int(row_ids[np.argmax(missing)]))
         return shard_of
 
-    def _gather_some(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
-        grouped = group_rows(row_ids, shard_of)
-        runs = [
-            Run(self._shards[shard], int(self._starts[shard]), start, stop)
-            for shard, start, stop in grouped.runs()
-        ]
-        return gather(runs, grouped.rows, selection, grouped.inverse)
+    def _side_by_side(self) -> AdjacentShards:
+        """The shards, mapped when rows are first gathered: most snapshots of a load never are."""
+        with self._lock:
+            if self._adjacent is None:
+                sizes = [shard.sealed.num_rows for shard in self._shards]
+                try:
+                    adjacent = AdjacentShards(self.layout, self._starts, sizes)
+                    for position, shard in enumerate(self._shards):
+                        adjacent.attach(position, shard)
+                except OSError as error:
+                    raise NodeUnavailableError(
+                        f"cannot map {len(sizes)} shards of {self.key.dataset!r}: "
+                        f"{error.strerror}; the system allows too few maps (vm.max_map_count) or "
+                        "addresses (ulimit -v)"
+                    ) from None
+                self._adjacent = adjacent
+            return self._adjacent
 
     def _slice(
         self, shard: MappedShard, offset: int, rows: int, selection: Selection

@@ -5,7 +5,7 @@ is one short run of bytes and gathering random rows costs one copy a row instead
 a column. Fixed-size lists are a *matrix* column of their own; everything else is *plain*, and last.
 
     logical   a: float32   b: int64   c: float32   img: uint8[784]   s: string
-    stored    [a c]: float32[2]   [b]: int64[1]   img: uint8[784]   s: string
+    stored    img: uint8[784]   [a c]: float32[2]   [b]: int64[1]   s: string
 
 The stored layout is a pure function of the logical schema, so a client that knows the one knows
 the other. A stored schema also says it itself, in its metadata: each packed field names its
@@ -155,8 +155,10 @@ def schema_from_bytes(data: bytes) -> pa.Schema:
 
 def as_matrix(array: pa.FixedSizeListArray) -> Matrix:
     """A ``[rows, width]`` view of a fixed-size list column without nulls; no copy."""
-    values: Matrix = array.flatten().to_numpy(zero_copy_only=True)
-    return values.reshape(len(array), array.type.list_size)
+    width = array.type.list_size
+    start = array.offset * width
+    values: Matrix = array.values.to_numpy(zero_copy_only=True)
+    return values[start : start + len(array) * width].reshape(len(array), width)
 
 
 def from_matrix(values: Matrix, field: pa.Field) -> pa.FixedSizeListArray:
@@ -240,8 +242,16 @@ def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
         _packed(item, groups[item]) if isinstance(item, pa.DataType) else _single(item)
         for item in order
     ]
-    # Plain columns last: where the others begin in a file then does not depend on their sizes.
-    return tuple(sorted(columns, key=lambda column: column.kind == "plain"))
+    # Plain columns last: where the others begin in a file then does not depend on their sizes. Of
+    # the others those first whose row size has the most factors of two: then each column begins at
+    # the same place modulo these in every file, however many rows are before it.
+    return tuple(sorted(columns, key=lambda column: (column.kind == "plain", -_twos(column))))
+
+
+def _twos(column: StoredColumn) -> int:
+    """The largest power of two that divides the bytes of a row; 0 for a plain column."""
+    row_bytes = 0 if column.dtype is None else column.width * column.dtype.itemsize
+    return row_bytes & -row_bytes
 
 
 def _packed(value_type: pa.DataType, names: Iterable[str]) -> StoredColumn:

@@ -450,6 +450,21 @@ def test_do_exchange_cuts_an_answer_into_messages_where_it_is_asked_to(
     assert [row for batch in batches for row in unpacked(batch, "row")] == ids
 
 
+@pytest.mark.parametrize("count", [30_000, 60_000, 100_000, 200_000])
+def test_numbers_of_a_long_answer_lie_where_they_can_be_computed_with(
+    served: Served, count: int
+) -> None:
+    """Whatever its length, which moves what stands before them; of short ones gRPC decides."""
+    ids = np.random.default_rng(0).integers(0, NUM_ROWS, count)
+    with Exchange(served.flight, gather_request(served)) as exchange:
+        exchange.ask(ids)
+        batch = exchange.answer()
+
+    numbers = [column.values for column in batch.columns if column.type != pa.string()]
+    assert [array.buffers()[1].address % 8 for array in numbers] == [0, 0, 0]
+    assert unpacked(batch, "row") == ids.tolist()
+
+
 def test_several_requests_may_be_under_way_on_one_stream_and_are_answered_in_turn(
     served: Served,
 ) -> None:

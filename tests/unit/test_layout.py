@@ -102,8 +102,8 @@ def test_scalars_of_one_type_share_a_column_whatever_their_names() -> None:
     )
 
     assert columns_of(layout) == [
-        ("packed", ("a", "packed_int64", "c")),
         ("packed", ("b",)),
+        ("packed", ("a", "packed_int64", "c")),
         ("matrix", ("image",)),
         ("plain", ("packed_float",)),
         ("plain", ("tags",)),

@@ -1,3 +1,4 @@
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from cache_server.planning import row_starts
 from cache_server.resident_rows import ResidentRows
 from protos.errors import (
     InvalidRowsError,
+    NodeUnavailableError,
     NotReadyError,
 )
 from protos.shards import Selection, empty_batch
@@ -121,6 +123,22 @@ def test_more_than_256_shards_are_told_apart(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).permutation(450).tolist() * 4
 
     assert [row["row"] for row in gather(rows, ids, ["row"])] == ids
+
+
+def test_a_node_that_cannot_map_its_shards_says_why_and_what_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = resident(tmp_path, [3, 4])
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("protos.addresses.AddressRange.show", refuse)
+        with pytest.raises(NodeUnavailableError, match=r"cannot map 2 .* 'table': .*max_map_count"):
+            gather(rows, [5, 1])
+
+    assert gather(rows, [5, 1]) == expected([5, 1])
 
 
 def test_no_ids_are_no_rows_of_the_selection(tmp_path: Path) -> None:

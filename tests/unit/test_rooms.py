@@ -22,6 +22,7 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
+    "cache_server/flight_messages.py",
     "cache_server/planning.py",
     "cache_server/pinned.py",
     "cache_server/quoting.py",
@@ -100,6 +101,7 @@ BARRIERS = (
     ),
     Barrier("cache_client", "pyarrow.flight", ("cache_client/connections.py",)),
     Barrier("protos", "pyarrow.flight"),
+    *(Barrier(room, "ctypes", ("protos/addresses.py",)) for room in ROOMS),
     Barrier(
         "cache_server", "grpc", ("cache_server/control_service.py", "cache_server/control_link.py")
     ),

@@ -1,0 +1,160 @@
+"""Shard files mapped next to each other, so that the rows of all of them are one matrix a column.
+
+Random rows are then gathered by one call for each stored column, in the order that they are wanted
+in, whatever shards they are of: no grouping by shard, no second copy to bring them into order, and
+no call of Python a shard.
+
+    files       |hdr| 2 000 rows |    |hdr| 1 500 rows |    |hdr| 2 000 rows |
+    addresses   [ 2 000 rows | gap | 1 500 rows | gap | 2 000 rows ]     one range for each column
+
+A file can be mapped at multiples of the page size only, and rows of one matrix stand at multiples
+of their size only. So each file has a gap before it, long enough that both hold: fewer pages than a
+row has bytes. A gap costs addresses, no memory. That there is such a place follows from the layout,
+which puts first the columns whose row size has the most factors of two (see `protos.layout`).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from protos.addresses import AddressRange, MappedFile
+from protos.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
+from protos.row_index import Ids, Indices, group_rows
+from protos.shards import MappedShard, Selection
+
+MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
+
+
+class AdjacentShards:
+    """Shards of one version, of which rows are gathered.
+
+    Any number of threads may gather while one attaches.
+
+    Args:
+        layout: of the stored batches.
+        starts: first row id of each shard.
+        num_rows: of each shard; 0 of those that are never attached.
+        only: stored columns that may be asked for; None for all.
+
+    Raises:
+        OSError: there are not enough addresses.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        starts: Ids,
+        num_rows: Sequence[int],
+        *,
+        only: Collection[int] | None = None,
+    ) -> None:
+        self._starts = starts
+        self._shards: list[MappedShard | None] = [None] * len(starts)
+        self._columns = {
+            index: _AdjacentColumn(column, starts, num_rows)
+            for index, column in enumerate(layout.columns)
+            if column.kind != "plain" and (only is None or index in only)
+        }
+
+    def attach(self, position: int, shard: MappedShard) -> None:
+        """Makes the rows of a shard ready to be gathered.
+
+        Args:
+            position: of the shard in ``starts``.
+
+        Raises:
+            OSError: this process has too many maps.
+            ValueError: columns do not lie where they should.
+        """
+        if shard.sealed.num_rows:
+            for index, column in self._columns.items():
+                column.attach(position, shard.file, shard.offset(index))
+        self._shards[position] = shard
+
+    def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
+        """Rows as one stored batch in memory of its own.
+
+        Args:
+            row_ids: in the order wanted.
+            shard_of: position of the shard of each row, all of them attached.
+        """
+        arrays: list[pa.Array] = []
+        for pick, (index, _) in enumerate(selection.picks):
+            wanted = selection.layout.columns[pick]
+            if wanted.kind == "plain":
+                arrays.append(self._gather_plain(index, row_ids, shard_of))
+                continue
+            rows = self._columns[index].gather(row_ids, shard_of)
+            arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+    def _gather_plain(self, index: int, row_ids: Ids, shard_of: Indices) -> pa.Array:
+        grouped = group_rows(row_ids, shard_of)
+        parts = []
+        for position, start, stop in grouped.runs():
+            shard = self._shards[position]
+            assert shard is not None
+            rows = grouped.rows[start:stop] - self._starts[position]
+            parts.append(shard.batch.column(index).take(pa.array(rows)))
+        joined = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+        inverse = grouped.inverse
+        return joined if inverse is None else joined.take(pa.array(inverse))
+
+
+class _AdjacentColumn:
+    """One packed or matrix column of all shards."""
+
+    def __init__(self, column: StoredColumn, starts: Ids, num_rows: Sequence[int]) -> None:
+        assert column.dtype is not None
+        self._dtype, self._width = column.dtype, column.width
+        self._starts, self._num_rows = starts, num_rows
+        self._row_bytes = column.width * column.dtype.itemsize
+        page = mmap.PAGESIZE
+        self._unit = math.gcd(page, self._row_bytes)
+        gap_pages = self._row_bytes // self._unit
+        pages = [
+            gap_pages + 1 + math.ceil(rows * self._row_bytes / page) if rows else 0
+            for rows in num_rows
+        ]
+        first_pages = np.cumsum([0, *pages])
+        self._first_pages: list[int] = first_pages[:-1].tolist()
+        self._addresses = AddressRange(int(first_pages[-1]) * page)
+        self._lead: int | None = None  # bytes before the first row, once a shard is attached
+        self._matrix: Matrix | None = None
+        self._shift = np.zeros(len(num_rows), np.int64)  # row id -> row of the matrix
+
+    def attach(self, position: int, file: MappedFile, offset: int) -> None:
+        """Shows the rows of a shard, which begin at ``offset`` in the file."""
+        page, row_bytes = mmap.PAGESIZE, self._row_bytes
+        before = offset % page  # in their first page
+        first_page = self._first_pages[position]
+        if self._lead is None or self._matrix is None:
+            self._lead = (first_page * page + before) % row_bytes
+            self._matrix = self._addresses.rows(self._lead, self._width, self._dtype)
+        if (before - self._lead) % self._unit:
+            raise ValueError(f"a column at byte {offset} cannot lie next to the same of others")
+        # page * first_page + before = lead, modulo row_bytes
+        modulus = row_bytes // self._unit
+        wanted = (self._lead - before) // self._unit * pow(page // self._unit, -1, modulus)
+        first_page += (wanted - first_page) % modulus
+        start = first_page * page
+        size = before + self._num_rows[position] * row_bytes
+        self._addresses.show(start, file, offset - before, size)
+        self._shift[position] = (start + before - self._lead) // row_bytes - self._starts[position]
+
+    def gather(self, row_ids: Ids, shard_of: Indices) -> Matrix:
+        """Rows in memory of their own."""
+        assert self._matrix is not None
+        if len(self._shift) == 1:
+            rows = row_ids + self._shift[0]
+        else:
+            rows = np.take(self._shift, shard_of)
+            rows += row_ids
+        found = pool_matrix(len(rows), self._width, self._dtype)
+        np.take(self._matrix, rows, axis=0, out=found, mode="clip")  # clip spares a hidden copy
+        return found
