@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from cache_server.checksums import PieceDigests
 from protos.layout import Layout, Matrix, from_matrix
 
 
@@ -40,6 +42,7 @@ class ShardDraft:
         self._layout = layout
         self._num_rows = num_rows
         self._map: mmap.mmap | None = None
+        self._digests = PieceDigests()
         self._file = path.open("r+b")
         try:
             self._offsets, self._end = _places(layout, num_rows)
@@ -58,7 +61,7 @@ class ShardDraft:
     def write(self, index: int, start: int, rows: Matrix) -> None:
         """Keeps rows of one packed or matrix column, from row ``start`` on; C-contiguous."""
         if len(rows):
-            _write_at(self._file.fileno(), rows, self._offsets[index] + start * rows[0].nbytes)
+            self._write_at(rows, self._offsets[index] + start * rows[0].nbytes)
 
     def read(self) -> dict[int, Matrix]:
         """Stored column -> ``[num_rows, width]`` array of what was written; not for plain ones."""
@@ -79,9 +82,21 @@ class ShardDraft:
             batch: of the draft's layout. Columns that are not the draft's are copied.
         """
         mapped = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
-        sink = _Sink(self._file.fileno(), mapped)
+        sink = _Sink(self._write_at, mapped)
         _write(sink, batch)
         os.ftruncate(self._file.fileno(), sink.position)
+
+    def checksum(self) -> str:
+        """Of the file, once it is complete; most of it was hashed when it was written."""
+        return self._digests.checksum(self._file.fileno())
+
+    def _write_at(self, data: Any, at: int) -> None:
+        """All of a buffer, which one call need not write."""
+        self._digests.add(at, data)
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            written = os.pwrite(self._file.fileno(), view, at)
+            view, at = view[written:], at + written
 
 
 def _places(layout: Layout, num_rows: int) -> tuple[dict[int, int], int]:
@@ -109,14 +124,6 @@ def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
 
 
-def _write_at(handle: int, data: Any, at: int) -> None:
-    """All of a buffer, which one call need not write."""
-    view = memoryview(data).cast("B")
-    while view.nbytes:
-        written = os.pwrite(handle, view, at)
-        view, at = view[written:], at + written
-
-
 def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
     with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
@@ -126,7 +133,7 @@ class _Sink:
     """What Arrow writes a file to: leaves out the buffers that lie in their place already.
 
     Args:
-        handle: of the file; None to write nothing and see where each buffer would go.
+        write: takes data and where it goes; None to see where each buffer would go.
         start: address at which the file is mapped; 0 where it is not.
 
     Attributes:
@@ -136,8 +143,8 @@ class _Sink:
 
     closed = False
 
-    def __init__(self, handle: int | None, start: int) -> None:
-        self._handle = handle
+    def __init__(self, write: Callable[[Any, int], None] | None, start: int) -> None:
+        self._write = write
         self._start = start
         self.position = 0
         self.places: dict[int, int] = {}
@@ -145,8 +152,8 @@ class _Sink:
     def write(self, data: pa.Buffer | bytes) -> int:
         if isinstance(data, pa.Buffer):
             self.places[data.address] = self.position
-        if self._handle is not None and not self._lies_here(data):
-            _write_at(self._handle, data, self.position)
+        if self._write is not None and not self._lies_here(data):
+            self._write(data, self.position)
         self.position += len(data)
         return len(data)
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
-import xxhash
 
+from cache_server.checksums import file_checksum
 from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
 from protos.errors import (
@@ -47,7 +47,6 @@ from protos.shards import (
 logger = logging.getLogger(__name__)
 
 SCRATCH = ".scratch"
-_CHECKSUM_CHUNK_BYTES = 256 * 1024  # stays in the processor's cache; a map costs page faults
 
 
 class ShardStore:
@@ -161,10 +160,11 @@ class ShardStore:
         def write() -> SealedShard:
             if draft is not None:
                 draft.complete(batch)
+                checksum = draft.checksum()
             else:
                 write_shard_file(temporary, batch)
-            num_bytes = temporary.stat().st_size
-            return SealedShard(index, batch.num_rows, num_bytes, file_checksum(temporary))
+                checksum = file_checksum(temporary)
+            return SealedShard(index, batch.num_rows, temporary.stat().st_size, checksum)
 
         return self._keep(key, index, temporary, size, write)
 
@@ -333,16 +333,6 @@ def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
     """Writes a stored batch as one Arrow IPC file."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-
-
-def file_checksum(path: Path) -> str:
-    """XXH3-128 of a file, as hexadecimal digits."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(_CHECKSUM_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return digest.hexdigest()
 
 
 def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:

@@ -20,6 +20,7 @@ from protos.errors import ConfigError
 from runtimes.local import Console, read_manifests, render, run_local
 from runtimes.local.kubelet import Backoff
 from tests.train_jobs import container, env, replicated_job, runtime, train_job, write
+from tests.waiting import wait_until
 
 Json = dict[str, Any]
 
@@ -610,7 +611,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
     )
     with started(tmp_path, name, made) as process:
         assert next_line(process) == "running"
-        assert len(marked(name)) >= 3
+        wait_until(lambda: len(marked(name)) >= 3, 10, "all processes of the pod")
         assert left_behind(name)
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)

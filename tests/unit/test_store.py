@@ -8,10 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_server.checksums import file_checksum
 from cache_server.packing import ShardBuilder
 from cache_server.planning import VersionKey
 from cache_server.resident_rows import ResidentRows
-from cache_server.store import ShardStore, file_checksum
+from cache_server.store import ShardStore
 from protos.errors import (
     ConfigError,
     LoadError,

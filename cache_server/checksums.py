@@ -1,0 +1,68 @@
+"""The checksum of a shard file: XXH3-128 of the digests of its pieces of 1 MiB, one after another.
+
+By pieces, because a shard is written at several places at once: each piece is hashed while its
+bytes are still in the processor's caches, and the file is not read again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+PIECE_BYTES = 1024 * 1024
+
+
+class _Piece(NamedTuple):
+    """The bytes of a piece up to ``stop`` in the file, from its beginning."""
+
+    digest: xxhash.xxh3_128
+    stop: int
+
+
+class PieceDigests:
+    """Digests of the pieces of a file that is being written. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, _Piece] = {}
+
+    def add(self, start: int, data: Any) -> None:
+        """A buffer that is written to the file at ``start``."""
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            index, offset = divmod(start, PIECE_BYTES)
+            part = view[: PIECE_BYTES - offset]
+            known = _Piece(xxhash.xxh3_128(), start) if not offset else self._pieces.get(index)
+            if known is None or known.stop != start:
+                self._pieces.pop(index, None)  # written in another order: to be read in the end
+            else:
+                known.digest.update(part)
+                self._pieces[index] = _Piece(known.digest, start + part.nbytes)
+            view, start = view[part.nbytes :], start + part.nbytes
+
+    def checksum(self, handle: int) -> str:
+        """Of the open file as it is now; reads the pieces that were not written from end to end."""
+        size = os.fstat(handle).st_size
+        whole = xxhash.xxh3_128()
+        buffer = bytearray(min(size, PIECE_BYTES))
+        for start in range(0, size, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, size)
+            known = self._pieces.get(start // PIECE_BYTES)
+            if known is not None and known.stop == stop:
+                whole.update(known.digest.digest())
+            else:
+                piece = memoryview(buffer)[: os.preadv(handle, [buffer], start)]
+                whole.update(xxhash.xxh3_128_digest(piece))
+        return str(whole.hexdigest())
+
+
+def file_checksum(path: Path) -> str:
+    """Of a file, as hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return PieceDigests().checksum(file.fileno())
