@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
-Indices = npt.NDArray[np.signedinteger]
+Indices = npt.NDArray[np.intp]
 
 _MOST_BUCKETS_PER_SHARD = 64
 _RADIX_BITS = 16  # numpy sorts keys of so many bits by radix, ten times as fast as longer ones
@@ -35,14 +35,13 @@ class RowIndex:
 
     def __init__(self, starts: Ids, stop: int) -> None:
         self._starts = starts
-        self._dtype = np.min_scalar_type(-max(1, len(starts)))
         # Of run -1, which is before the first, it stands at the end.
         self._next_start = np.concatenate([starts[1:], [stop], starts[:1]])
         self._shift = _shift(starts, stop)
         if self._shift is not None:
             first_rows = np.arange(((stop - 1) >> self._shift) + 1, dtype=np.int64) << self._shift
             found = np.searchsorted(starts, first_rows, side="right") - 1
-            self._run_of_bucket = found.astype(self._dtype)  # fewer cache lines
+            self._run_of_bucket = found.astype(np.min_scalar_type(-max(1, len(starts))))
 
     def find(self, rows: Ids) -> Indices:
         """The index of the last run that starts at each row or before; -1 where none does.
@@ -51,9 +50,10 @@ class RowIndex:
             rows: in ``[0, stop)``.
         """
         if self._shift is None:
-            found = np.searchsorted(self._starts, rows, side="right") - 1
-            return found.astype(self._dtype)
-        run_of: Indices = np.take(self._run_of_bucket, rows >> self._shift)
+            return np.searchsorted(self._starts, rows, side="right") - 1
+        # Short numbers in the table; of the size of a pointer where numpy takes by them, which is
+        # several times as fast.
+        run_of = np.take(self._run_of_bucket, rows >> self._shift).astype(np.intp)
         run_of += rows >= np.take(self._next_start, run_of, mode="wrap")
         return run_of
 
@@ -113,9 +113,7 @@ def group_rows(rows: Ids, group_of: Indices) -> Grouped:
     return Grouped(np.take(rows, order), np.take(group_of, order), order)
 
 
-def _short(group_of: Indices) -> Indices:
-    """Numbers in the same order that are short enough to be sorted by radix."""
-    if group_of.dtype.itemsize * 8 <= _RADIX_BITS:
-        return group_of
+def _short(group_of: Indices) -> npt.NDArray[np.int16]:
+    """Numbers in nearly the same order that are short enough to be sorted by radix."""
     excess = max(0, int(group_of.max()).bit_length() - (_RADIX_BITS - 1))
     return (group_of >> excess).astype(np.int16)
