@@ -21,6 +21,7 @@ from protos.errors import CacheError
 from protos.row_index import Ids, Indices, RowIndex
 from protos.shards import (
     MANIFEST,
+    MAPS_PER_SHARD,
     NODE_ID_FILE,
     MappedShard,
     SealedShard,
@@ -32,7 +33,7 @@ from protos.shards import (
 logger = logging.getLogger(__name__)
 
 # Linux allows a process 65,530 memory maps by default, and a process without one left ends.
-_MOST_MAPS, _MAPS_PER_SHARD = 32_768, 2
+_MOST_MAPS = 32_768
 
 
 class ShardFileLostError(CacheError):
@@ -60,7 +61,7 @@ class LocalShards:
         self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
         directories = _Directories()
         num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
-        maps = _MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
+        maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
         for shard, files in enumerate(shards.files[: _MOST_MAPS // maps]):
             for file in files:
                 sealed = directories.sealed(file)

@@ -6,6 +6,7 @@ bytes are still in the processor's caches, and the file is not read again.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,11 @@ class PieceDigests:
             view, start = view[part.nbytes :], start + part.nbytes
 
     def checksum(self, handle: int) -> str:
-        """Of the open file as it is now; reads the pieces that were not written from end to end."""
+        """Of the open file as it is now; reads the pieces that were not written from end to end.
+
+        Raises:
+            OSError: it cannot be read, or gets shorter meanwhile.
+        """
         size = os.fstat(handle).st_size
         whole = xxhash.xxh3_128()
         buffer = bytearray(min(size, PIECE_BYTES))
@@ -53,7 +58,8 @@ class PieceDigests:
             if known is not None and known.stop == stop:
                 whole.update(known.digest.digest())
             else:
-                piece = memoryview(buffer)[: os.preadv(handle, [buffer], start)]
+                piece = memoryview(buffer)[: stop - start]
+                _read_at(handle, piece, start)
                 whole.update(xxhash.xxh3_128_digest(piece))
         return str(whole.hexdigest())
 
@@ -66,3 +72,12 @@ def file_checksum(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as file:
         return PieceDigests().checksum(file.fileno())
+
+
+def _read_at(handle: int, target: memoryview, at: int) -> None:
+    """Fills ``target``, which one call need not do."""
+    while target.nbytes:
+        num_bytes = os.preadv(handle, [target], at)
+        if not num_bytes:
+            raise OSError(errno.EIO, f"the file ends at byte {at}, {target.nbytes} too early")
+        target, at = target[num_bytes:], at + num_bytes

@@ -25,7 +25,7 @@ from types import TracebackType
 
 import pyarrow as pa
 
-from cache_server.checksums import file_checksum
+from cache_server.checksums import PieceDigests, file_checksum
 from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
 from protos.errors import (
@@ -183,10 +183,14 @@ class ShardStore:
         temporary = self._directory(key) / _temporary_name(sealed.index)
 
         def write() -> SealedShard:
-            with temporary.open("wb") as file:
+            digests = PieceDigests()
+            with temporary.open("w+b") as file:
                 for chunk in chunks:
+                    digests.add(file.tell(), chunk)
                     file.write(chunk)
-            if file_checksum(temporary) != sealed.checksum:
+                file.flush()
+                checksum = digests.checksum(file.fileno())
+            if checksum != sealed.checksum:
                 raise NodeUnavailableError(
                     f"shard {sealed.index} of {key.dataset!r} did not arrive as it was sealed"
                 )

@@ -57,7 +57,7 @@ class AddressRange:
     def __init__(self, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
         self.start = _mmap(self.size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        _unmap_with(self, self.start, self.size)
+        self._unmapping = _unmap_with(self, self.start, self.size)
 
     def show(self, at: int, file: MappedFile, offset: int, size: int) -> None:
         """Shows ``size`` bytes of a file at byte ``at`` of this range.
@@ -69,10 +69,17 @@ class AddressRange:
             OSError: this process has too many maps.
         """
         if at + size > self.size or offset + size > file.size:
-            raise ValueError(f"{size} bytes do not fit at {at} of {self.size}")
+            raise ValueError(
+                f"{size} bytes, from {offset} of {file.size}, do not fit at {at} of {self.size}"
+            )
         mremap = _c_function("mremap", _POINTER, _SIZE, _SIZE, _INT, _POINTER)
         flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-        _checked(mremap(file.start + offset, 0, size, flags, self.start + at), size)
+        try:
+            _checked(mremap(file.start + offset, 0, size, flags, self.start + at), size)
+        except OSError:
+            # It may have left a hole, which whoever maps something may get: so it is not unmapped.
+            self._unmapping.detach()
+            raise
 
     def rows(self, at: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
         """Everything from byte ``at`` on as a ``[rows, width]`` array, read-only."""
@@ -100,9 +107,11 @@ def _mmap(size: int, protection: int, flags: int, handle: int) -> int:
     return _checked(mmap_(None, size, protection, flags, handle, 0), size)
 
 
-def _unmap_with(owner: object, start: int, size: int) -> None:
+def _unmap_with(owner: object, start: int, size: int) -> weakref.finalize[..., object]:
     """Gives the addresses back when ``owner`` is gone; at exit, never."""
-    weakref.finalize(owner, _c_function("munmap", _POINTER, _SIZE), start, size).atexit = False
+    unmapping = weakref.finalize(owner, _c_function("munmap", _POINTER, _SIZE), start, size)
+    unmapping.atexit = False
+    return unmapping
 
 
 def _checked(address: int | None, size: int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -83,27 +84,46 @@ class AdjacentShards:
             row_ids: in the order wanted.
             shard_of: position of the shard of each row, all of them attached.
         """
+        plain = any(column.kind == "plain" for column in selection.layout.columns)
+        by_shard = self._by_shard(row_ids, shard_of) if plain else None
         arrays: list[pa.Array] = []
         for pick, (index, _) in enumerate(selection.picks):
             wanted = selection.layout.columns[pick]
             if wanted.kind == "plain":
-                arrays.append(self._gather_plain(index, row_ids, shard_of))
+                assert by_shard is not None
+                arrays.append(by_shard.gather(index))
                 continue
             rows = self._columns[index].gather(row_ids, shard_of)
             arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
         return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
 
-    def _gather_plain(self, index: int, row_ids: Ids, shard_of: Indices) -> pa.Array:
+    def _by_shard(self, row_ids: Ids, shard_of: Indices) -> _RowsByShard:
         grouped = group_rows(row_ids, shard_of)
         parts = []
         for position, start, stop in grouped.runs():
             shard = self._shards[position]
             assert shard is not None
-            rows = grouped.rows[start:stop] - self._starts[position]
-            parts.append(shard.batch.column(index).take(pa.array(rows)))
-        joined = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+            parts.append((shard, pa.array(grouped.rows[start:stop] - self._starts[position])))
         inverse = grouped.inverse
-        return joined if inverse is None else joined.take(pa.array(inverse))
+        return _RowsByShard(parts, None if inverse is None else pa.array(inverse))
+
+
+class _RowsByShard(NamedTuple):
+    """Rows of a request as plain columns are gathered: shard by shard, then brought into order.
+
+    Attributes:
+        parts: shards, and rows in each of them.
+        inverse: where in the joined parts each row of the request stands; None where as they come.
+    """
+
+    parts: list[tuple[MappedShard, pa.Array]]
+    inverse: pa.Array | None
+
+    def gather(self, index: int) -> pa.Array:
+        """The rows of one plain column."""
+        taken = [shard.batch.column(index).take(rows) for shard, rows in self.parts]
+        joined = taken[0] if len(taken) == 1 else pa.concat_arrays(taken)
+        return joined if self.inverse is None else joined.take(self.inverse)
 
 
 class _AdjacentColumn:

@@ -38,8 +38,28 @@ class SealedShard:
     checksum: str
 
 
+MAPS_PER_SHARD = 2  # of a `MappedShard`
+
+
 class MappedShard:
-    """A sealed shard, mapped: its columns without a copy. Immutable, any thread."""
+    """A sealed shard, mapped: its columns without a copy. Immutable, any thread.
+
+    It is mapped twice. gRPC's threads let go of slices of Arrow's own map without the interpreter's
+    lock, and the pages of the other one can be shown side by side with those of other shards.
+
+    Args:
+        path: of the file, which may go away afterwards.
+
+    Attributes:
+        batch: all of its rows, as stored.
+        layout: of the batch.
+        matrices: stored column -> ``[rows, width]`` view, for packed and matrix columns.
+        file: the second map.
+
+    Raises:
+        OSError: the file is not there, or cannot be mapped.
+        ValueError, pa.ArrowException: it is not one of a stored batch.
+    """
 
     def __init__(self, sealed: SealedShard, path: Path) -> None:
         self.sealed = sealed

@@ -68,7 +68,9 @@ def test_rows_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("at", "offset", "size"), [(PAGE, 0, 2 * PAGE), (0, PAGE, 2 * PAGE)])
 def test_what_does_not_fit_is_refused(tmp_path: Path, at: int, offset: int, size: int) -> None:
     file_of(tmp_path / "file", 2)
-    with pytest.raises(ValueError, match=f"{size} bytes do not fit at {at} of {2 * PAGE}"):
+    with pytest.raises(
+        ValueError, match=rf"{size} bytes, from {offset} of \d+, do not fit at {at} of {2 * PAGE}"
+    ):
         AddressRange(2 * PAGE).show(at, mapped(tmp_path / "file"), offset, size)
 
 
@@ -93,3 +95,15 @@ def test_addresses_are_given_back(tmp_path: Path) -> None:
     """More than a process has, one after the other."""
     for _ in range(300):
         AddressRange(2**42)
+
+
+def test_addresses_where_something_could_not_be_shown_are_kept(tmp_path: Path) -> None:
+    """The system may have left a hole, where somebody else's memory may stand by now."""
+    file_of(tmp_path / "file", 2)
+    addresses = AddressRange(2 * PAGE)
+    with pytest.raises(OSError, match="Invalid argument"):
+        addresses.show(8, mapped(tmp_path / "file"), 0, PAGE)
+    kept = f"{addresses.start:x}-"
+    del addresses
+
+    assert kept in Path("/proc/self/maps").read_text()

@@ -49,6 +49,21 @@ def test_it_is_that_of_the_file_in_whatever_order_and_how_often_it_was_written(
     assert found == file_checksum(path) == by_its_definition(path.read_bytes())
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 3 * PIECE)
+    preadv = os.preadv
+
+    def cut_off(handle: int, buffers: list[memoryview], at: int) -> int:
+        os.truncate(tmp_path / "file", PIECE + 10)
+        return preadv(handle, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", cut_off)
+    with pytest.raises(OSError, match=rf"ends at byte {PIECE + 10}, {PIECE - 10} too early"):
+        file_checksum(tmp_path / "file")
+
+
 def test_what_was_written_from_end_to_end_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
