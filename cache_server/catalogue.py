@@ -35,12 +35,14 @@ class CatalogueEntry:
     Attributes:
         sealed: one summary a shard once all are sealed, else none.
         created: grows with each request: the largest of a dataset is its newest version.
+        was_ready: it was served once; there may be no shard in it.
     """
 
     plan: VersionPlan
     attempt: int
     sealed: tuple[SealedSummary, ...]
     created: int = 0
+    was_ready: bool = False
 
 
 class Catalogue:
@@ -56,13 +58,20 @@ class Catalogue:
         attempt: int,
         sealed: Sequence[SealedSummary],
         created: int = 0,
+        *,
+        was_ready: bool = False,
     ) -> None:
-        """Keeps one version; the arguments are those of `CatalogueEntry`."""
+        """Keeps one version; the arguments are those of `CatalogueEntry`.
+
+        Raises:
+            OSError: it cannot be written; what was kept before still is.
+        """
         entry = pb.CatalogueEntry(
             spec=plan.spec.to_proto(),
             plan=plan.to_load_plan(attempt),
             keeps_every_row=plan.keeps_every_row,
             created=created,
+            was_ready=was_ready,
         )
         for shard in plan.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
@@ -84,11 +93,17 @@ class Catalogue:
             entry = json_format.Parse(path.read_text(encoding="utf-8"), pb.CatalogueEntry())
             sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
             plan = VersionPlan.from_catalogue(entry)
-            entries.append(CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created))
+            entries.append(
+                CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready)
+            )
         return sorted(entries, key=lambda entry: entry.created)
 
     def write_members(self, node_ids: Iterable[str]) -> None:
-        """Keeps the names of the nodes."""
+        """Keeps the names of the nodes.
+
+        Raises:
+            OSError: as `write`.
+        """
         _replace_file(self._members, json.dumps(sorted(node_ids)))
 
     def read_members(self) -> list[str]:
@@ -104,8 +119,12 @@ class Catalogue:
 def _replace_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

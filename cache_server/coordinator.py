@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
 
@@ -32,6 +32,7 @@ from protos.spec import DatasetSpec
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
+_FEWEST_RATED_BYTES = 16 * 1024 * 1024  # of a smaller load most of the time is not reading
 _FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
 
 
@@ -68,9 +69,10 @@ class Coordinator:
         self._changes = 0  # so that one between two looks is not missed
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
-        self._node_rate = 0.0  # bytes a second and node of the last load; 0 before the first
+        self._node_rate = 0.0  # see `forecast`; 0 before the first load
         self._versions: dict[VersionKey, Version] = {}
         self._members: dict[str, Member] = {}
+        self._members_changed = False  # since they were written down
         self._read_back()
 
     def close(self) -> None:
@@ -107,7 +109,9 @@ class Coordinator:
                 planned.close()
                 return self._attach(version, spec)
             try:
-                self._check_capacity(planned.plan)
+                sizes = [shard.estimated_bytes for shard in planned.plan.shards or ()]
+                if planned.plan.keeps_every_row:
+                    self._check_capacity(planned.plan, sizes)
             except LoadError:
                 planned.close()
                 raise
@@ -116,7 +120,7 @@ class Coordinator:
             if version is not None:
                 version.release()
                 attempt = version.attempt + 1
-            version = Version(
+            made = Version(
                 planned.plan,
                 self._created,
                 spec.secrets_to_proto(),
@@ -124,15 +128,19 @@ class Coordinator:
                 attempt=attempt,
                 asked_at=self._clock(),
             )
-            self._versions[planned.plan.key] = version
-            self._write(version)
+            try:
+                self._write(made)
+            except LoadError:
+                made.release()
+                raise
+            self._versions[planned.plan.key] = made
             logger.info(
                 "dataset planned name=%s fingerprint=%s shards=%s",
-                spec.name, planned.plan.key.fingerprint, version.num_shards,
+                spec.name, planned.plan.key.fingerprint, made.num_shards,
             )  # fmt: skip
             self._settle()
             self._note_change()
-            info = self._describe(version)
+            info = self._describe(made)
         self._tell()
         return info
 
@@ -195,7 +203,17 @@ class Coordinator:
         """Has one more user of a version that is there already; it is the newest now.
 
         Whoever gives no secrets, because it has none or reads by other ones, takes none away.
+
+        Raises:
+            LoadError: more replicas are asked for than there is room for.
         """
+        sealed = version.sealed
+        if spec.replicas > version.plan.spec.replicas and version.row_starts() is not None:
+            self._check_capacity(
+                replace(version.plan, spec=spec),
+                [sealed[index].num_bytes for index in range(version.num_shards or 0)],
+                self._holdings(version).holders(serving=False),
+            )
         given = spec.secrets_to_proto()
         version.secrets = given if given.tables else version.secrets
         version.plan = replace(version.plan, spec=spec, has_secrets=bool(version.secrets.tables))
@@ -293,7 +311,9 @@ class Coordinator:
             gone = self._forget_silent()
             if new or gone:
                 logger.info("members id=%s joined=%s gone=%s", node_id, new, gone)
-                self._catalogue.write_members(self._members)
+                self._members_changed = True
+            if self._members_changed:
+                self._write_members()
             for key, actual in member.actual.items():
                 if (version := self._versions.get(key)) is not None:
                     self._take_in(version, actual, node_id)
@@ -399,8 +419,13 @@ class Coordinator:
             if not version.was_ready:
                 version.was_ready = True
                 version.release()
+                try:
+                    self._write(version)
+                except LoadError as error:  # after a restart nobody would know of its shards
+                    version.was_ready, version.failure = False, error
+                    logger.error("dataset failed reason=%s", error)
+                    continue
                 self._note_rate(version)
-                self._write(version)
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
             for other in older:
                 if not self._is_leased(self._versions[other]):
@@ -408,10 +433,12 @@ class Coordinator:
 
     def _note_rate(self, version: Version) -> None:
         """How fast a load went, to foretell the next one by."""
-        loaded = sum(shard.num_bytes for shard in version.sealed.values())
-        if version.asked_at is not None and loaded:
+        # What a load is foretold by: all that is read, on the nodes that have something to read.
+        shards = version.plan.shards or ()
+        loaded = sum(shard.estimated_bytes for shard in shards)
+        if version.asked_at is not None and loaded >= _FEWEST_RATED_BYTES:
             elapsed_s = max(self._clock() - version.asked_at, 1e-3)
-            self._node_rate = loaded / elapsed_s / max(1, len(self._alive()))
+            self._node_rate = loaded / elapsed_s / max(1, min(len(self._alive()), len(shards)))
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -440,43 +467,84 @@ class Coordinator:
     def _describe(self, version: Version) -> pb.DatasetInfo:
         return self._holdings(version).describe(self._lease_s)
 
-    def _check_capacity(self, plan: VersionPlan) -> None:
-        """Refuses what cannot fit, where that is known before the load."""
-        if not plan.keeps_every_row or plan.shards is None:
-            return
+    def _check_capacity(
+        self,
+        plan: VersionPlan,
+        sizes: Sequence[int],
+        held: Mapping[int, Set[str]] | None = None,
+    ) -> None:
+        """Refuses what cannot fit, where that is known before the load.
+
+        Args:
+            sizes: bytes of each shard.
+            held: shard -> the nodes that have it already; None of a version that is loaded anew,
+                for which whatever there is of it makes room.
+        """
         placement = place(
             plan.key.fingerprint,
-            len(plan.shards),
+            len(sizes),
             self._members,
             plan.spec.replicas,
             alive=self._alive(),
         )
-        sizes = [shard.estimated_bytes for shard in plan.shards]
-        for node_id, needed in sorted(bytes_by_node(placement, sizes).items()):
-            node = self._members[node_id].node
-            limit = node.memory_limit_bytes
-            if limit and node.stored_bytes + needed > limit:
+        lacking = [
+            tuple(node_id for node_id in homes if node_id not in (held or {}).get(index, ()))
+            for index, homes in enumerate(placement)
+        ]
+        for node_id, needed in sorted(bytes_by_node(lacking, sizes).items()):
+            limit = self._members[node_id].node.memory_limit_bytes
+            stored = self._lasting_bytes(node_id, plan.key if held is None else None)
+            if limit and stored + needed > limit:
                 raise LoadError(
                     f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
-                    f"{node_id}, which holds {node.stored_bytes} of its memory limit of {limit}; "
+                    f"{node_id}, which holds {stored} of its memory limit of {limit}; "
                     f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas} "
                     f"and needs {nodes_needed(plan, limit) or 'smaller shards: no number of'} "
                     "nodes of that limit"
                 )
 
+    def _lasting_bytes(self, node_id: str, replaced: VersionKey | None) -> int:
+        """What a node holds, without the versions that it removes at its next heartbeat."""
+        member = self._members[node_id]
+        going = 0
+        for key, actual in member.actual.items():
+            version = self._versions.get(key)
+            if version is None or version.failure is not None or key == replaced:
+                going += sum(shard.num_bytes for shard in actual.shards if shard.sealed)
+        return max(0, member.node.stored_bytes - going)
+
     def _write(self, version: Version) -> None:
         sealed: list[SealedSummary] = []
         if version.row_starts() is not None:
             sealed = [version.sealed[index] for index in range(version.num_shards or 0)]
-        self._catalogue.write(version.plan, version.attempt, sealed, version.created)
+        try:
+            self._catalogue.write(
+                version.plan,
+                version.attempt,
+                sealed,
+                version.created,
+                was_ready=version.was_ready,
+            )
+        except OSError as error:
+            raise LoadError(
+                f"cannot keep the catalogue entry of {version.plan.spec.name!r}: {error.strerror}"
+            ) from None
+
+    def _write_members(self) -> None:
+        try:
+            self._catalogue.write_members(self._members)
+            self._members_changed = False
+        except OSError as error:  # it is missed after a restart only; tried at each heartbeat
+            logger.error("members not kept reason=%s", error.strerror)
 
     def _read_back(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
             version = Version(entry.plan, entry.created, attempt=entry.attempt)
             version.sealed = dict(enumerate(entry.sealed))
-            version.was_ready = bool(entry.sealed)  # written down when it is ready, not before
-            version.result_shards = len(entry.sealed) or None
+            version.was_ready = entry.was_ready
+            if entry.was_ready or entry.sealed:
+                version.result_shards = len(entry.sealed)
             if version.was_ready:  # who reads it now has had no time to say so
                 version.last_used = self._clock()
             self._versions[entry.plan.key] = version

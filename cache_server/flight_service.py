@@ -187,7 +187,9 @@ class FlightService(flight.FlightServerBase):
         if len(path) == 1:
             return node.describe(path[0], lease=lease), [], None
         if len(path) == 2:
-            return self._only_dataset(), [], _part(path[0], path[1])
+            part = _part(path[0], path[1])
+            only = self._only_dataset()
+            return node.describe(only.spec.name, only.fingerprint, lease=lease), [], part
         if len(path) == 3:
             return node.describe(path[0], lease=lease), [], _part(path[1], path[2])
         raise InvalidTicketError(

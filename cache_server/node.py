@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # between heartbeats that the coordinator does not answer
 _OUTAGE_LOG_S = 10.0
+_COPY_AGAIN_S = 30.0  # after a copy that failed, such as for want of room
 
 
 class CoordinatorLink(Protocol):
@@ -69,8 +71,10 @@ class _Serving:
     Attributes:
         reported: the sealed shards that the coordinator knows of.
         loads, failures: by shard.
+        copy_again_at: monotonic seconds; until then shards whose copy failed are left alone.
         whole_run, failure, num_shards: of a whole query, if this node is asked to run one.
         last_read: monotonic seconds; None while nobody has read its rows here.
+        retired: not wanted any more, but some of its loads have yet to end.
     """
 
     desired: pb.DesiredDataset
@@ -78,12 +82,14 @@ class _Serving:
     reported: set[int] = field(default_factory=set)
     loads: dict[int, _Load] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    copy_again_at: float = 0.0
     whole_run: _Load | None = None
     failure: str = ""
     num_shards: int | None = None
     rows: ResidentRows | None = None
     row_starts: dict[int, int] = field(default_factory=dict)
     last_read: float | None = None
+    retired: bool = False
 
     def all_loads(self) -> list[_Load]:
         """The jobs under way, or just ended."""
@@ -217,19 +223,20 @@ class Node:
         """
         with self._lock:
             serving = self._serving.get(VersionKey(dataset, fingerprint))
-            if serving is not None:
+            if serving is not None and not serving.retired:
                 if serving.rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
                 serving.last_read = time.monotonic()
                 return serving.rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            others = [key.fingerprint for key in self._serving if key.dataset == dataset]
+            kept = [key for key, serving in self._serving.items() if not serving.retired]
+            others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
                     f"dataset {dataset!r} has fingerprint {', '.join(others)}, not {fingerprint}"
                 )
-            names = sorted({key.dataset for key in self._serving})
+            names = sorted({key.dataset for key in kept})
         raise DatasetNotFoundError(
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
@@ -276,13 +283,16 @@ class Node:
             except CacheError as error:
                 outage.note(error, joined=self._joined.is_set())
                 interval = _RETRY_S
+            except Exception:  # of the coordinator in this process, such as a full disk
+                logger.exception("heartbeat failed; trying again")
+                interval = _RETRY_S
             else:
                 outage.end()
                 interval = response.interval_s
                 self.coordinator = response.coordinator
                 try:
                     news = self._reconcile(response.datasets)
-                except OSError:
+                except Exception:  # such as no room for a thread; the node must not fall silent
                     logger.exception("reconcile failed; trying again")
                     news = False
                 if news:
@@ -301,6 +311,8 @@ class Node:
         with self._lock:
             for key in {*sealed, *self._serving}:
                 serving = self._serving.get(key)
+                if serving is not None and serving.retired:
+                    continue  # what is asked for under this name now has not begun
                 actual = request.datasets.add(
                     dataset=key.dataset,
                     fingerprint=key.fingerprint,
@@ -348,21 +360,24 @@ class Node:
                     self._store.drop_version(key)
             for key, dataset in wanted.items():
                 serving = self._serving.get(key)
-                if serving and serving.desired.plan.attempt != dataset.plan.attempt:
+                if serving and (
+                    serving.retired or serving.desired.plan.attempt != dataset.plan.attempt
+                ):
                     if not self._retire(key):
                         continue
                     self._store.drop_version(key)
                     sealed.pop(key, None)
                     serving = None
                 if serving is None:
-                    tables = WholeTables(self._store.scratch / key.fingerprint)
+                    # Of its own: two datasets of other names may have the same fingerprint.
+                    tables = WholeTables(self._store.scratch / uuid.uuid4().hex)
                     serving = self._serving[key] = _Serving(dataset, tables)
                 serving.desired = dataset
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
                 news |= self._publish(key, serving, self._store.versions().get(key, {}))
             self._joined.set()
-            ready = all(self._complete(serving) for serving in self._serving.values())
+            ready = all(self._complete(s) for s in self._serving.values() if not s.retired)
             changed, self._ready = ready != self._ready, ready
         if changed:
             self._on_ready(ready)
@@ -373,7 +388,7 @@ class Node:
         serving = self._serving.get(key)
         if serving is None:
             return True
-        serving.rows = None
+        serving.retired, serving.rows = True, None
         for load in serving.all_loads():
             load.job.cancelled.set()
         if any(not load.future.done() for load in serving.all_loads()):
@@ -392,6 +407,10 @@ class Node:
                 load.job.cancelled.set()
             if load.future.done():
                 del serving.loads[index]
+        if serving.failures and time.monotonic() >= serving.copy_again_at:
+            # There may be room by now; what a source said, it would say again.
+            for index in [i for i in serving.failures if i in wanted and wanted[i].copy_from]:
+                del serving.failures[index]
         for index, shard in wanted.items():
             if index in sealed or index in serving.loads or index in serving.failures:
                 continue
@@ -505,3 +524,4 @@ class Node:
                 serving.failure = reason
             else:
                 serving.failures[job.index] = reason
+                serving.copy_again_at = time.monotonic() + _COPY_AGAIN_S

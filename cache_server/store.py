@@ -13,6 +13,7 @@ differs, never counts. It knows files; neither sources, nor readers, nor the net
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -46,6 +47,8 @@ from protos.shards import (
 
 logger = logging.getLogger(__name__)
 
+_NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
+
 SCRATCH = ".scratch"
 
 
@@ -57,7 +60,8 @@ class ShardStore:
         memory_limit_bytes: of all shard files together; None for no limit but the file system's.
 
     Raises:
-        ConfigError: when the directory cannot be made or another node uses it.
+        ConfigError: when the directory cannot be made or another node uses it; when a shard that
+            lies there cannot be opened, which says nothing about the shard.
     """
 
     def __init__(self, cache_dir: Path, memory_limit_bytes: int | None = None) -> None:
@@ -76,9 +80,13 @@ class ShardStore:
         except OSError:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
-        self.node_id = self._load_node_id()
-        shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
-        self._adopt_all()
+        try:
+            self.node_id = self._load_node_id()
+            shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
+            self._adopt_all()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> ShardStore:
         return self
@@ -325,6 +333,12 @@ class ShardStore:
             try:
                 shard = _map_sound(path, sealed)
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
+                    raise ConfigError(
+                        f"cannot adopt shard {path}: {error.strerror or error}; the system allows "
+                        "too few maps (vm.max_map_count), addresses (ulimit -v) or open files "
+                        "(ulimit -n), or the file is another user's"
+                    ) from None
                 logger.warning("shard damaged path=%s reason=%s", path, error)
                 continue
             self._shards.setdefault(key, {})[sealed.index] = shard

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -34,6 +35,22 @@ def leasing() -> Iterator[LocalCluster]:
 def load(cluster: LocalCluster, name: str, source: Path, **options: object) -> str:
     spec = DatasetSpec(name, source, target_shard_bytes=1, **options)  # type: ignore[arg-type]
     return CacheClient(cluster.endpoint).load(spec).fingerprint
+
+
+@pytest.mark.parametrize("asked", [("parts",), ("0", "1"), ("parts", "0", "1")])
+def test_whoever_was_told_where_the_rows_are_may_read_them_after_they_were_replaced(
+    asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", 10)
+    descriptor = flight.FlightDescriptor.for_path(*asked)
+    with LocalCluster(1) as cluster, flight.connect(cluster.endpoint) as client:
+        load(cluster, "parts", source)
+        info = client.get_flight_info(descriptor)
+        load(cluster, "parts", write_numbered(tmp_path / "source", 20))
+
+        rows = [client.do_get(endpoint.ticket).read_all() for endpoint in info.endpoints]
+
+    assert sum(map(len, rows)) == 10
 
 
 def versions_on_disk(cluster: LocalCluster, name: str) -> set[str]:

@@ -92,10 +92,16 @@ def test_words_are_foretold_without_size_statistics_too(
     assert foretold == pytest.approx(info.num_bytes, rel=0.30)
 
 
-def test_the_time_of_a_load_is_foretold_by_the_last_one(table: Path) -> None:
+def test_the_time_of_a_load_is_foretold_by_the_last_one_that_took_any(
+    table: Path, tmp_path: Path
+) -> None:
+    values = np.zeros((1 << 20,))
+    large = tmp_path / "large.parquet"
+    pq.write_table(pa.table({name: values for name in "abcd"}), large, row_group_size=1 << 17)
     with LocalCluster(2) as cluster:
         client = CacheClient(cluster.endpoint)
-        spec = DatasetSpec("t", table, target_shard_bytes="64KiB")
+        client.load(DatasetSpec("small", table))
+        spec = DatasetSpec("t", large, target_shard_bytes="4MiB")
 
         before = client.plan(spec).load_s
         client.load(spec)

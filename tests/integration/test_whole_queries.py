@@ -55,6 +55,27 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_the_same_join_under_several_names_is_loaded_at_once(
+    cluster: LocalCluster, lake: Path
+) -> None:
+    sql = "SELECT o.id, c.segment FROM orders o JOIN customers c ON o.customer = c.customer"
+    client = CacheClient(cluster.endpoint)
+    specs = [
+        DatasetSpec(
+            f"join-{n}", sources=sources(lake), sql=sql, allow_unordered=True,
+            target_shard_bytes=4000,
+        )
+        for n in range(6)
+    ]  # fmt: skip
+    for spec in specs:
+        client.load(spec, wait=False)
+    loaded = [client.load(spec) for spec in specs]
+    for spec in specs:
+        client.drop(spec.name)
+
+    assert len({(info.num_rows, info.fingerprint) for info in loaded}) == 1
+
+
 def sources(lake: Path) -> dict[str, object]:
     return {"orders": str(lake / "orders"), "customers": str(lake / "customers.parquet")}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +66,7 @@ class FakeNode:
         self.failed: dict[VersionKey, dict[int, str]] = {}
         self.loads = 0
         self.rows_of: dict[int, int] = {}
+        self.shard_bytes = 100
 
     def report(self) -> pb.HeartbeatRequest:
         request = pb.HeartbeatRequest(
@@ -71,6 +74,7 @@ class FakeNode:
                 id=self.id,
                 flight_location=f"grpc://{self.id}:1",
                 memory_limit_bytes=self.limit_bytes,
+                stored_bytes=self.shard_bytes * sum(map(len, self.sealed.values())),
             )
         )
         for key in {*self.sealed, *self.failed}:
@@ -119,7 +123,7 @@ class FakeNode:
                     rows = shard.num_rows or sum(split.num_rows for split in shard.splits)
                     rows = self.rows_of.get(shard.index, rows)
                     held[shard.index] = pb.SealedShard(
-                        num_rows=rows, num_bytes=100, checksum=f"sum-{shard.index}"
+                        num_rows=rows, num_bytes=self.shard_bytes, checksum=f"sum-{shard.index}"
                     )
                     self.loads += 1
             for index in set(held) - indices:
@@ -1041,6 +1045,135 @@ def test_a_dataset_that_fits_on_two_nodes_but_not_with_two_replicas_is_refused(
         coordinator.create(spec(source, name="twice", replicas=2))
 
     assert [info.spec.name for info in coordinator.datasets()] == ["table"]
+
+
+def test_a_failed_dataset_makes_room_for_itself_when_it_is_loaded_again(
+    coordinator: Coordinator, source: Path
+) -> None:
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    node = FakeNode(coordinator, "one", limit_bytes=size)
+    node.shard_bytes = size // FILES
+    settle(node)
+    node.failing = {("table", 7): "the source is gone"}
+    coordinator.create(spec(source))
+    for _ in range(2):
+        node.beat()
+    assert state(coordinator) == "failed"
+
+    node.failing = {}
+    coordinator.create(spec(source))
+    settle(node)
+
+    assert state(coordinator) == "ready"
+
+
+def test_more_replicas_of_a_dataset_that_is_there_are_refused_where_there_is_no_room(
+    coordinator: Coordinator, source: Path
+) -> None:
+    nodes = [FakeNode(coordinator, name, limit_bytes=FILES * 100 - 1) for name in ("one", "two")]
+    settle(*nodes)
+    coordinator.create(spec(source, filter="row < 1000"))  # what comes of it is not known before
+    settle(*nodes)
+    assert state(coordinator) == "ready"
+
+    with pytest.raises(LoadError, match=r"cannot fit.*replicas=2"):
+        coordinator.create(spec(source, filter="row < 1000", replicas=2))
+
+    assert coordinator.get("table").spec.replicas == 1
+
+
+def test_the_rate_of_a_load_is_that_of_the_nodes_that_had_something_to_read(
+    coordinator: Coordinator, source: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "_FEWEST_RATED_BYTES", 1)
+    nodes = [FakeNode(coordinator, f"node-{index}") for index in range(2 * FILES)]
+    settle(*nodes)
+
+    for filter in (None, "row < 3"):  # what it drops was read, too
+        coordinator.create(spec(source, filter=filter))
+        clock.now += 4.0
+        settle(*nodes)
+
+        assert state(coordinator) == "ready"
+        foretold = coordinator.plan(spec(source, filter=filter))
+        assert foretold.load_s == pytest.approx(4.0)
+
+
+# -- a disk that is full ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What cannot be written while its name stands here."""
+    names: list[str] = []
+    replace_file = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if any(name in str(target) for name in names):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    yield names
+    names.clear()
+
+
+def test_a_dataset_whose_readiness_cannot_be_kept_fails_and_the_coordinator_goes_on(
+    coordinator: Coordinator, source: Path, full_disk: list[str]
+) -> None:
+    node = FakeNode(coordinator, "one")
+    settle(node)
+    coordinator.create(spec(source))
+
+    full_disk.append("table@")
+    settle(node)
+
+    info = coordinator.get("table")
+    assert info.state == pb.DATASET_STATE_FAILED
+    assert "catalogue entry of 'table': No space left" in info.error.message
+    with pytest.raises(LoadError, match="No space left"):
+        coordinator.create(spec(source))
+    full_disk.clear()
+    coordinator.create(spec(source))
+    settle(node)
+    assert state(coordinator) == "ready"
+
+
+def test_members_that_cannot_be_kept_are_kept_when_there_is_room(
+    tmp_path: Path, coordinator: Coordinator, clock: Clock, full_disk: list[str]
+) -> None:
+    full_disk.append(".members.json")
+    node = FakeNode(coordinator, "one")
+    node.beat()
+    assert make(tmp_path, clock).nodes() == []
+
+    full_disk.clear()
+    node.beat()
+
+    assert [node.id for node in make(tmp_path, clock).nodes()] == ["one"]
+
+
+def test_an_empty_result_is_ready_after_a_restart_and_is_not_made_again(
+    tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
+) -> None:
+    query = {"sql": "SELECT row FROM source WHERE row < 0 ORDER BY row"}
+    coordinator.create(spec(source, **query))
+    beat = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
+    desired = coordinator.heartbeat(beat).datasets[0]
+    assert desired.run_whole
+    beat.datasets.add(
+        dataset="table", fingerprint=desired.plan.fingerprint, num_shards=0,
+        attempt=desired.plan.attempt,
+    )  # fmt: skip
+    coordinator.heartbeat(beat)
+    assert state(coordinator) == "ready"
+
+    again = make(tmp_path, clock)
+    del beat.datasets[:]
+    desired = again.heartbeat(beat).datasets[0]
+
+    assert not desired.run_whole
+    assert state(again) == "ready"
 
 
 def make_plan(source: Path):

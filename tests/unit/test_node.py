@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import threading
 import time
@@ -13,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server import loader
+from cache_server import loader, loading
+from cache_server import node as node_module
 from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.loader import LocalFile
@@ -23,6 +26,7 @@ from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     DatasetNotFoundError,
+    LoadError,
     NodeUnavailableError,
     NotReadyError,
     RequestError,
@@ -349,7 +353,6 @@ def test_a_dataset_that_is_dropped_while_it_loads_leaves_nothing_behind(
     gate.wait_for(2)
 
     harness.coordinator.delete("table")
-    gate.open.set()
 
     def forgotten() -> bool:
         try:
@@ -360,9 +363,86 @@ def test_a_dataset_that_is_dropped_while_it_loads_leaves_nothing_behind(
             return False
         raise AssertionError("it is served")
 
-    wait_until(forgotten, WAIT_S, "the dataset is forgotten")
-    assert harness.files() == []
+    wait_until(forgotten, WAIT_S, "the dataset is forgotten, though its loads have yet to end")
     wait_until(harness.node.is_ready, WAIT_S, "ready")
+    gate.open.set()
+    wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
+
+
+def test_a_dataset_that_is_loaded_again_while_a_load_of_a_dropped_one_hangs_has_no_old_failure(
+    harness: Harness, source: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, another_hangs = loader.read_split, threading.Event()
+
+    def first_fails(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+        if file.path.name == "part-000.parquet":
+            assert another_hangs.wait(WAIT_S)
+            raise LoadError("gone for a moment")
+        yield from read(file, sql, table)
+
+    monkeypatch.setattr(loader, "read_split", first_fails)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(1)
+    another_hangs.set()
+    failed = harness.wait(pb.DATASET_STATE_FAILED)
+    assert "gone for a moment" in failed.error.message
+    harness.coordinator.delete("table")
+    monkeypatch.setattr(loader, "read_split", read)
+
+    harness.coordinator.create(spec(source))
+    gate.open.set()
+
+    info = harness.wait(pb.DATASET_STATE_READY)
+    assert row_ids(harness.node, info) == [*range(10 * FILES)]
+
+
+def test_a_copy_for_which_there_was_no_room_is_tried_again(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "_COPY_AGAIN_S", 0.0)
+    answer, tries = harness.coordinator.heartbeat, itertools.count()
+
+    def replicas(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        for actual in request.datasets:  # of a shard that is elsewhere too, no failure of the load
+            kept = [shard for shard in actual.shards if not shard.failure]
+            del actual.shards[:]
+            actual.shards.extend(kept)
+        response = answer(request)
+        for shard in (shard for desired in response.datasets for shard in desired.shards):
+            if shard.splits:
+                shard.copy_from.append("grpc://another:1")
+        return response
+
+    def copy(store: ShardStore, job: loading.Job, shard: pb.DesiredShard) -> None:
+        if next(tries) < FILES:
+            raise LoadError("no room")
+        loading.load_shard(store, job, shard, loading.WholeTables(store.scratch / "none"))
+
+    monkeypatch.setattr(harness.coordinator, "heartbeat", replicas)
+    monkeypatch.setattr(loading, "copy_shard", copy)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
+
+
+def test_a_node_whose_coordinator_fails_for_a_moment_goes_on(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = itertools.count()
+    answer = harness.coordinator.heartbeat
+
+    def heartbeat(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        if next(beats) == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return answer(request)
+
+    monkeypatch.setattr(harness.coordinator, "heartbeat", heartbeat)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
 
 
 def test_a_failed_dataset_that_is_asked_for_while_its_loads_still_run_is_loaded_anew(

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_server import store as store_module
 from cache_server.checksums import file_checksum
 from cache_server.packing import ShardBuilder
 from cache_server.planning import VersionKey
@@ -325,6 +326,22 @@ def test_a_damaged_shard_is_not_adopted_but_removed(
         assert indices(store) == [0, 2]
         assert not shard_path(three_shards, 1).exists()
         store.seal(KEY, 1, stored(range(10, 20)))
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("reason", [errno.ENOMEM, errno.EMFILE, errno.EACCES])
+def test_a_sound_shard_that_cannot_be_opened_is_kept_and_the_store_says_why(
+    three_shards: Path, monkeypatch: pytest.MonkeyPatch, reason: int
+) -> None:
+    def refuse(path: Path) -> str:
+        raise OSError(reason, os.strerror(reason), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "file_checksum", refuse)
+        with pytest.raises(ConfigError, match=rf"shard-00000.*{os.strerror(reason)}"):
+            ShardStore(three_shards)
+
     with ShardStore(three_shards) as store:
         assert indices(store) == [0, 1, 2]
 

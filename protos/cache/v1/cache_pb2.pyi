@@ -1616,9 +1616,11 @@ class CatalogueEntry(_message.Message):
     KEEPS_EVERY_ROW_FIELD_NUMBER: _builtins.int
     SEALED_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
+    WAS_READY_FIELD_NUMBER: _builtins.int
     keeps_every_row: _builtins.bool
     created: _builtins.int
     """grows with each request: the largest is the newest version"""
+    was_ready: _builtins.bool
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -1638,10 +1640,11 @@ class CatalogueEntry(_message.Message):
         keeps_every_row: _builtins.bool = ...,
         sealed: _abc.Iterable[Global___SealedShard] | None = ...,
         created: _builtins.int = ...,
+        was_ready: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
