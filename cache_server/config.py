@@ -93,7 +93,11 @@ class NodeConfig(BaseModel):
             wildcard = ipaddress.ip_address(self.bind).is_unspecified
         except ValueError:
             wildcard = False
-        return socket.getfqdn() if wildcard else self.listen_host
+        if not wildcard:
+            return self.listen_host
+        name = socket.getfqdn()
+        # Where a machine calls itself that, its own name is what others may know it by.
+        return socket.gethostname() if name.partition(".")[0] == "localhost" else name
 
     @property
     def listen_host(self) -> str:
@@ -114,6 +118,17 @@ class NodeConfig(BaseModel):
             raise ValueError(
                 f"leaves {max(0, left)} bytes for shards, of at least {LEAST_SHARD_BYTES}, beside "
                 f"the {value - left} of the process: give the container more memory, got {value}"
+            )
+        return value
+
+    @field_validator("node_timeout_s")
+    @classmethod
+    def _outlasts_heartbeats(cls, value: float, info: ValidationInfo) -> float:
+        interval = info.data.get("heartbeat_interval_s")
+        if interval is not None and value < 2 * interval:
+            raise ValueError(
+                f"must be two heartbeats or more, or a node that is well counts as lost, got "
+                f"{value:g} and heartbeat_interval_s={interval:g}"
             )
         return value
 

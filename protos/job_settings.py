@@ -34,7 +34,8 @@ and ``/data/lineitem.parquet`` are both ``lineitem``.
 An empty variable counts as absent, as for the SDK. A setting that would be of no use is an error,
 with one exception: a secret for another store, since a TrainJob hands over whole Kubernetes
 secrets. Variables that are not in the table are not looked at: a pod has many, and Kubernetes
-itself adds ``CACHE_SERVICE_HOST`` and the like. The keys of stores by their own names
+itself adds ``CACHE_SERVICE_HOST`` and the like; but one that is a slip of the pen away from one of
+the table is an error, for the whole table would be loaded without it. The keys of stores by their own names
 (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``) are the business of whoever opens the store.
 
 No I/O: it is given the environment, and does not know whether anything is there.
@@ -45,6 +46,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -79,6 +81,8 @@ VARIABLES = (
     *(*OF_ACCESS, *_SPEC_ARGUMENTS),
 )
 
+_PREFIX, _NEAR = "CACHE_", 0.75  # how alike two names are, as `difflib` measures it
+
 _SCHEMES = {
     **{"s3": "s3", "s3a": "s3", "s3n": "s3", "gs": "gs", "az": "az", "abfss": "abfss"},
     **{"file": "file", "http": "http", "https": "https", "hf": "hf", "cache": "cache"},
@@ -102,7 +106,7 @@ def spec_from_env(environ: Mapping[str, str]) -> DatasetSpec:
             its value; never the value of a secret.
     """
     given = {name: environ[name] for name in VARIABLES if environ.get(name)}
-    problems: list[str] = []
+    problems = _misspelt(environ)
     place = _place(given, problems)
     options = _store_options(given, place, problems)
     arguments = _spec_arguments(given, place, problems)
@@ -110,6 +114,18 @@ def spec_from_env(environ: Mapping[str, str]) -> DatasetSpec:
     if problems or place is None:
         raise ConfigError("bad settings: " + "; ".join(problems))
     return DatasetSpec(name, place.source, storage_options=options or None, **arguments)
+
+
+def _misspelt(environ: Mapping[str, str]) -> list[str]:
+    known = {name.removeprefix(_PREFIX): name for name in VARIABLES if name.startswith(_PREFIX)}
+    problems = []
+    for name in sorted(environ):
+        if not name.startswith(_PREFIX) or name in VARIABLES:
+            continue
+        near = get_close_matches(name.removeprefix(_PREFIX), known, 1, _NEAR)
+        if near:
+            problems.append(f"{name} is no setting: did you mean {known[near[0]]}?")
+    return problems
 
 
 def asks_for_dataset(environ: Mapping[str, str]) -> bool:

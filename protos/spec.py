@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -63,7 +63,10 @@ _PUBLIC_OPTIONS = {
     *("max_retries", "retry_timeout_s", "user", "host", "port", "database", "dbname", "sslmode"),
     *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
 }
-_SIGNATURES = {"sig", "signature", "x-amz-signature", "x-goog-signature", "token", "password"}
+_SECRET_KEY = re.compile(  # of the query of a URI
+    r"(.*[-_])?(sig|signature|token|password|passwd|pwd|secret|(api|access|account|private)[-_]?key)",
+    re.IGNORECASE,
+)
 # What a user may give as a source: a path, glob or URI, or several of them in row order.
 Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -472,9 +475,15 @@ def _is_public(name: str) -> bool:
 
 def _has_password(text: str) -> bool:
     try:
-        return bool(_URI.match(text)) and urlsplit(text).password is not None
+        parts = urlsplit(text)
+        return bool(_URI.match(text)) and bool(parts.password is not None or _secret_keys(parts))
     except ValueError:  # it cannot be taken apart, so nobody knows
         return True
+
+
+def _secret_keys(uri: SplitResult) -> list[str]:
+    """The parts of a URI's query that nobody may see, by their names."""
+    return [key for key, _ in parse_qsl(uri.query) if _SECRET_KEY.fullmatch(key)]
 
 
 def _shown(value: object) -> str:
@@ -520,8 +529,7 @@ def _without_password(uri: str, secrets: dict[str, str], problems: list[str]) ->
     except ValueError:  # whose text may quote the password
         problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
         return uri
-    signed = [key for key, _ in parse_qsl(parts.query) if key.lower() in _SIGNATURES]
-    if signed:
+    if signed := _secret_keys(parts):
         problems.append(
             f"a source at {parts.hostname!r} is signed by {', '.join(signed)}, which would be "
             "kept and shown with it: give credentials in storage_options instead"

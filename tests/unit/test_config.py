@@ -125,14 +125,30 @@ def test_a_string_becomes_the_type_of_its_setting() -> None:
         ("127.0.0.1", None, "127.0.0.1"),
         ("cache-0", None, "cache-0"),
         ("0.0.0.0", "cache-0.svc", "cache-0.svc"),
-        ("0.0.0.0", None, socket.getfqdn()),
-        ("::", None, socket.getfqdn()),
+        ("0.0.0.0", None, "cache-0.example.org"),
+        ("::", None, "cache-0.example.org"),
     ],
 )
 def test_others_are_told_a_host_that_is_no_wildcard(
-    bind: str, advertise: str | None, host: str
+    bind: str, advertise: str | None, host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "cache-0.example.org")
     assert config(bind=bind, advertise=advertise).host == host
+
+
+@pytest.mark.parametrize("name", ["localhost", "localhost.localdomain"])
+def test_others_are_not_told_that_a_node_is_their_own_machine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: name)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+
+    assert config(bind="0.0.0.0").host == "node-7"
+
+
+def test_a_node_is_given_two_heartbeats_before_it_counts_as_lost() -> None:
+    assert "got 0.9 and heartbeat_interval_s=0.5" in problem_of(node_timeout_s=0.9)
+    assert config(node_timeout_s=0.2, heartbeat_interval_s=0.1).node_timeout_s == 0.2
 
 
 def test_settings_are_frozen() -> None:

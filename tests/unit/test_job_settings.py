@@ -145,6 +145,8 @@ def test_other_variables_are_not_looked_at() -> None:
     others = {
         "CACHE_SERVICE_HOST": "10.0.0.1",
         "CACHE_PORT": "tcp://10.0.0.1:50051",
+        "CACHE_ENDPOINT": "grpc://cache:50051",
+        "CACHE_WORLD_SIZE": "2",
         "TRAIN_JOB_NAME": "job",
         "CLUSTER_SIZE": "3",
         "AWS_REGION": "eu-west-1",
@@ -395,6 +397,13 @@ BAD: list[tuple[str, dict[str, str], list[str]]] = [
             ["CACHE_SQL='SELECT 1'", f"{shortcut}='a'", "cannot be combined"],
         )
         for shortcut in ("CACHE_COLUMNS", "CACHE_FILTER")
+    ),
+    *(
+        ("CACHE_SQL", {**S3, misspelt: "SELECT 1"}, [misspelt, f"did you mean {meant}?"])
+        for misspelt, meant in [
+            *(("CACHE_SQ", "CACHE_SQL"), ("CACHE_COLUMN", "CACHE_COLUMNS")),
+            *(("CACHE_FILTRE", "CACHE_FILTER"), ("CACHE_REPLICA", "CACHE_REPLICAS")),
+        ]
     ),
     ("CACHE_COLUMNS", {**S3, "CACHE_COLUMNS": "a,,b"}, ["CACHE_COLUMNS='a,,b'"]),
     ("CACHE_COLUMNS", {**S3, "CACHE_COLUMNS": "a,b,"}, ["CACHE_COLUMNS='a,b,'"]),

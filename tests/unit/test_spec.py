@@ -279,6 +279,27 @@ def test_a_bad_value_that_may_hold_a_secret_is_not_quoted(
 
 
 @pytest.mark.parametrize(
+    "query", ["user=u&password=hush", "PGPASSWORD=x&pwd=hush", "access_token=hush", "apiKey=hush"]
+)
+def test_a_secret_in_the_query_of_an_option_is_kept_as_one(query: str) -> None:
+    spec = DatasetSpec(
+        "t", "a.b", format="iceberg", catalog={"type": "sql", "uri": f"sqlite:///x?{query}"}
+    )
+
+    assert "hush" not in str(spec.to_proto())
+    assert "hush" in str(spec.secrets_to_proto())
+
+
+@pytest.mark.parametrize("key", ["access_token", "api_key", "X-Amz-Signature", "sig"])
+def test_a_source_with_a_secret_in_its_query_is_refused_and_another_query_is_not(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"is signed by {key}") as caught:
+        DatasetSpec("t", f"https://host/t.parquet?{key}=hush")
+    assert "hush" not in str(caught.value)
+
+    DatasetSpec("t", "https://host/t.parquet?version=3&sort_key=a&design=new")
+
+
+@pytest.mark.parametrize(
     "text", ["- storage_options: {key: hush}", 'name: t\nstorage_options: {key: "hush}', "a: [hush"]
 )
 def test_a_bad_yaml_file_shows_no_secret(tmp_path: Path, text: str) -> None:
