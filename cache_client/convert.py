@@ -1,13 +1,15 @@
 """Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
 
 A scalar column is a strided view of its packed matrix; columns stacked in the order in which they
-lie side by side are a view too, any other stack is a copy. Knows neither nodes nor order.
+lie side by side are a view too, any other stack is a copy. The views of a matrix share one storage,
+the rows of the batch: DataLoader workers send each storage of a batch once, and whole. Knows
+neither nodes nor order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +25,33 @@ BATCH_FORMATS: tuple[BatchFormat, ...] = ("torch", "numpy", "arrow")
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
+_Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+class _View(NamedTuple):
+    """Where a column lies, or a stack of neighbours: which stored column, and what of it."""
+
+    stored: int
+    part: int | slice
 
 
 class Converter:
     """Turns rows into batches of one format. Immutable, any thread.
 
+    A list of numbers becomes a 1-d tensor or array; one that holds a null becomes a Python list. It
+    depends on nothing but the row itself, so a batch may hold both.
+
     Args:
         layout: of the rows.
         stack: new name -> columns that it takes the place of; each becomes one ``[B, n]`` tensor.
-            Columns of several dtypes become the dtype that holds them all.
+            Columns of several dtypes become the smallest dtype that holds them all. Integers of 64
+            bits with floats become float64, which is exact up to 2**53 only.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch).
 
     Raises:
-        ConfigError: naming an unknown or used-up column, or one that cannot be stacked.
+        ConfigError: naming an unknown or used-up column, or one that cannot be stacked; integers
+            that no integer dtype holds, as ``int64`` with ``uint64``, are not stacked.
     """
 
     def __init__(
@@ -53,15 +68,27 @@ class Converter:
         _check_stacks(layout, stacks, batch_format)
         self._layout = layout
         self._batch_format = batch_format
-        self._getters = _getters(layout, stacks)
+        views = _views(layout, stacks)
+        getters = _getters(layout, stacks, views)
+        self._names = list(getters)
+        self._cutters = _cutters(layout, views) if batch_format == "torch" else []
+        cut = {index for index, _ in self._cutters}
+        self._getters = [
+            (name, get)
+            for name, get in getters.items()
+            if name not in views or views[name].stored not in cut
+        ]
 
     def __call__(self, rows: Rows) -> Any:
         """The batch of these rows; tensors share their memory."""
         if self._batch_format == "arrow":
             return rows.to_batch()
-        batch = {name: get(rows) for name, get in self._getters}
-        if self._batch_format == "torch":
-            return {name: _to_torch(value) for name, value in batch.items()}
+        batch: dict[str, Any] = dict.fromkeys(self._names)
+        for index, cut in self._cutters:
+            batch.update(cut(torch.from_numpy(rows.matrices[index])))
+        for name, get in self._getters:
+            value = get(rows)
+            batch[name] = _to_torch(value) if self._batch_format == "torch" else value
         return batch
 
 
@@ -87,65 +114,150 @@ def _check_stacks(
             if column in used:
                 raise ConfigError(f"stack {name!r}: column {column!r} is in another stack already")
             used.add(column)
+        _check_dtypes(layout, name, columns)
     taken = [name for name in stacks if name in layout.logical.names and name not in used]
     if taken:
         raise ConfigError(f"stack {taken[0]!r} has the name of a column that is not stacked")
 
 
-def _getters(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> list[tuple[str, _Getter]]:
+def _check_dtypes(layout: Layout, name: str, columns: Sequence[str]) -> None:
+    dtypes = [_dtype(layout, column) for column in columns]
+    common = np.result_type(*dtypes)
+    if common.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+        # One of each dtype: there may be hundreds of columns.
+        of_dtype = {dtype: column for column, dtype in zip(columns, dtypes, strict=True)}
+        named = ", ".join(f"{column!r} {dtype}" for dtype, column in of_dtype.items())
+        raise ConfigError(
+            f"stack {name!r}: no integer dtype holds columns {named}, and {common} would round them"
+        )
+
+
+def _dtype(layout: Layout, name: str) -> np.dtype[np.generic]:
+    dtype = layout.columns[layout.place(name)[0]].dtype
+    assert dtype is not None  # only scalar columns are stacked
+    return dtype
+
+
+def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _View]:
+    """What of a batch is a view of a packed matrix: columns, and stacks of neighbours in order."""
+    stacked = {column for columns in stacks.values() for column in columns}
+    views = {
+        name: _View(index, position)
+        for index, column in enumerate(layout.columns)
+        if column.kind == "packed"
+        for position, name in enumerate(column.names)
+        if name not in stacked
+    }
+    for name, columns in stacks.items():
+        places = [layout.place(column) for column in columns]
+        index, first = places[0]
+        if places == [(index, first + i) for i in range(len(places))]:
+            views[name] = _View(index, slice(first, first + len(places)))
+    return views
+
+
+def _getters(
+    layout: Layout, stacks: Mapping[str, Sequence[str]], views: Mapping[str, _View]
+) -> dict[str, _Getter]:
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
-    for name in layout.logical.names:
-        stack = stack_of.get(name)
-        if stack is None:
+    for column in layout.logical.names:
+        name = stack_of.get(column, column)
+        if name in getters:
+            continue
+        if name in views:
+            getters[name] = _view_getter(views[name])
+        elif name in stacks:
+            getters[name] = _copy_getter(layout, stacks[name])
+        else:
             getters[name] = _column_getter(layout, name)
-        elif stack not in getters:
-            getters[stack] = _stack_getter(layout, stacks[stack])
-    return list(getters.items())
+    return getters
+
+
+def _view_getter(view: _View) -> _Getter:
+    index, part = view
+    return lambda rows: rows.matrices[index][:, part]
+
+
+def _copy_getter(layout: Layout, names: Sequence[str]) -> _Getter:
+    places = [layout.place(name) for name in names]
+    if len({index for index, _ in places}) == 1:
+        index, positions = places[0][0], [position for _, position in places]
+        return lambda rows: rows.matrices[index][:, positions]
+    dtype = np.result_type(*(_dtype(layout, name) for name in names))
+
+    def join(rows: Rows) -> _Array:
+        columns = [rows.matrices[index][:, position] for index, position in places]
+        return np.stack(columns, axis=1, dtype=dtype)
+
+    return join
 
 
 def _column_getter(layout: Layout, name: str) -> _Getter:
-    index, position = layout.place(name)
+    index, _ = layout.place(name)
     column = layout.columns[index]
-    if column.kind == "packed":
-        return lambda rows: rows.matrices[index][:, position]
     if column.kind == "matrix":
         shape = column.shape
         return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
     return lambda rows: _values(rows.arrays[index])
 
 
-def _stack_getter(layout: Layout, names: Sequence[str]) -> _Getter:
-    places = [layout.place(name) for name in names]
-    indices = {index for index, _ in places}
-    positions = [position for _, position in places]
-    if len(indices) > 1:
-        dtype = np.result_type(*(layout.columns[index].dtype for index, _ in places))
+def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:
+    """For each packed matrix of several views: its tensor -> the views, which share its storage."""
+    cuts: dict[int, dict[str, int | slice]] = {}
+    for name, view in views.items():
+        cuts.setdefault(view.stored, {})[name] = view.part
+    return [
+        (index, _cutter(layout.columns[index].width, cut))
+        for index, cut in cuts.items()
+        if len(cut) > 1
+    ]
 
-        def join(rows: Rows) -> _Array:
-            columns = [rows.matrices[index][:, position] for index, position in places]
-            return np.stack(columns, axis=1, dtype=dtype)
 
-        return join
-    index, first = places[0][0], positions[0]
-    if positions == list(range(first, first + len(positions))):
-        return lambda rows: rows.matrices[index][:, first : first + len(positions)]
-    return lambda rows: rows.matrices[index][:, positions]
+def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
+    alone = {name: at for name, at in cuts.items() if isinstance(at, int)}
+    stacked = {name: at for name, at in cuts.items() if isinstance(at, slice)}
+    most = 3 * len(alone) > width
+
+    # `data`, or torch would take a change of one view in place for a change of all.
+    def cut(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        if most:  # all columns at once take a third of the time of each by itself
+            columns = matrix.unbind(1)
+            views = {name: columns[at].data for name, at in alone.items()}
+        else:
+            views = {name: matrix.select(1, at).data for name, at in alone.items()}
+        for name, at in stacked.items():
+            views[name] = matrix[:, at].data
+        return views
+
+    return cut
 
 
 def _values(array: pa.Array) -> list[Any]:
-    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays; nulls as None."""
+    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays; nulls as None.
+
+    A list of numbers that holds a null is a Python list.
+    """
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         return list(array.to_pylist())
-    if not is_scalar(array.type.value_type) or array.values.null_count:
+    if not is_scalar(array.type.value_type):
         return list(array.to_pylist())
-    values: _Array = array.values.to_numpy()
     offsets = array.offsets.to_numpy()
+    start = offsets[0]
+    # Of these rows alone: the array may be a slice of a larger one.
+    inner = array.values.slice(start, offsets[-1] - start)
+    values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    return [
+    ends = offsets - start
+    found: list[Any] = [
         values[a:b].copy() if ok else None
-        for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)
+        for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
     ]
+    if inner.null_count:
+        nulls_before = np.concatenate([[0], np.cumsum(inner.is_null())])[ends]
+        for row in np.flatnonzero(valid & (np.diff(nulls_before) > 0)):
+            found[row] = array[row].as_py()
+    return found
 
 
 def _to_torch(value: Any) -> Any:

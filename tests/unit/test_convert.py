@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -58,6 +60,67 @@ def test_neighbouring_columns_stack_without_a_copy_and_others_with_one() -> None
     assert backwards.tolist() == [[1, 0], [4, 3], [7, 6], [10, 9]]
 
 
+@pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
+def test_the_columns_of_a_batch_share_one_storage_of_its_own_rows_alone(
+    stack: dict[str, list[str]] | None,
+) -> None:
+    window = rows()
+    batch = Converter(Layout(LOGICAL), stack)(window.slice(1, 3))
+    # DataLoader workers send whole storages.
+    found = {
+        (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
+        for value in batch.values()
+        if isinstance(value, torch.Tensor)
+    }
+    own = [matrix[1:3] for matrix in window.matrices.values()]
+    assert found == {(matrix.ctypes.data, matrix.nbytes) for matrix in own}
+
+
+@pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
+def test_a_column_that_is_changed_in_place_does_not_mark_the_others(
+    stack: dict[str, list[str]] | None,
+) -> None:
+    batch = Converter(Layout(LOGICAL), stack)(rows())
+    changed, other = batch["c"], batch["x" if stack else "a"]
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * other).sum()
+    changed += 1
+    loss.backward()  # torch would refuse, had it seen a change of `other`
+    changed *= weight
+    assert changed.requires_grad and not other.requires_grad
+
+
+def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
+    layout = Layout(pa.schema([(name, pa.uint16()) for name in "abcde"]))
+    some = Rows(layout, {0: np.arange(10, dtype=np.uint16).reshape(2, 5)}, {}, 2)
+    batch = Converter(layout, {"x": ["b", "c"], "y": ["e", "d"]})(some)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "a": [0, 5],
+        "x": [[1, 2], [6, 7]],
+        "y": [[4, 3], [9, 8]],
+    }
+    assert {value.dtype for value in batch.values()} == {torch.uint16}
+    empty = Converter(Layout(LOGICAL))(rows().slice(1, 1))
+    assert {name: len(value) for name, value in empty.items()} == dict.fromkeys(LOGICAL.names, 0)
+    assert empty["image"].shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])
+def test_the_type_of_a_list_is_a_matter_of_its_own_row(value_type: pa.DataType) -> None:
+    values = [[1, 2], None, [3, None], [], [4]]
+    layout = Layout(pa.schema([("some", pa.large_list(value_type))]))
+    whole = Rows(layout, {}, {0: pa.array(values, layout.logical.field("some").type)}, 5)
+    convert = Converter(layout)
+    dtype = torch.int64 if value_type == pa.int64() else torch.float32
+    for start, stop in itertools.combinations(range(6), 2):
+        batch = convert(whole.slice(start, stop))["some"]
+        for found, expected in zip(batch, values[start:stop], strict=True):
+            if expected is None or None in expected:
+                assert found == expected
+            else:
+                assert found.tolist() == expected and found.dtype == dtype
+
+
 def test_arrow_batches_have_the_logical_columns() -> None:
     batch = Converter(Layout(LOGICAL), None, "arrow")(rows().slice(1, 3))
     assert batch.schema.names == LOGICAL.names
@@ -83,3 +146,29 @@ def test_what_cannot_be_made_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Converter(Layout(LOGICAL), stack, batch_format)  # type: ignore[arg-type]
+
+
+WIDE = Layout(
+    pa.schema([("i", pa.int64()), ("u", pa.uint64()), ("s", pa.int8()), ("f", pa.float32())])
+)
+
+
+@pytest.mark.parametrize("columns", [["i", "u"], ["u", "s"]])
+def test_integers_that_no_integer_dtype_holds_are_not_stacked(columns: list[str]) -> None:
+    first, second = columns
+    types = {name: WIDE.logical.field(name).type for name in columns}
+    words = f"'x'.*'{first}' {types[first]}, '{second}' {types[second]}"
+    with pytest.raises(ConfigError, match=words):
+        Converter(WIDE, {"x": columns})
+
+
+def test_integers_are_stacked_with_floats_and_with_narrower_ones() -> None:
+    matrices = {i: np.full((1, 1), 3, column.dtype) for i, column in enumerate(WIDE.columns)}
+    some = Rows(WIDE, matrices, {}, 1)
+    for columns, dtype in (
+        (["i", "f"], torch.float64),
+        (["u", "f"], torch.float64),
+        (["s", "i"], torch.int64),
+    ):
+        batch = Converter(WIDE, {"x": columns})(some)
+        assert batch["x"].dtype == dtype and batch["x"].tolist() == [[3, 3]]
