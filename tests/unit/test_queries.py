@@ -168,10 +168,43 @@ def test_a_whole_query_without_an_order_is_refused_with_both_ways_out(sql: str) 
         ("SELECT a FROM source tablesample (3 rows)", "tablesample is not supported"),
         ("SELECT a FROM source PREWHERE a > 1", "PREWHERE is not supported"),
         ("SELECT a FROM source CONNECT BY PRIOR a = b", "CONNECT BY is not supported"),
+        ("SELECT a FROM source SAMPLE (10)", "SAMPLE is not supported"),
+        ("SELECT a FROM source AS s sample 0.5", "sample is not supported"),
+        ('SELECT a FROM "source"/**/SAMPLE/**/(10)', "SAMPLE is not supported"),
+        ("SELECT a FROM source PARTITION (p0)", "PARTITION is not supported"),
+        ("SELECT * FROM (SELECT a FROM source PARTITION (a)) q", "PARTITION is not supported"),
+        ("SELECT * ILIKE 'n%' FROM source", "* ILIKE is not supported"),
+        ("SELECT s.*ilike 'n%' FROM source s", "*ilike is not supported"),
+        ("SELECT a FROM source WITH ORDINALITY", "WITH ORDINALITY is not supported"),
+        ("SELECT text FROM source GROUP BY text WITH ROLLUP", "WITH ROLLUP is not supported"),
+        ("SELECT text FROM source GROUP BY text WITH\n  CUBE", "WITH CUBE is not supported"),
+        ("SELECT text FROM source GROUP BY ALL WITH TOTALS", "WITH TOTALS is not supported"),
+        ("SELECT text FROM source GROUP BY text WITH/**/totals", "WITH totals is not supported"),
+        ("SELECT $$ it's $$ AS t FROM source SAMPLE (1) -- '", "SAMPLE is not supported"),
+        ("SELECT E'it\\'s' AS t FROM source SAMPLE (1) -- '", "SAMPLE is not supported"),
     ],
 )
 def test_what_is_no_query_or_would_be_ignored_is_refused_by_name(sql: str, name: str) -> None:
     assert name in refusal(sql)
+
+
+@pytest.mark.parametrize(
+    ("sql", "word"),
+    [
+        ("SELECT abs(a) FILTER (WHERE a > 0) AS x FROM source", "FILTER"),
+        ("SELECT abs(a) filter (WHERE text = ')') AS x FROM source", "filter"),
+        ("SELECT abs(a) OVER () AS x FROM source", "OVER"),
+        ("SELECT abs(a) OVER w AS x FROM source WINDOW w AS (ORDER BY a)", "OVER"),
+        ('SELECT abs(a) OVER "w" AS x FROM source WINDOW "w" AS (ORDER BY a)', "OVER"),
+        ("SELECT coalesce(DISTINCT b, 1) AS x FROM source", "DISTINCT"),
+        ('SELECT "abs"( DISTINCT (a)) + 1 AS x FROM source', "DISTINCT"),
+        ("SELECT unnest(DISTINCT tags) AS tag FROM source", "DISTINCT"),
+        ("SELECT a FROM source WHERE abs(DISTINCT a) > 1", "DISTINCT"),
+        ("SELECT sum(abs(DISTINCT a)) FILTER (WHERE a > 1) AS x FROM source", "DISTINCT"),
+    ],
+)
+def test_what_is_said_of_a_function_that_ignores_it_is_refused_by_name(sql: str, word: str) -> None:
+    assert f"{word} is not supported with a function of single rows" in refusal(sql)
 
 
 DIM = pa.schema([("a", pa.int64()), ("name", pa.string())])
@@ -226,10 +259,76 @@ def test_the_columns_that_a_query_reads_are_known() -> None:
         "SELECT a FROM source -- no TABLESAMPLE",
         "SELECT a /* no\nTABLESAMPLE */ FROM source",
         "SELECT a AS tablesamples FROM source",
+        "SELECT a FROM source WHERE text <> 'SAMPLE (10)' -- PARTITION (p0) WITH ROLLUP",
+        "SELECT $$SAMPLE (10)$$ AS x FROM source",
+        "SELECT E'it\\'s SAMPLE (10)' AS x FROM source",
+        "SELECT a AS `SAMPLE` FROM source",
+        "SELECT a /* a /* comment */ SAMPLE (10) */ FROM source",
+        "SELECT 'abs(DISTINCT a) FILTER (WHERE a > 1)' AS x FROM source /* OVER () */",
     ],
 )
 def test_a_forbidden_word_in_quotes_and_comments_is_harmless(sql: str) -> None:
     assert len(check(sql, SCHEMA).schema) == 1
+
+
+WORDS = pa.schema([(name, pa.int64()) for name in ("a", "sample", "partition", "over", "filter")])
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT sample, partition FROM source WHERE sample > 1 AND source.Partition < 5",
+        "SELECT a AS sample, a AS partition, a AS tablesample, a AS prewhere FROM source",
+        "SELECT a sample, a partition FROM source",
+        "SELECT sample.a FROM source AS sample (a, b, c, d, e)",
+        "SELECT a FROM source AS partition (a, b, c, d, e)",
+        "WITH sample (x) AS (SELECT a FROM source) SELECT x FROM sample",
+        "WITH totals AS (SELECT a FROM source), partition AS (SELECT * FROM totals) "
+        "SELECT a FROM partition",
+        "WITH rollup AS (SELECT a FROM source) SELECT a FROM rollup",
+        "WITH cube AS (SELECT a FROM source) SELECT a FROM cube",
+        "WITH ordinality AS (SELECT a FROM source) SELECT a FROM ordinality",
+        "SELECT a * \"sample\" AS x FROM source WHERE CAST(a AS TEXT) ILIKE 'n%'",
+        "SELECT CAST(2 * \"sample\" AS TEXT) ILIKE 'n%' AS x FROM source",
+        "SELECT a, sum(a) OVER (PARTITION BY sample) AS x FROM source",
+        "SELECT sum(a) OVER (partition\n/* of */ by partition, sample) AS x FROM source",
+        "SELECT row_number() OVER w AS x FROM source WINDOW w AS (PARTITION BY partition)",
+        "SELECT sum(a) FILTER (WHERE a > 1) OVER () AS x, lag(a) OVER (ORDER BY a) AS y "
+        "FROM source",
+        "SELECT count(DISTINCT a) FILTER (WHERE sample > 1) AS x FROM source",
+        "SELECT count( DISTINCT a) + sum(DISTINCT (a)) AS x FROM source",
+        "SELECT array_agg(DISTINCT a ORDER BY a) FILTER (WHERE true) AS x FROM source",
+        "SELECT sample FROM source GROUP BY ROLLUP (sample)",
+        "SELECT sample FROM source GROUP BY CUBE (sample)",
+        "SELECT DISTINCT (a) FROM source",
+        "SELECT DISTINCT ON (a) a, sample FROM source ORDER BY a, sample",
+        "WITH unused AS (SELECT count(DISTINCT a) FILTER (WHERE a > 1) FROM source) "
+        "SELECT a FROM source",
+        "SELECT filter, (a) over FROM source WHERE abs(over) > abs(filter)",
+        "SELECT (over) FROM source",
+    ],
+)
+def test_a_word_that_is_a_name_or_is_not_ignored_is_harmless(sql: str) -> None:
+    check_query(sql, {"source": WORDS}, allow_unordered=True)
+
+
+def test_no_aggregate_and_no_window_function_loses_what_is_said_of_it() -> None:
+    context = SessionContext(SessionConfig().with_information_schema(True))
+    routines = context.sql("SELECT * FROM information_schema.routines").to_pylist()
+    kinds = {(row["routine_name"], row["function_type"]) for row in routines}
+    said = {
+        "AGGREGATE": ["{}(DISTINCT a)", "{}(a) FILTER (WHERE a > 1)", "{}(a) OVER ()"],
+        "WINDOW": ["{}() OVER (ORDER BY a)", "{}(a) OVER (ORDER BY a)"],
+    }
+    assert {("sum", "AGGREGATE"), ("row_number", "WINDOW")} <= kinds
+
+    for name, kind in kinds:
+        for call in said.get(kind, ()):
+            sql = f"SELECT {call.format(name)} AS x FROM source"
+            try:
+                check_query(sql, {"source": WORDS}, allow_unordered=True)
+            except RequestError as error:  # of its arguments
+                assert "is not supported with" not in str(error)
 
 
 @pytest.mark.parametrize(
