@@ -97,7 +97,10 @@ def serve(
         bool, typer.Option(help="End when standard input closes (for a parent process).")
     ] = False,
     ephemeral: Annotated[
-        bool, typer.Option(help="Remove the cache directory when standard input closes.")
+        bool,
+        typer.Option(
+            help="With --exit-with-stdin: remove the cache directory when standard input closes."
+        ),
     ] = False,
     signal_exit_code: Annotated[
         int,
@@ -112,6 +115,7 @@ def serve(
     problems: list[str] = []
     _checked(problems, lambda: _set_up_logging(log_level))
     _checked(problems, lambda: _check_exit_code(signal_exit_code))
+    _checked(problems, lambda: _check_ephemeral(ephemeral, exit_with_stdin))
     config = _checked(
         problems,
         lambda: NodeConfig.build(
@@ -253,6 +257,14 @@ def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
 def _check_exit_code(code: int) -> None:
     if not 0 <= code <= 255:
         raise ConfigError(f"--signal-exit-code must be between 0 and 255, got {code}")
+
+
+def _check_ephemeral(ephemeral: bool, exit_with_stdin: bool) -> None:
+    if ephemeral and not exit_with_stdin:
+        raise ConfigError(
+            "--ephemeral needs --exit-with-stdin: the cache directory is removed when standard "
+            "input closes, which a node without it does not notice"
+        )
 
 
 def _set_up_logging(level: str) -> None:

@@ -22,6 +22,7 @@ from protos.spec import DatasetSpec
 
 _CALL_TIMEOUT_S = 10.0
 _CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
+_WATCH_AGAIN_S = 0.5
 _PLAN_TIMEOUT_S = 600.0  # many footers to read
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_MS = 10_000
@@ -121,9 +122,13 @@ class RemoteCoordinator:
         info: pb.DatasetInfo = created.dataset
         meter = LoadMeter(spec.name)
         try:
-            for response in self._stub.WatchDataset(watch):
-                info = response.dataset
-                on_progress(meter.read(info.progress))
+            while True:
+                for response in self._stub.WatchDataset(watch):
+                    info = response.dataset
+                    on_progress(meter.read(info.progress))
+                if info.state != pb.DATASET_STATE_LOADING:
+                    break
+                time.sleep(_WATCH_AGAIN_S)  # too many watch
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._location) from None
         return require_ready(info)

@@ -2,15 +2,19 @@
 
 Each handler parses, calls one function, encodes. An error of the tree travels as a status and,
 whole, as the trailer ``cache-error-bin``.
+
+A call holds a thread until it ends. Verbs that wait, for a load or for a source, have threads of
+their own: however many callers there are, heartbeats and health are answered.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -35,7 +39,9 @@ from protos.spec import DatasetSpec
 logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
-_HANDLER_THREADS = 64  # each running WatchDataset holds one
+_HANDLER_THREADS = 64  # for what is answered at once
+_PLANNING_THREADS = 64  # of what is planned: its files are listed, its footers read
+_WATCHING_THREADS = 64  # half of them for watches that stay, half for those that answer once
 _MIN_PING_INTERVAL_MS = 1_000
 
 _STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
@@ -100,6 +106,15 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._stays = threading.Semaphore(_WATCHING_THREADS // 2)
+        planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="planning")
+        watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
+        for verb, threads in (
+            ("CreateDataset", planning),
+            ("PlanDataset", planning),
+            ("WatchDataset", watching),
+        ):
+            setattr(self, verb, _Apart(getattr(self, verb), threads))
 
     def CreateDataset(
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
@@ -133,11 +148,21 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def WatchDataset(
         self, request: pb.WatchDatasetRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchDatasetResponse]:
-        """One dataset at every change, until it is ready or failed."""
-        with _statuses(context):
-            active: Callable[[], bool] = context.is_active
-            for info in self._coordinator.watch(request.name, request.fingerprint, active):
-                yield pb.WatchDatasetResponse(dataset=info)
+        """One dataset at every change, until it is ready or failed.
+
+        Beyond so many watches one ends after its first answer; its caller asks again.
+        """
+        stays = self._stays.acquire(blocking=False)
+        try:
+            with _statuses(context):
+                active: Callable[[], bool] = context.is_active
+                for info in self._coordinator.watch(request.name, request.fingerprint, active):
+                    yield pb.WatchDatasetResponse(dataset=info)
+                    if not stays:
+                        return
+        finally:
+            if stays:
+                self._stays.release()
 
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
@@ -167,6 +192,21 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         """What a node holds -> what it should hold."""
         with _statuses(context):
             return self._coordinator.heartbeat(request)
+
+
+class _Apart:
+    """A handler whose calls run in threads of their own: grpc looks for the attribute.
+
+    Attributes:
+        experimental_thread_pool: these threads.
+    """
+
+    def __init__(self, handler: Callable[..., Any], threads: ThreadPoolExecutor) -> None:
+        self._handler = handler
+        self.experimental_thread_pool = threads
+
+    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._handler(request, context)
 
 
 @contextmanager

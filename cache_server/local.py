@@ -33,6 +33,7 @@ class LocalNode:
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
         self.cache_dir = cache_dir
+        self._log = cache_dir / ".log"  # no dataset's name begins with a dot
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
         self._ports: tuple[int, int] = (0, 0)
@@ -110,14 +111,13 @@ class LocalNode:
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
         """The end of the node's log, from byte ``since`` on."""
-        path = self.cache_dir / "log"
-        log = path.read_bytes()[since:] if path.exists() else b""
+        log = self._log.read_bytes()[since:] if self._log.exists() else b""
         return log[-max_bytes:].decode("utf-8", "replace")
 
     def _open_log(self) -> IO[bytes]:
         try:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-            return (self.cache_dir / "log").open("ab")
+            return self._log.open("ab")
         except OSError as error:
             raise ConfigError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
 

@@ -35,8 +35,8 @@ An empty variable counts as absent, as for the SDK. A setting that would be of n
 with one exception: a secret for another store, since a TrainJob hands over whole Kubernetes
 secrets. Variables that are not in the table are not looked at: a pod has many, and Kubernetes
 itself adds ``CACHE_SERVICE_HOST`` and the like; but one that is a slip of the pen away from one of
-the table is an error, for the whole table would be loaded without it. The keys of stores by their own names
-(``AWS_*``, ``GOOGLE_*``, ``AZURE_*``) are the business of whoever opens the store.
+the table is an error, for the whole table would be loaded without it. The keys of stores by their
+own names (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``) are the business of whoever opens the store.
 
 No I/O: it is given the environment, and does not know whether anything is there.
 """

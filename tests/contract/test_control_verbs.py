@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pyarrow as pa
@@ -12,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_client import CacheClient
-from cache_server import LocalCluster
+from cache_server import LocalCluster, control_service
 from cache_server.catalogue import Catalogue
 from cache_server.control_service import ControlService
 from cache_server.coordinator import Coordinator
@@ -429,6 +432,71 @@ def test_a_watch_is_ended_by_the_deadline_of_its_caller(tmp_path: Path) -> None:
             list(stub.WatchDataset(pb.WatchDatasetRequest(name="waiting"), timeout=0.5))
 
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def answers_at_once(service: ControlService, stub: CoordinatorStub) -> None:
+    """Whether verbs that wait for nothing are served."""
+    stub.Heartbeat(pb.HeartbeatRequest(node=pb.Node(id="one")), timeout=TIMEOUT_S)
+    assert [n.id for n in stub.ListNodes(pb.ListNodesRequest(), timeout=TIMEOUT_S).nodes] == ["one"]
+    assert check(f"127.0.0.1:{service.port}", "live") == HEALTH.SERVING
+
+
+def test_a_watch_beyond_those_that_may_stay_answers_once_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_service, "_WATCHING_THREADS", 4)  # for two that stay
+    request = pb.WatchDatasetRequest(name="waiting")
+    coordinator = lonely_coordinator(tmp_path)
+    with coordinator as stub:
+        create(stub, spec("waiting", write_numbered(tmp_path / "source", 3)))
+        staying = [stub.WatchDataset(request, timeout=TIMEOUT_S) for _ in range(2)]
+        for answers in staying:
+            assert next(answers).dataset.state == pb.DATASET_STATE_LOADING
+
+        for _ in range(5):
+            (info,) = watch(stub, "waiting")
+            assert info.state == pb.DATASET_STATE_LOADING
+        answers_at_once(coordinator.service, stub)
+        assert next(staying[0]).dataset.state == pb.DATASET_STATE_LOADING
+
+        staying[0].cancel()
+        wait_until(lambda: stays(stub, request), TIMEOUT_S, "another one takes its place")
+
+
+def stays(stub: CoordinatorStub, request: pb.WatchDatasetRequest) -> bool:
+    """Whether a new watch gives more than one answer."""
+    answers = stub.WatchDataset(request, timeout=TIMEOUT_S)
+    found = len(list(itertools.islice(answers, 2))) == 2
+    answers.cancel()
+    return found
+
+
+@pytest.mark.parametrize("verb", ["CreateDataset", "PlanDataset"])
+def test_datasets_that_are_planned_for_long_hold_up_no_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr(control_service, "_PLANNING_THREADS", 2)
+    monkeypatch.setattr(control_service, "_HANDLER_THREADS", 2)
+    listed = threading.Event()
+
+    def plan(*_: object, **__: object) -> NoReturn:
+        listed.wait(TIMEOUT_S)
+        raise LoadError("no such file")
+
+    monkeypatch.setattr(Coordinator, "create", plan)
+    monkeypatch.setattr(Coordinator, "plan", plan)
+    kind = getattr(pb, f"{verb}Request")
+    coordinator = lonely_coordinator(tmp_path)
+    with coordinator as stub:
+        try:
+            call = getattr(stub, verb).future
+            calls = [call(kind(spec=spec("slow", tmp_path)), timeout=TIMEOUT_S) for _ in range(5)]
+            answers_at_once(coordinator.service, stub)
+            assert not any(call.done() for call in calls)
+        finally:
+            listed.set()
+        for call in calls:
+            assert type(refused(call.result)[1]) is LoadError
 
 
 # -- health ----------------------------------------------------------------------------------------

@@ -187,6 +187,7 @@ def test_a_node_joins_the_coordinator_that_it_is_given(tmp_path: Path) -> None:
         (["--node-timeout-s", "-3"], ["node_timeout_s", "-3"]),
         (["--signal-exit-code", "256"], ["--signal-exit-code", "256"]),
         (["--signal-exit-code", "-15"], ["--signal-exit-code", "-15"]),
+        (["--ephemeral"], ["--ephemeral needs --exit-with-stdin", "standard input closes"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bind", "999.1.1.1"], ["999.1.1.1"]),
         (

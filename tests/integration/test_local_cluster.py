@@ -57,7 +57,16 @@ def test_a_given_directory_is_kept_with_a_folder_for_each_node(tmp_path: Path) -
             tmp_path / "cache" / "node-1",
         ]
 
-    assert (tmp_path / "cache" / "node-0" / "log").exists()
+    assert (tmp_path / "cache" / "node-0" / ".log").exists()
+
+
+def test_a_dataset_may_be_called_as_a_file_of_the_node_would_be(tmp_path: Path) -> None:
+    with LocalCluster(num_nodes=1) as cluster:
+        client = CacheClient(cluster.endpoint, timeout_s=10.0)
+        client.load(DatasetSpec("log", write_numbered(tmp_path / "source", 20)))
+
+        assert client.head("log", 20).column("row").to_pylist() == [*range(20)]
+        assert "node up" in cluster.nodes[0].log_tail()
 
 
 def test_a_killed_node_is_down_and_its_restart_keeps_ports_name_and_rows(tmp_path: Path) -> None:

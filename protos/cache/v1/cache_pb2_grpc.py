@@ -100,7 +100,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDataset(self, request, context):
-        """Streams the dataset at every change of its state or progress; ends when ready or failed.
+        """Streams the dataset at every change of its state or progress; ends when ready or failed, or,
+        where very many watch, after one answer: ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

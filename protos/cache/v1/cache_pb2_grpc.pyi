@@ -24,7 +24,9 @@ class CoordinatorStub:
     """Says what a load would come to, from metadata alone."""
     GetDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetDatasetRequest, _cache_pb2.GetDatasetResponse]
     WatchDataset: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchDatasetRequest, _cache_pb2.WatchDatasetResponse]
-    """Streams the dataset at every change of its state or progress; ends when ready or failed."""
+    """Streams the dataset at every change of its state or progress; ends when ready or failed, or,
+    where very many watch, after one answer: ask again.
+    """
     ListDatasets: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListDatasetsRequest, _cache_pb2.ListDatasetsResponse]
     DeleteDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DeleteDatasetRequest, _cache_pb2.DeleteDatasetResponse]
     ListNodes: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListNodesRequest, _cache_pb2.ListNodesResponse]
@@ -60,7 +62,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchDatasetRequest,
         context: _grpc.ServicerContext,
     ) -> _abc.Iterator[_cache_pb2.WatchDatasetResponse]:
-        """Streams the dataset at every change of its state or progress; ends when ready or failed."""
+        """Streams the dataset at every change of its state or progress; ends when ready or failed, or,
+        where very many watch, after one answer: ask again.
+        """
 
     @_abc_1.abstractmethod
     def ListDatasets(

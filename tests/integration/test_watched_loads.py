@@ -1,0 +1,141 @@
+"""Loads that many callers wait for, and coordinators that end a watch before the load has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cache_client import CacheClient, DatasetInfo, DatasetSpec, NotReadyError
+from cache_server import LocalCluster
+from cache_server.config import NodeConfig
+from cache_server.control_service import CoordinatorServicer
+from cache_server.server import CacheServer
+from protos.cache.v1 import cache_pb2 as pb
+from protos.load_progress import LoadReport
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+WAIT_S, SOON_S = 60.0, 5.0
+NUM_ROWS, FILES = 60, 6  # each file becomes a shard
+CALLERS = 70  # more than a coordinator has threads for
+
+Answers = Iterator[pb.WatchDatasetResponse]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> DatasetSpec:
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=FILES)
+    return DatasetSpec("table", source, target_shard_bytes=1)
+
+
+class Watches:
+    """The watches of the coordinator in this process, in the order in which they are asked for.
+
+    Attributes:
+        num_asked: how many there were.
+        cut: (number of the watch, from 0; its answers) -> the answers that it gives.
+    """
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.cut: Callable[[int, Answers], Answers] = lambda number, answers: answers
+
+    def answers(self, whole: Answers) -> Answers:
+        self.num_asked += 1
+        return self.cut(self.num_asked - 1, whole)
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Watches:
+    made = Watches()
+    whole = CoordinatorServicer.WatchDataset
+    monkeypatch.setattr(
+        CoordinatorServicer, "WatchDataset", lambda *call: made.answers(whole(*call))
+    )
+    return made
+
+
+@pytest.fixture
+def client(watches: Watches, tmp_path: Path) -> Iterator[CacheClient]:
+    """Of a node in this process, with those watches."""
+    config = NodeConfig.build(cache_dir=tmp_path / "cache", flight_port=0, control_port=0)
+    with CacheServer(config) as server:
+        yield CacheClient(server.endpoints.flight_location)
+
+
+def one_of_loading(answers: Answers) -> Answers:
+    """The first answer alone, as of a dataset that is loading."""
+    answer = next(answers)
+    answer.dataset.state = pb.DATASET_STATE_LOADING
+    yield answer
+
+
+def test_more_callers_than_threads_wait_for_a_load_and_the_coordinator_answers_everybody(
+    spec: DatasetSpec,
+) -> None:
+    """A coordinator that does not would lose its nodes, and its pod by the liveness probe."""
+    waiting: set[int] = set()
+
+    def load(caller: int) -> DatasetInfo:
+        def note(report: LoadReport) -> None:
+            waiting.add(caller)
+
+        return CacheClient(cluster.endpoint).load(spec, on_progress=note, timeout_s=WAIT_S)
+
+    with (
+        LocalCluster(num_nodes=2, node_timeout_s=2 * WAIT_S) as cluster,
+        grpc.insecure_channel(cluster.nodes[0].control_location) as channel,
+        ThreadPoolExecutor(CALLERS) as callers,
+    ):
+        other = psutil.Process(cluster.nodes[1].pid)
+        other.suspend()  # so that the load does not end
+        try:
+            loads = [callers.submit(load, caller) for caller in range(CALLERS)]
+            wait_until(lambda: len(waiting) == CALLERS, WAIT_S, "every caller sees the progress")
+
+            nodes = CacheClient(cluster.endpoint, timeout_s=SOON_S).nodes()
+            request = health_pb2.HealthCheckRequest(service="live")
+            health = health_pb2_grpc.HealthStub(channel).Check(request, timeout=SOON_S)
+            assert not any(load.done() for load in loads)
+        finally:
+            other.resume()
+        infos = [load.result(WAIT_S) for load in loads]
+
+    assert len(nodes) == 2
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    assert {(info.state, info.num_rows) for info in infos} == {("ready", NUM_ROWS)}
+
+
+def test_a_caller_whose_watch_ends_early_asks_again_until_the_dataset_is_ready(
+    client: CacheClient, watches: Watches, spec: DatasetSpec
+) -> None:
+    def cut(number: int, answers: Answers) -> Answers:
+        if number == 0:
+            return iter(())
+        return one_of_loading(answers) if number == 1 else answers
+
+    watches.cut = cut
+    reports: list[LoadReport] = []
+
+    info = client.load(spec, on_progress=reports.append, timeout_s=WAIT_S)
+
+    assert (info.state, info.num_rows) == ("ready", NUM_ROWS)
+    assert watches.num_asked == 3
+    assert reports[-1].percent == 100
+
+
+def test_a_caller_whose_every_watch_ends_early_keeps_its_deadline_and_asks_seldom(
+    client: CacheClient, watches: Watches, spec: DatasetSpec
+) -> None:
+    watches.cut = lambda number, answers: one_of_loading(answers)
+
+    with pytest.raises(NotReadyError, match=r"'table' was not ready within .* the load goes on"):
+        client.load(spec, timeout_s=1.0)
+
+    assert 2 <= watches.num_asked <= 20
