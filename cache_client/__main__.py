@@ -36,6 +36,8 @@ EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
 EXIT_CONFIG = 78  # EX_CONFIG
 
+_MEMORY_LIMIT_STOP = 2**64  # a uint64 on the wire
+
 app = typer.Typer(
     name="cachectl",
     help="Load, list and drop the datasets of a cache.",
@@ -130,10 +132,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a load would come to: rows, bytes, nodes, steps. Loads nothing."""
-    try:
-        limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    except ValueError as error:
-        raise ConfigError(f"--memory-limit {error}") from None
+    limit = None if memory_limit is None else _memory_limit(memory_limit)
     forecast = CacheClient(endpoint).plan(
         spec,
         num_nodes=nodes,
@@ -146,6 +145,16 @@ def plan(
         print_json(forecast_json(forecast))
     else:
         show_facts(forecast.name, forecast_facts(forecast))
+
+
+def _memory_limit(text: str) -> int:
+    try:
+        limit = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit {error}") from None
+    if not 1 <= limit < _MEMORY_LIMIT_STOP:
+        raise ConfigError(f"--memory-limit must be at least 1 byte, below 16EiB, got {text!r}")
+    return limit
 
 
 @app.command()

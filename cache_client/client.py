@@ -7,6 +7,7 @@ later fork could break.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from rich.progress import (
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
+from cache_client.permutation import checked_integer
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.rows import join
@@ -44,6 +46,13 @@ from protos.spec import DatasetSpec
 
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_S = 10.0
+
+_LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
+
+_MOST_NODES = 100_000  # of a plan: the coordinator names each of them
+_MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
+# The pause before a watch that ended early is asked for again: the first, and the longest.
+_ASK_AGAIN_S, _ASK_AGAIN_AT_MOST_S = 0.25, 2.0
 
 _STATES = {
     pb.DATASET_STATE_LOADING: "loading",
@@ -123,7 +132,8 @@ class CacheClient:
             wait: until the dataset is ready.
             progress: show a progress bar on standard error, or a line a second where that is no
                 terminal.
-            on_progress: called in this thread with how far it is, a few times a second.
+            on_progress: called in this thread with how far it is, a few times a second; every few
+                seconds where very many callers wait.
             timeout_s: of the whole load; None for no limit. The load goes on after it.
             refresh: make a new version also of a source that cannot tell whether it changed, such
                 as a database.
@@ -137,16 +147,15 @@ class CacheClient:
         if not isinstance(spec, DatasetSpec):
             spec = DatasetSpec.from_yaml(Path(spec))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._coordinator() as stub:
-            info = _create(stub, spec, timeout_s, refresh)
+        with self._coordinator(deadline) as stub:
+            info = _create(stub, spec, timeout_s, deadline, refresh)
             if wait:
                 watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
-                remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
                 with ExitStack() as stack:
                     take = [on_progress] if on_progress is not None else []
                     if progress:
                         take.append(stack.enter_context(_shown_progress(spec.name)))
-                    info = _wait_until_done(stub, watch, remaining, take, info)
+                    info = _wait_until_done(stub, watch, deadline, take, info)
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return _dataset_info(info)
@@ -176,33 +185,28 @@ class CacheClient:
         """
         if not isinstance(spec, DatasetSpec):
             spec = DatasetSpec.from_yaml(Path(spec))
-        given = {
-            "num_nodes": num_nodes,
-            "memory_limit_bytes": memory_limit_bytes,
-            "world_size": world_size,
-            "batch_size": batch_size,
-        }
-        bad = [
-            f"{key} must be at least 1, got {n}"
-            for key, n in given.items()
-            if n is not None and n < 1
-        ]
-        if bad:
-            raise ConfigError("; ".join(bad))
+        _check_job(
+            num_nodes=(num_nodes, _MOST_NODES),
+            memory_limit_bytes=(memory_limit_bytes, _MOST_MEMORY_BYTES),
+            world_size=(world_size, None),
+            batch_size=(batch_size, None),
+        )
         request = pb.PlanDatasetRequest(
             spec=spec.to_proto(),
             secrets=spec.secrets_to_proto(),
             num_nodes=num_nodes or 0,
             memory_limit_bytes=memory_limit_bytes or 0,
         )
-        with self._coordinator() as stub:
-            response = _call(stub.PlanDataset, request, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        with self._coordinator(deadline) as stub:
+            response = _call(stub.PlanDataset, request, deadline)
         return forecast_from_proto(response.forecast, world_size, batch_size)
 
     def datasets(self) -> list[DatasetInfo]:
         """The newest version of every dataset, by name."""
-        with self._coordinator() as stub:
-            response = _call(stub.ListDatasets, pb.ListDatasetsRequest(), self._timeout_s)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as stub:
+            response = _call(stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
         return [_dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
@@ -211,8 +215,9 @@ class CacheClient:
         Raises:
             DatasetNotFoundError: listing the datasets there are.
         """
-        with self._coordinator() as stub:
-            response = _call(stub.GetDataset, pb.GetDatasetRequest(name=name), self._timeout_s)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as stub:
+            response = _call(stub.GetDataset, pb.GetDatasetRequest(name=name), deadline)
         return _dataset_info(response.dataset)
 
     def drop(self, name: str) -> None:
@@ -221,13 +226,15 @@ class CacheClient:
         Raises:
             DatasetNotFoundError: listing the datasets there are.
         """
-        with self._coordinator() as stub:
-            _call(stub.DeleteDataset, pb.DeleteDatasetRequest(name=name), self._timeout_s)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as stub:
+            _call(stub.DeleteDataset, pb.DeleteDatasetRequest(name=name), deadline)
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator has heard of, by id."""
-        with self._coordinator() as stub:
-            response = _call(stub.ListNodes, pb.ListNodesRequest(), self._timeout_s)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as stub:
+            response = _call(stub.ListNodes, pb.ListNodesRequest(), deadline)
         return [
             NodeInfo(
                 node.id,
@@ -244,16 +251,25 @@ class CacheClient:
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
         """The first rows of a dataset, in source order."""
+        deadline = self._deadline()
         with Connection(self.endpoint) as connection:
             shards = connection.read_plan(name, "", (), self._timeout_s)
-        with Reader(self.endpoint, shards, deadline_s=self._timeout_s) as reader:
+        left = _left_s(deadline) or _LEAST_LOOK_UP_S
+        with Reader(self.endpoint, shards, deadline_s=left) as reader:
             pieces = reader.fetch(np.arange(min(num_rows, shards.num_rows), dtype=np.int64))
         return join(pieces).to_batch()
 
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
     @contextmanager
-    def _coordinator(self) -> Iterator[cache_pb2_grpc.CoordinatorStub]:
+    def _coordinator(self, deadline: float | None) -> Iterator[cache_pb2_grpc.CoordinatorStub]:
+        left = _left_s(deadline)
+        look_up_s = self._timeout_s
+        if left is not None:
+            look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
         with Connection(self.endpoint) as connection:
-            location = connection.coordinator(self._timeout_s).control_location
+            location = connection.coordinator(look_up_s).control_location
         options = [
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", int(_KEEPALIVE_S * 1000)),
@@ -267,17 +283,35 @@ class CacheClient:
                 raise from_rpc_error(error, location) from None
 
 
+def _check_job(**arguments: tuple[object, int | None]) -> None:
+    """Checks arguments of `CacheClient.plan`, each given with its largest value.
+
+    Raises:
+        ConfigError: quoting each that is neither None nor an integer from 1 on.
+    """
+    problems: list[str] = []
+    for name, (value, maximum) in arguments.items():
+        try:
+            if value is not None:
+                checked_integer(name, value, 1, maximum)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
 def _create(
     stub: cache_pb2_grpc.CoordinatorStub,
     spec: DatasetSpec,
     timeout_s: float | None,
+    deadline: float | None,
     refresh: bool,
 ) -> pb.DatasetInfo:
     request = pb.CreateDatasetRequest(
         spec=spec.to_proto(), secrets=spec.secrets_to_proto(), refresh=refresh
     )
     try:
-        info: pb.DatasetInfo = _call(stub.CreateDataset, request, timeout_s).dataset
+        info: pb.DatasetInfo = _call(stub.CreateDataset, request, deadline).dataset
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
@@ -291,17 +325,44 @@ def _create(
 def _wait_until_done(
     stub: cache_pb2_grpc.CoordinatorStub,
     watch: pb.WatchDatasetRequest,
-    timeout_s: float | None,
+    deadline: float | None,
     take: Iterable[Callable[[LoadReport], None]],
     info: pb.DatasetInfo,
 ) -> pb.DatasetInfo:
+    """The dataset when it is ready or has failed.
+
+    A coordinator that very many callers watch ends some of their watches before. It is then asked
+    again, after a pause that is another one for each caller.
+    """
     meter = LoadMeter(watch.name)
-    try:
-        for response in stub.WatchDataset(watch, timeout=timeout_s):
-            info = response.dataset
+    chance = random.Random()  # not the one that a training script may have seeded
+    pause_s = _ASK_AGAIN_S
+    while True:
+        for latest in _watched(stub, watch, deadline, info):
+            info = latest
             report = meter.read(info.progress)
             for function in take:
                 function(report)
+        if info.state != pb.DATASET_STATE_LOADING:
+            return info
+        left_s = _left_s(deadline)
+        wait_s = pause_s * chance.uniform(0.5, 1.0)
+        # Half of the time that is left, so that it is asked once more before the deadline.
+        time.sleep(wait_s if left_s is None else min(wait_s, left_s / 2))
+        pause_s = min(2 * pause_s, _ASK_AGAIN_AT_MOST_S)
+
+
+def _watched(
+    stub: cache_pb2_grpc.CoordinatorStub,
+    watch: pb.WatchDatasetRequest,
+    deadline: float | None,
+    info: pb.DatasetInfo,
+) -> Iterator[pb.DatasetInfo]:
+    """What one watch answers; ``info`` is what is known before."""
+    try:
+        for response in stub.WatchDataset(watch, timeout=_left_s(deadline)):
+            info = response.dataset
+            yield info
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
@@ -310,11 +371,14 @@ def _wait_until_done(
             f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
             f"{done.shards_total} shards, {done.rows_done} rows; the load goes on"
         ) from None
-    return info
 
 
-def _call(method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
-    return method(request, timeout=timeout_s)
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _call(method: Callable[..., Any], request: object, deadline: float | None) -> Any:
+    return method(request, timeout=_left_s(deadline))
 
 
 def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:

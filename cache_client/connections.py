@@ -314,6 +314,7 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
     starts: list[int] = []
     replicas: list[tuple[int, ...]] = []
     files: list[tuple[ShardFile, ...]] = []
+    num_bytes = 0
     for endpoint in info.endpoints:
         placement = pb.ShardPlacement.FromString(bytes(endpoint.app_metadata))
         uris = [location.uri.decode() for location in endpoint.locations]
@@ -323,6 +324,7 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
                 nodes[node_id] = len(refs)
                 refs.append(NodeRef(node_id, uri))
         starts.append(placement.rows.start)
+        num_bytes += placement.num_bytes
         replicas.append(tuple(nodes[node_id] for node_id in placement.node_ids))
         files.append(
             tuple(
@@ -340,6 +342,7 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
         tuple(replicas),
         tuple(files),
         plan.lease_s or math.inf,
+        num_bytes,
     )
 
 

@@ -8,6 +8,8 @@ next pass over the same epoch begins at its beginning.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS, _BEGUN_AT = range(6)
@@ -17,6 +19,9 @@ _UNCLAIMED = 0
 class Cursor:
     """Epoch and offset of the next pass. Copies by fork or pickling to a worker share it.
 
+    Any other copy, as by plain pickle or `copy.deepcopy`, stands where this one does and goes on by
+    itself; its own copies in workers share it in turn.
+
     Written by the training process, read by its workers; each field is one aligned 64-bit word.
     """
 
@@ -24,6 +29,11 @@ class Cursor:
         self._cells = torch.zeros(6, dtype=torch.int64)
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self._used_generation = -1  # of this copy: its offset was used up here
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._cells.is_shared():  # type: ignore[no-untyped-call]
+            self._cells.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def epoch(self) -> int:
@@ -64,7 +74,10 @@ class Cursor:
         """Epoch and offset of a pass that begins now.
 
         Args:
-            token: not 0; the same for all workers of one pass.
+            token: not 0; the same for all workers of one pass, another for every pass. (torch's
+                seed is all that workers share. Where it is set alike before two passes, both use
+                the offset: nothing tells a worker of the second from one of the first that came
+                late, and to take some workers for others would lose rows.)
             in_worker: whether this is a worker process.
         """
         if in_worker:

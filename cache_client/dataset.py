@@ -24,11 +24,14 @@ from cache_client.order import (
     EpochOrder,
     OrderState,
     StepPlan,
+    WorkerState,
     next_cursor,
+    read_state,
     step_windows,
     worker_steps,
 )
-from cache_client.plan import row_bytes, wait_for_plan
+from cache_client.permutation import checked_integer
+from cache_client.plan import argument_problems, has_plain, row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint, find_rank
 from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
 from cache_client.rows import Rows, cut
@@ -37,6 +40,10 @@ from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
 _LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
+_MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own messages, and so of rows in one
+_MOST_ROWS_PER_MESSAGE = 2**32 - 1  # a uint32 on the wire
+_MOST_PREFETCHED = 2**31 - 1
+_LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
 
@@ -60,7 +67,7 @@ class _Pass:
         """Epoch and rows consumed after so many batches.
 
         In a worker process: where the worker's own strided sequence of steps goes on. The states
-        of n workers then differ by up to n - 1 steps, and each resumes its own.
+        of n workers then differ by up to n - 1 steps, and each resumes its own: see `WorkerState`.
         """
         plan = self.plan
         if not self.in_worker:
@@ -139,19 +146,15 @@ class CacheIterableDataset(IterableDataset[Any]):
         local: bool = True,
     ) -> None:
         super().__init__()
-        problems: list[str] = []
-        if not dataset:
-            problems.append(f"dataset must be a name, got {dataset!r}")
-        if prefetch_batches < 1:
-            problems.append(f"prefetch_batches must be at least 1, got {prefetch_batches}")
-        if message_bytes < 1:
-            problems.append(f"message_bytes must be at least 1, got {message_bytes}")
-        if not deadline_s > 0:
-            problems.append(f"deadline_s must be more than 0, got {deadline_s}")
+        problems = argument_problems(dataset, columns, stack, deadline_s)
+        _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
+        _collect_integer(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
         target = _collect(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
             problems.append(f"device needs batch_format='torch', got {batch_format!r}")
-        who = _collect(problems, lambda: find_rank(rank, world_size))
+        given = {"rank": rank, "world_size": world_size}
+        ranks = [_collect_integer(problems, k, n) for k, n in given.items() if n is not None]
+        who = None if None in ranks else _collect(problems, lambda: find_rank(rank, world_size))
         where = _collect(problems, lambda: find_endpoint(endpoint))
         _collect(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last))
         _collect(
@@ -225,10 +228,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         Setting the epoch that is set already changes nothing: a loaded state stays.
 
         Raises:
-            ConfigError: quoting an epoch that is negative or no integer.
+            ConfigError: quoting an epoch that is no integer in [0, 2**62].
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ConfigError(f"epoch must be an integer, at least 0, got {epoch!r}")
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= _LAST_EPOCH:
+            raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}")
         if epoch != self._cursor.epoch:
             self._cursor.set(epoch, 0)
         if epoch != self._position[0]:
@@ -237,10 +240,13 @@ class CacheIterableDataset(IterableDataset[Any]):
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """Where this job stands: constant size; any world size, batch size and workers resume it.
 
+        In a worker process, where `torchdata.stateful_dataloader` asks for it and needs no help,
+        it is where that worker stands. Only as many workers resume that, with the same world size
+        times batch size; others are refused.
+
         Args:
-            steps: batches taken in this pass. Needed only where a plain DataLoader reads in
-                worker processes: torch does not tell the dataset which of the prefetched batches
-                the training loop has taken. (`torchdata.stateful_dataloader` needs no help.)
+            steps: batches taken in this pass. Needed where DataLoader workers read: torch does not
+                tell the dataset which of the prefetched batches the training loop has taken.
 
         Raises:
             ConfigError: ``steps`` is needed, or out of range.
@@ -259,7 +265,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
         else:
             epoch, consumed = self._position
-        return OrderState(
+        state = OrderState(
             dataset=self._shards.dataset,
             fingerprint=self._shards.fingerprint,
             seed=self.seed,
@@ -268,16 +274,26 @@ class CacheIterableDataset(IterableDataset[Any]):
             shuffle_block_size=self.shuffle_block_size,
             rows_consumed=consumed,
         ).to_dict()
+        worker = get_worker_info()
+        if worker is None or steps is not None:
+            return state
+        return WorkerState(
+            **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
+        ).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass begin where ``state_dict`` stands. Takes constant time.
 
+        It holds for one pass. With DataLoader workers, passes over one epoch count as one where
+        torch is seeded alike before each: set another epoch between them.
+
         Raises:
-            ConfigError: it is no state, or one of another order (seed, shuffle).
+            ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
+                another number of workers or another size of steps.
             StaleVersionError: it is of another dataset or fingerprint; names both.
         """
         try:
-            state = OrderState.from_dict(state_dict)
+            state = read_state(state_dict)
         except ValueError as error:
             raise ConfigError(f"bad state: {error}") from None
         if (state.dataset, state.fingerprint) != (self._shards.dataset, self.fingerprint):
@@ -295,11 +311,26 @@ class CacheIterableDataset(IterableDataset[Any]):
             raise ConfigError(
                 f"bad state: rows_consumed={state.rows_consumed} of {self.num_rows} rows"
             )
+        if isinstance(state, WorkerState):
+            self._check_workers(state)
         self._stand_at(state.epoch, state.rows_consumed)
         if get_worker_info() is None:
             self._cursor.set(state.epoch, state.rows_consumed)
         else:
             self._worker_start = (self._cursor.generation, self._position)
+
+    def _check_workers(self, state: WorkerState) -> None:
+        worker = get_worker_info()
+        workers = 0 if worker is None else worker.num_workers
+        rows_per_step = self._plan(0).rows_per_step
+        if (state.num_workers, state.rows_per_step) != (workers, rows_per_step):
+            raise ConfigError(
+                f"the state is of one of num_workers={state.num_workers} DataLoader workers, with "
+                f"world_size * batch_size = {state.rows_per_step}; here num_workers={workers} and "
+                f"world_size * batch_size = {rows_per_step}: rows would be lost and repeated; to "
+                "go on with others, save dataset.state_dict(steps=<batches taken in this epoch>) "
+                "of the training process"
+            )
 
     # -- iteration -----------------------------------------------------------------------------
 
@@ -312,7 +343,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._shards,
             columns=self._columns,
             turn=self.rank,
-            rows_per_message=self._steps_in(self._message_bytes) * self.batch_size,
+            rows_per_message=self._rows_per_message(),
             deadline_s=self._deadline_s,
             local=self._local_shards(),
         ) as reader:
@@ -393,7 +424,18 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
 
     def _steps_in(self, num_bytes: int) -> int:
-        return max(1, num_bytes // (self.batch_size * row_bytes(self._shards.layout)))
+        return max(1, num_bytes // (self.batch_size * row_bytes(self._shards)))
+
+    def _rows_per_message(self) -> int:
+        """Those of whole steps, whose batches are views of a message then.
+
+        Fewer where a step has longer strings or lists than a message should: a batch is put
+        together of several then.
+        """
+        rows = self._steps_in(self._message_bytes) * self.batch_size
+        if has_plain(self._shards.layout):
+            rows = min(rows, max(1, self._message_bytes // row_bytes(self._shards)))
+        return min(rows, _MOST_ROWS_PER_MESSAGE)
 
     def _local_shards(self) -> LocalShards | None:
         """Mapped once in each process: touching the pages of a new map costs time."""
@@ -420,6 +462,17 @@ def _fetch_window(
         return reader.fetch(this.order.row_ids(positions)), sizes
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None
+
+
+def _collect_integer(
+    problems: list[str],
+    name: str,
+    value: object,
+    minimum: int | None = None,
+    maximum: int | None = None,
+) -> int | None:
+    """The argument ``name``; one that is no integer in these bounds is one more problem instead."""
+    return _collect(problems, lambda: checked_integer(name, value, minimum, maximum))
 
 
 def _collect(problems: list[str], make: Callable[[], _T]) -> _T | None:

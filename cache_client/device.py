@@ -14,23 +14,29 @@ Knows tensors, threads and streams; knows neither rows nor nodes.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  # its hook at exit must follow the one below
 import copy
 import itertools
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
-from queue import Empty, Queue
+from queue import Empty, Full, Queue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from protos.errors import ConfigError
+from protos.errors import CacheError, ConfigError
 
 _SLOTS = 2  # one is filled while the other is copied
 _ALIGNMENT = 256  # bytes; of each tensor in a slot, as the device's own allocator aligns
 _SMALLEST_SLOT = 4096
+_EXIT_WAIT_S = 3.0  # a program that ends waits so long for the threads of iterators alive
 
 
 def find_device(device: torch.device | str | None) -> torch.device | None:
@@ -67,7 +73,8 @@ def on_device(
 
     At most two batches are taken from the source and copied ahead of the one handed out last.
     Nothing is begun before the first batch is asked for. Whoever uses a batch on another stream
-    than the one on which it was taken must order that, as always in torch.
+    than the one on which it was taken must order that, as always in torch. A program may end while
+    iterators are alive: they are broken off, and their threads awaited for a few seconds at most.
 
     Args:
         batches: the source. Runs in a thread of this function's from the first batch on, and is
@@ -92,7 +99,9 @@ def on_device(
     thread = threading.Thread(
         target=_move_all, args=(batches, mover, ready, stop), name="cache-device", daemon=True
     )
+    hand_off = _HandOff(thread, ready, stop, interrupt)
     thread.start()
+    _running.add(hand_off)
     try:
         while isinstance(item := ready.get(), _Moved):
             yield mover.hand_out(item)
@@ -102,10 +111,54 @@ def on_device(
             finally:
                 del item  # its traceback holds this frame
     finally:
-        stop.set()
-        interrupt()
-        _let_go(ready)
-        thread.join()
+        # The last thing an interpreter does is to close what is alive: no other thread runs then.
+        if not sys.is_finalizing():
+            hand_off.break_off()
+            thread.join()
+        _running.discard(hand_off)
+
+
+@dataclass(frozen=True, eq=False)
+class _HandOff:
+    """What runs behind an iterator of `on_device`."""
+
+    thread: threading.Thread
+    ready: Queue[_Moved | _End]
+    stop: threading.Event
+    interrupt: Callable[[], None]
+
+    def break_off(self) -> None:
+        """Makes the thread end soon; waits for nothing."""
+        self.stop.set()
+        self.interrupt()
+        _let_go(self.ready)
+
+
+_running: set[_HandOff] = set()
+# A forked child has none of the threads.
+os.register_at_fork(after_in_child=_running.clear)
+
+
+def _end_all() -> None:
+    """Ends every thread before the interpreter does.
+
+    A thread that is inside C++ when the interpreter has ended, and wants to go on with Python,
+    aborts the process.
+    """
+    left = list(_running)
+    for hand_off in left:
+        hand_off.break_off()
+    deadline = time.monotonic() + _EXIT_WAIT_S
+    for hand_off in left:
+        hand_off.thread.join(max(0.0, deadline - time.monotonic()))
+        _let_go(hand_off.ready)
+        with suppress(Full):  # for a consumer in another thread, which may be waiting
+            hand_off.ready.put_nowait(_End(CacheError("no more batches: the program ends")))
+
+
+# Before the threads of pools are awaited, which may themselves wait for nodes until they are
+# interrupted. Where Python has no such hook any more, after that.
+getattr(threading, "_register_atexit", atexit.register)(_end_all)
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,8 @@ class StepPlan:
         if not steps:
             return np.empty(0, np.int64), []
         last = self.positions(steps[-1], rank)  # the only one that may be short
+        if len(steps) == 1:  # a batch may be longer than memory where no step is full
+            return np.arange(last.start, last.stop, dtype=np.int64), [len(last)]
         first = self.positions(steps[0], rank).start
         starts = first + np.arange(len(steps) - 1, dtype=np.int64) * (
             steps.step * self.rows_per_step
@@ -402,6 +404,43 @@ class OrderState:
             )
         epoch, rows_consumed = next_cursor(plan, self.epoch, steps_done)
         return replace(self, epoch=epoch, rows_consumed=rows_consumed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerState(OrderState):
+    """Where one of n DataLoader workers stands: its own every n-th step goes on from there.
+
+    The states of n workers differ. Together they mean the next row only where workers of the same
+    number take steps of the same size, so this tells both.
+
+    Args:
+        rows_per_step: rows of all ranks together in a full step.
+        num_workers: how many there are of a rank, at least 1.
+
+    Raises:
+        ValueError: as `OrderState`.
+
+    Thread-safety: immutable.
+    """
+
+    rows_per_step: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checked_integer("rows_per_step", self.rows_per_step, 1)
+        checked_integer("num_workers", self.num_workers, 1)
+
+
+def read_state(mapping: Mapping[str, Any]) -> OrderState:
+    """Read what `to_dict` of an `OrderState` or a `WorkerState` wrote, as that.
+
+    Raises:
+        ValueError: as `OrderState.from_dict`.
+    """
+    if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
+        return WorkerState.from_dict(mapping)
+    return OrderState.from_dict(mapping)
 
 
 def _boolean(name: str, value: object) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from cache_client.convert import BatchFormat, Converter
 from cache_client.local_shards import LocalShards
-from cache_client.plan import row_bytes, wait_for_plan
+from cache_client.plan import argument_problems, row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
 from cache_client.rows import Rows, join
@@ -87,11 +87,7 @@ class CacheDataset(Dataset[Any]):
         deadline_s: float = 60.0,
         local: bool = True,
     ) -> None:
-        problems: list[str] = []
-        if not dataset:
-            problems.append(f"dataset must be a name, got {dataset!r}")
-        if not deadline_s > 0:
-            problems.append(f"deadline_s must be more than 0, got {deadline_s}")
+        problems = argument_problems(dataset, columns, stack, deadline_s)
         try:
             where = find_endpoint(endpoint)
         except ConfigError as error:
@@ -112,7 +108,7 @@ class CacheDataset(Dataset[Any]):
     def _open(self) -> None:
         """What is made anew in each process."""
         self._convert = Converter(self._shards.layout, self._stack, self._batch_format)
-        self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards.layout))
+        self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
         self._readers: dict[int, Reader] = {}  # process id -> its reader; see `_reader`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,16 +216,24 @@ class CacheDataset(Dataset[Any]):
         if given.shape == (0,):  # of any dtype: an empty list has none
             return np.empty(0, np.int64)
         if given.ndim != 1 or given.dtype.kind not in "iu":
+            self._check_long(indices)
             raise TypeError(f"rows are chosen by a list of integers, got {indices!r:.200}")
         outside = (given < -self.num_rows) | (given >= self.num_rows)
         if outside.any():
-            raise IndexError(
-                f"row {given[outside][0]} is not in dataset {self.dataset!r} "
-                f"of {self.num_rows} rows"
-            )
+            raise self._no_row(given[outside][0])
         row_ids = given.astype(np.int64)
         row_ids[row_ids < 0] += self.num_rows
         return row_ids
+
+    def _check_long(self, indices: RowNumbers) -> None:
+        """Raises IndexError for integers that NumPy has no type for."""
+        if isinstance(indices, Sequence) and all(type(number) is int for number in indices):
+            raise self._no_row(max(indices, key=abs))
+
+    def _no_row(self, number: object) -> IndexError:
+        return IndexError(
+            f"row {number} is not in dataset {self.dataset!r} of {self.num_rows} rows"
+        )
 
     def _read(self, row_ids: Ids) -> Rows:
         reader, size = self._reader(), self._rows_per_fetch

@@ -54,6 +54,7 @@ class ShardMap:
         replicas: for each shard indices into ``nodes``, in order of preference.
         files: for each shard its files, for whoever runs on the machine of a node.
         lease_s: so long after its last use the version is kept when it is replaced.
+        num_bytes: of the stored shards, one replica: of all columns, unless it was made less.
         layout: of the columns that are read, packed.
     """
 
@@ -66,6 +67,7 @@ class ShardMap:
     replicas: tuple[tuple[int, ...], ...]
     files: tuple[tuple[ShardFile, ...], ...] = ()
     lease_s: float = math.inf
+    num_bytes: int = 0
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

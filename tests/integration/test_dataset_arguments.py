@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,18 @@ import torch
 
 from cache_client import (
     CacheClient,
+    CacheDataset,
     CacheIterableDataset,
     ConfigError,
     DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
+    NotReadyError,
     RequestError,
     StaleVersionError,
+    plan,
 )
+from cache_client.connections import Connection
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 
@@ -36,6 +42,77 @@ def test_every_bad_argument_is_quoted_at_once() -> None:
     quoted = ("''", "batch_size", "message_bytes must be at least 1, got 0", "rank=3 world_size=3")
     for words in (*quoted, "got 4", "got -1"):
         assert words in str(caught.value)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dataset": 5}, "dataset must be a name, got 5"),
+    ({"columns": "row"}, "columns must be a list of names, got 'row'"),
+    ({"columns": ["row", 1]}, "columns must be a list of names, got ['row', 1]"),
+    ({"stack": {"x": "ab"}}, "stack 'x' must be a list of columns, got 'ab'"),
+    ({"stack": ["a", "b"]}, "stack must be a dict from name to columns, got ['a', 'b']"),
+    ({"deadline_s": "60"}, "deadline_s must be a number, more than 0, got '60'"),
+    ({"deadline_s": float("nan")}, "deadline_s must be a number, more than 0, got nan"),
+    ({"message_bytes": 1e6}, "message_bytes must be an integer, got 1000000.0"),
+    ({"message_bytes": 2**40}, "message_bytes must be at most 2147483647, got 1099511627776"),
+    ({"prefetch_batches": "60"}, "prefetch_batches must be an integer, got '60'"),
+    ({"prefetch_batches": 2**64}, "prefetch_batches must be at most 2147483647, got 1844674"),
+    ({"rank": 0.0, "world_size": 1.0}, "rank must be an integer, got 0.0; world_size must be"),
+    ({"rank": "0", "world_size": 2}, "rank must be an integer, got '0'"),
+    ({"rank": 0, "world_size": True}, "world_size must be an integer, got True"),
+    ({"batch_size": 2.0}, "batch_size must be an integer, got 2.0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_ARGUMENTS)
+def test_an_argument_of_another_type_or_range_is_quoted_before_a_node_is_asked(
+    arguments: dict[str, Any], words: str
+) -> None:
+    given = {"dataset": "t", "endpoint": "grpc://127.0.0.1:1", "batch_size": 1, **arguments}
+    with pytest.raises(ConfigError) as caught:
+        CacheIterableDataset(given.pop("dataset"), **given)
+    assert words in str(caught.value)
+    if set(arguments) <= {"dataset", "columns", "stack", "deadline_s"}:
+        del given["batch_size"]
+        with pytest.raises(ConfigError) as caught:
+            CacheDataset(arguments.get("dataset", "t"), **given)
+        assert words in str(caught.value)
+
+
+def test_all_arguments_of_another_type_are_quoted_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CacheIterableDataset(
+            "t", endpoint="grpc://127.0.0.1:1", batch_size="1", columns="row",  # type: ignore
+            stack={"x": "ab"}, rank="0", world_size=1.0, message_bytes="2",  # type: ignore
+            prefetch_batches=None, deadline_s="60", seed="s", shuffle=2,  # type: ignore
+        )  # fmt: skip
+    for name in (
+        *("batch_size", "columns", "stack 'x'", "rank", "world_size", "message_bytes"),
+        *("prefetch_batches", "deadline_s", "seed"),
+    ):
+        assert f"{name} must be" in str(caught.value)
+
+
+def test_an_epoch_is_an_integer_of_64_bits(cluster: LocalCluster, table: str) -> None:
+    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10)
+    for bad in (2**70, -1, 1.0, "1", True):
+        with pytest.raises(
+            ConfigError, match=r"epoch must be an integer in \[0, 2\*\*62\]"
+        ) as caught:
+            dataset.set_epoch(bad)  # type: ignore[arg-type]
+        assert repr(bad) in str(caught.value)
+    dataset.set_epoch(2**62)
+    assert len([*dataset]) == 10 and dataset.state_dict()["epoch"] == 2**62 + 1
+
+
+def test_a_batch_may_be_longer_than_memory(cluster: LocalCluster, table: str) -> None:
+    for local in (True, False):
+        for size in (2**32, sys.maxsize):
+            dataset = CacheIterableDataset(
+                table, endpoint=cluster.endpoint, batch_size=size, rank=1, world_size=2,
+                local=local,
+            )  # fmt: skip
+            (batch,) = dataset
+            assert batch["row"].tolist() == list(range(50, 100))
 
 
 @pytest.mark.parametrize(
@@ -63,6 +140,43 @@ def test_a_cache_that_is_not_there_is_an_error_at_the_deadline() -> None:
     with pytest.raises(NodeUnavailableError, match=r"127\.0\.0\.1:9"):
         CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)
     assert time.monotonic() - start < 15
+
+
+def test_no_attempt_to_read_the_plan_goes_past_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plan, "REQUEST_TIMEOUT_S", 0.6)
+    ends: list[float] = []
+    read_plan = Connection.read_plan
+
+    def noting(self: Connection, *arguments: Any) -> Any:
+        ends.append(time.monotonic() + arguments[-1])
+        return read_plan(self, *arguments)
+
+    monkeypatch.setattr(Connection, "read_plan", noting)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
+        endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(NodeUnavailableError, match=endpoint):
+            CacheIterableDataset("t", endpoint=endpoint, batch_size=1, deadline_s=1.0)
+    assert len(ends) >= 2
+    assert max(ends) - start < 1.1
+
+
+def test_a_dataset_that_is_not_ready_is_asked_for_until_just_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts: list[float] = []
+
+    def not_ready(self: Connection, *arguments: Any) -> Any:
+        starts.append(time.monotonic())
+        raise NotReadyError("3 of 7 shards")
+
+    monkeypatch.setattr(Connection, "read_plan", not_ready)
+    start = time.monotonic()
+    with pytest.raises(NotReadyError, match="3 of 7 shards"):
+        CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)
+    assert starts[-1] - start >= 0.7
 
 
 def test_the_endpoint_comes_from_the_environment(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -142,3 +149,68 @@ def test_a_data_loader_that_pins_memory_takes_the_batches(
         assert batch["row"].is_pinned() == HAS_CUDA
         rows += batch["row"].tolist()
     assert rows == EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """More than is made ahead of use, so that the background is busy when the program ends."""
+    values = np.zeros(20_000, np.float32)
+    columns = pa.table({f"c{number}": values for number in range(200)})
+    pq.write_table(columns, tmp_path / "wide.parquet")
+    return tmp_path / "wide.parquet"
+
+
+LEAVES_AN_ITERATOR = """
+import sys
+from cache_client import CacheIterableDataset
+
+dataset = CacheIterableDataset(sys.argv[1], endpoint=sys.argv[2], batch_size=31, device="cpu",
+    local=sys.argv[3] == "local", prefetch_batches=1, message_bytes=100_000)
+iterator = iter(dataset)
+for step in range(5):
+    next(iterator)
+print("trained", flush=True)
+sys.stdin.readline()
+for step in range(20):  # of what was fetched ahead; more is asked for
+    next(iterator)
+"""
+
+
+def leaves_an_iterator(cluster: LocalCluster, name: str, how: str) -> subprocess.Popen[str]:
+    """A program that has trained; it goes on and ends, its iterator alive, when its input ends."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", LEAVES_AN_ITERATOR, name, cluster.endpoint, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "trained\n"
+    return program
+
+
+@pytest.mark.parametrize("how", ["local", "flight"])
+def test_a_program_that_ends_while_an_iterator_is_alive_ends_well(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, wide: Path, how: str
+) -> None:
+    client.load(DatasetSpec(dataset_name, wide, target_shard_bytes=4_000_000))
+    for _ in range(3):
+        program = leaves_an_iterator(cluster, dataset_name, how)
+        _, errors = program.communicate(timeout=60.0)
+        assert (program.returncode, errors) == (0, "")
+
+
+def test_a_program_that_ends_waits_for_no_node_that_hangs(wide: Path) -> None:
+    with LocalCluster(num_nodes=1) as nodes:
+        CacheClient(nodes.endpoint).load(DatasetSpec("wide", wide, target_shard_bytes=4_000_000))
+        program = leaves_an_iterator(nodes, "wide", "flight")
+        node = psutil.Process(nodes.nodes[0].pid)
+        node.suspend()
+        try:
+            begun = time.monotonic()
+            _, errors = program.communicate(timeout=60.0)
+            assert (program.returncode, errors) == (0, "")
+            assert time.monotonic() - begun < 5.0
+        finally:
+            node.resume()

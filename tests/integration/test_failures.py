@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -268,6 +269,46 @@ def test_a_coordinator_that_is_not_there_is_an_error_within_the_deadline() -> No
         for call in ("datasets", "nodes"):
             with pytest.raises(NodeUnavailableError, match=endpoint):
                 getattr(CacheClient(endpoint, timeout_s=0.5), call)()
+
+
+@pytest.mark.parametrize("call", ["load", "plan"])
+def test_a_call_with_a_timeout_of_its_own_does_not_wait_longer_for_the_coordinator(
+    source: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(cache_client.client, "_LEAST_LOOK_UP_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(NodeUnavailableError, match=endpoint):
+            getattr(CacheClient(endpoint, timeout_s=8.0), call)(
+                DatasetSpec("table", source), timeout_s=0.3
+            )
+    assert time.monotonic() - start < 4
+
+
+def test_what_finding_the_coordinator_took_is_taken_from_the_time_of_the_call(
+    patient_client: CacheClient, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines: list[float | None] = []
+    call, now = cache_client.client._call, time.monotonic
+
+    def noting(method: object, request: object, deadline: float | None) -> object:
+        deadlines.append(deadline)
+        return call(method, request, deadline)
+
+    monkeypatch.setattr(cache_client.client, "_call", noting)
+    start = now()
+    spec = DatasetSpec("table", source)
+    patient_client.load(spec, timeout_s=WAIT_S)
+    patient_client.plan(spec, timeout_s=WAIT_S)
+    patient_client.load(spec)
+    patient_client.datasets()
+
+    load, plan, endless, datasets = deadlines
+    assert load is not None and plan is not None and datasets is not None
+    assert endless is None
+    assert start + WAIT_S <= load <= plan <= now() + WAIT_S
+    assert datasets <= now() + 15.0  # of this client
 
 
 def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_limit(

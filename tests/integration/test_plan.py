@@ -204,6 +204,11 @@ def test_a_plan_loads_nothing_and_names_what_is_wrong(
         match=r"num_nodes must be at least 1, got -1; batch_size must be at least 1, got 0",
     ):
         client.plan(DatasetSpec("planned-only", table), batch_size=0, num_nodes=-1)
+    many: Any = {"num_nodes": 1.5, "memory_limit_bytes": 2**64, "world_size": "2"}
+    with pytest.raises(ConfigError) as caught:
+        client.plan(DatasetSpec("planned-only", table), **many)
+    for words in ("num_nodes must be an integer, got 1.5", f"got {2**64}", "got '2'"):
+        assert words in str(caught.value)
 
     assert {info.name for info in client.datasets()} == before
 
@@ -275,3 +280,7 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
     assert "split by split" in way.stdout and "each row is handled by itself" in way.stdout
     bad = cachectl("plan", spec, *at, "--memory-limit", "lots")
     assert bad.returncode == EXIT_CONFIG and "'lots'" in bad.stderr
+    long = cachectl("plan", spec, *at, "--memory-limit", "99999PiB")
+    assert long.returncode == EXIT_CONFIG and "got '99999PiB'" in long.stderr
+    many = cachectl("plan", spec, *at, "--nodes", 5_000_000_000)
+    assert many.returncode == EXIT_CONFIG and "num_nodes must be at most" in many.stderr

@@ -99,7 +99,11 @@ def test_a_loop_over_it_ends_where_the_rows_end(cluster: LocalCluster, table: st
         assert [int(row["row"]) for row in dataset] == list(range(ROWS))
 
 
-@pytest.mark.parametrize("index", [ROWS, -ROWS - 1, 10**15, [3, ROWS], np.array([2**63], "u8")])
+@pytest.mark.parametrize(
+    "index",
+    [ROWS, -ROWS - 1, 10**15, 2**70, -(2**70), [3, ROWS], [-1, 2**63], [3, 2**70],
+     np.array([2**63], "u8")],
+)  # fmt: skip
 def test_a_row_that_is_not_there_is_named(dataset: CacheDataset, index: Any) -> None:
     bad = index if isinstance(index, int) else int(index[-1])
     with pytest.raises(IndexError, match=rf"row {bad} is not in dataset .* of {ROWS} rows"):
@@ -156,7 +160,8 @@ def test_rows_asked_for_together_are_one_fetch(dataset: CacheDataset, fetches: l
 def test_more_rows_than_one_fetch_may_bring_are_several_and_the_same(
     cluster: LocalCluster, table: str, fetches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(random_access, "FETCH_BYTES", 5_200)  # rows count as 52 bytes
+    monkeypatch.setattr(random_access, "FETCH_BYTES", 5_200)
+    monkeypatch.setattr(random_access, "row_bytes", lambda shards: 52)
     with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
         indices = np.random.default_rng(0).permutation(ROWS)[:950]
         batch = dataset.fetch(indices)

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    ConfigError,
+    DatasetSpec,
+    NodeUnavailableError,
+)
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
@@ -247,6 +256,83 @@ def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whol
     assert list(itertools.chain(*(b["row"].tolist() for b in loader))) == order
 
 
+@pytest.mark.parametrize(
+    ("workers_after", "batch_size_after", "quoted"),
+    [
+        (2, 17, r"num_workers=2 .* = 31; here num_workers=2 and .* = 17: .*state_dict\(steps="),
+        (3, 31, r"num_workers=2 .* = 31; here num_workers=3 and .* = 31: .*state_dict\(steps="),
+        (0, 31, r"num_workers=2 .* = 31; here num_workers=0 and .* = 31: .*state_dict\(steps="),
+    ],
+)
+def test_the_state_of_a_worker_is_refused_by_others_and_that_of_the_order_is_not(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    workers_after: int,
+    batch_size_after: int,
+    quoted: str,
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+
+    def make(batch_size: int) -> CacheIterableDataset:
+        return CacheIterableDataset(
+            dataset_name, endpoint=cluster.endpoint, batch_size=batch_size, columns=["row"]
+        )
+
+    dataset = make(31)
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=2)
+    rows = [row for batch in itertools.islice(loader, 3) for row in batch["row"].tolist()]
+    (of_worker,) = {
+        json.dumps(worker["dataset_state"])
+        for worker in loader.state_dict()["_snapshot"]["_worker_snapshots"].values()
+        if worker["worker_id"] == 0
+    }
+    resumed = make(batch_size_after)
+    state_of = _StateOf(json.loads(of_worker), resumed)
+    with pytest.raises(ConfigError, match=quoted):
+        for _ in DataLoader(state_of, batch_size=None, num_workers=workers_after):
+            pass
+
+    resumed.load_state_dict(dataset.state_dict(steps=3))
+    assert rows + list(itertools.chain(*rows_of(resumed, workers_after))) == list(range(ROWS))
+
+
+class _StateOf(IterableDataset[Any]):
+    """A dataset that resumes a state where it is iterated, as in workers of StatefulDataLoader."""
+
+    def __init__(self, state: dict[str, Any], dataset: CacheIterableDataset) -> None:
+        self._state, self._dataset = state, dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        self._dataset.load_state_dict(self._state)
+        return iter(self._dataset)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    duplicate: Callable[[CacheIterableDataset], CacheIterableDataset],
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = duplicate(
+        CacheIterableDataset(
+            dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        )
+    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
+    for epoch in (0, 1):
+        dataset.set_epoch(epoch)
+        rows = [row for batch in loader for row in batch["row"].tolist()]
+        order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
+        assert rows == order.row_ids(np.arange(ROWS)).tolist()
+        with pytest.raises(ConfigError, match="state_dict needs steps="):
+            dataset.state_dict()
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_that_live_on_follow_set_epoch(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, method: str
@@ -290,6 +376,17 @@ def wide_source(tmp_path: Path) -> Path:
     columns = {"row": np.arange(rows), **{f"c{i}": np.zeros(rows) for i in range(250)}}
     pq.write_table(pa.table(columns), tmp_path / "wide.parquet", row_group_size=1_000)
     return tmp_path
+
+
+def test_a_worker_sends_of_a_batch_no_more_memory_than_the_batch(wide_source: Path) -> None:
+    with LocalCluster() as cluster:
+        CacheClient(cluster.endpoint).load(DatasetSpec("wide", wide_source))
+        dataset = CacheIterableDataset("wide", endpoint=cluster.endpoint, batch_size=100)
+        batch = next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+    storages = [column.untyped_storage() for column in batch.values()]
+    sent = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert len(batch) == 251 and sorted(sent.values()) == [100 * 8, 100 * 8 * 250]
+    assert torch.equal(batch["row"], torch.arange(100)) and not batch["c249"].any()
 
 
 def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -35,6 +37,23 @@ def test_a_worker_that_lives_on_uses_the_offset_once_though_its_token_stays() ->
     worker = copy_in_worker(cursor)
     assert worker.begin(7, in_worker=True) == (1, 30)
     assert worker.begin(7, in_worker=True) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda cursor: pickle.loads(pickle.dumps(cursor))]
+)
+def test_a_duplicate_stands_where_it_was_made_and_shares_with_its_own_copies(
+    duplicate: Callable[[Cursor], Cursor],
+) -> None:
+    original = Cursor()
+    original.set(3, 40)
+    cursor = duplicate(original)
+    assert cursor._cells.is_shared()
+    assert (cursor.epoch, cursor.next_offset) == (3, 40)
+    cursor.set(4, 50)
+    assert (original.epoch, original.next_offset) == (3, 40)
+    assert copy_in_worker(cursor).begin(7, in_worker=True) == (4, 50)
+    assert cursor.read_by_workers
 
 
 def test_setting_reaches_the_copies() -> None:

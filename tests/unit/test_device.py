@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
@@ -216,6 +218,42 @@ def test_closing_interrupts_a_source_that_waits() -> None:
     assert waits.wait(10.0)
     moved.close()
     assert interrupted.is_set()
+
+
+ENDS_BEFORE_ITS_CONSUMER = """
+import itertools, threading, torch
+from cache_client.device import on_device
+
+begun, interrupted = threading.Event(), threading.Event()
+
+def source():
+    yield torch.zeros(1)
+    begun.set()
+    interrupted.wait()
+    yield from (torch.zeros(1) for _ in itertools.count())
+
+def consume():
+    try:
+        for batch in on_device(source(), torch.device("cpu"), interrupt=interrupted.set):
+            pass
+    except Exception as error:
+        print(type(error).__name__, error)
+
+threading.Thread(target=consume).start()
+begun.wait()
+"""
+
+
+def test_a_consumer_in_a_thread_that_outlives_the_program_is_told() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_BEFORE_ITS_CONSUMER],
+        capture_output=True,
+        text=True,
+        timeout=60.0,
+        check=True,
+    )
+    assert done.stdout == "CacheError no more batches: the program ends\n"
+    assert done.stderr == ""
 
 
 def test_nothing_begins_before_the_first_batch_is_asked_for() -> None:

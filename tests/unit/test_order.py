@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import pickle
+import sys
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
@@ -529,6 +531,23 @@ def test_the_number_of_steps_is_the_quotient_rounded_as_drop_last_says(plan: Ste
 def test_rows_consumed_after_the_last_step_is_at_most_num_rows() -> None:
     plan = StepPlan(11, world_size=2, batch_size=3, rows_consumed=1)
     assert [plan.rows_consumed_after(step) for step in range(plan.num_steps)] == [7, 11]
+
+
+@pytest.mark.parametrize("batch_size", [10**8, 2**32, sys.maxsize])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_step_that_is_longer_than_the_epoch_takes_no_memory_of_its_own(
+    batch_size: int, num_workers: int
+) -> None:
+    plan = StepPlan(2003, world_size=2, batch_size=batch_size)
+    tracemalloc.start()
+    try:
+        joined, sizes = plan.window(worker_steps(plan.num_steps, 0, num_workers), 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert joined.tolist() == list(range(1001, 2003)) and joined.dtype == np.int64
+    assert sizes == [1002]
+    assert peak < 1_000_000
 
 
 def test_an_empty_dataset_has_no_steps() -> None:

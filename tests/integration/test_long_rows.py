@@ -1,0 +1,139 @@
+"""Tables of long values: a window has the bytes it should, whatever its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
+from cache_client.connections import GatherStream
+from cache_client.reader import Reader
+from cache_server import LocalCluster
+
+ROWS, LONG_BYTES, IMAGE_BYTES = 300, 100_000, 2000
+MEBI = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Rows of 100 KB, 15 shards; each document says its row."""
+    source = tmp_path_factory.mktemp("long") / "t.parquet"
+    images = [[row % 251] * IMAGE_BYTES for row in range(ROWS)]
+    rows = pa.table(
+        {
+            "row": np.arange(ROWS),
+            "image": pa.array(images, pa.list_(pa.uint8(), IMAGE_BYTES)),
+            "doc": [row.to_bytes(4, "little") * (LONG_BYTES // 4) for row in range(ROWS)],
+        }
+    )
+    pq.write_table(rows, source, row_group_size=20)
+    CacheClient(cluster.endpoint).load(DatasetSpec("long-rows", source, target_shard_bytes=1))
+    yield "long-rows"
+    CacheClient(cluster.endpoint).drop("long-rows")
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each window asked for."""
+    sizes: list[int] = []
+    fetch = Reader.fetch
+
+    def noting(self: Reader, row_ids: Any) -> Any:
+        sizes.append(len(row_ids))
+        return fetch(self, row_ids)
+
+    monkeypatch.setattr(Reader, "fetch", noting)
+    return sizes
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each message of a node had."""
+    sizes: list[int] = []
+    receive = GatherStream.receive
+
+    def noting(self: GatherStream, num_rows: int) -> Any:
+        batches = receive(self, num_rows)
+        sizes.extend(batch.num_rows for batch in batches)
+        return batches
+
+    monkeypatch.setattr(GatherStream, "receive", noting)
+    return sizes
+
+
+def docs_say_their_row(batch: dict[str, Any]) -> bool:
+    said = [int.from_bytes(doc[:4], "little") for doc in batch["doc"]]
+    return said == batch["row"].tolist() and {len(doc) for doc in batch["doc"]} == {LONG_BYTES}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("local", "window_bytes"), [(True, 16 * MEBI), (False, 8 * MEBI)])
+def test_the_first_window_is_not_the_whole_table(
+    cluster: LocalCluster,
+    table: str,
+    windows: list[int],
+    messages: list[int],
+    shuffle: bool,
+    local: bool,
+    window_bytes: int,
+) -> None:
+    dataset = CacheIterableDataset(
+        table, endpoint=cluster.endpoint, batch_size=4, prefetch_batches=1, shuffle=shuffle,
+        local=local,
+    )  # fmt: skip
+    rows: list[int] = []
+    for batch in dataset:
+        assert docs_say_their_row(batch)
+        rows += batch["row"].tolist()
+
+    assert sorted(rows) == list(range(ROWS))
+    assert 0.8 * window_bytes < windows[0] * LONG_BYTES <= window_bytes
+    assert local != bool(messages)
+    assert all(size * LONG_BYTES <= 2 * MEBI for size in messages)
+
+
+def test_a_batch_may_be_longer_than_a_message(
+    cluster: LocalCluster, table: str, messages: list[int]
+) -> None:
+    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=128, local=False)
+    batches = list(dataset)
+    assert [len(batch["doc"]) for batch in batches] == [128, 128, 44]
+    assert all(docs_say_their_row(batch) for batch in batches)
+    assert all((batch["image"][:, 5] == batch["row"] % 251).all() for batch in batches)
+    assert max(messages) * LONG_BYTES <= 2 * MEBI
+
+
+def test_the_fixed_columns_that_are_left_out_do_not_count(
+    cluster: LocalCluster, table: str, windows: list[int]
+) -> None:
+    def first_window(*columns: str) -> int:
+        windows.clear()
+        dataset = CacheIterableDataset(
+            table, endpoint=cluster.endpoint, batch_size=1, columns=columns, local=False
+        )
+        for _ in dataset:
+            pass
+        return windows[0]
+
+    fixed_bytes = 8 + IMAGE_BYTES
+    assert first_window("doc") == pytest.approx(8 * MEBI / LONG_BYTES, abs=1)
+    assert first_window("doc", "row", "image") == pytest.approx(
+        8 * MEBI / (LONG_BYTES + fixed_bytes), abs=1
+    )
+    assert first_window("row", "image") == ROWS  # which are 600 KB
+
+
+def test_rows_by_number_are_fetched_in_several_goes(
+    cluster: LocalCluster, table: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache_client.random_access.FETCH_BYTES", MEBI)
+    numbers = [299, 0, *range(100, 130)]
+    with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
+        batch = dataset.fetch(numbers)
+    assert batch["row"].tolist() == numbers and docs_say_their_row(batch)
+    assert max(windows) == MEBI // (LONG_BYTES + IMAGE_BYTES + 100)
