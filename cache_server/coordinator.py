@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
+from cache_server.capacity import check_room
 from cache_server.catalogue import Catalogue, SealedSummary
-from cache_server.forecast import forecast, nodes_needed
+from cache_server.forecast import forecast
 from cache_server.holdings import Holdings, Member, Version, load_error
-from cache_server.planning import VersionKey, bytes_by_node, place
-from cache_server.versions import VersionPlan, plan_version
+from cache_server.planning import VersionKey
+from cache_server.versions import plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
@@ -109,9 +110,16 @@ class Coordinator:
                 planned.close()
                 return self._attach(version, spec)
             try:
-                sizes = [shard.estimated_bytes for shard in planned.plan.shards or ()]
                 if planned.plan.keeps_every_row:
-                    self._check_capacity(planned.plan, sizes)
+                    check_room(
+                        planned.plan,
+                        [shard.estimated_bytes for shard in planned.plan.shards or ()],
+                        self._members,
+                        self._alive(),
+                        held={},
+                        # What there is of the same version is of an attempt that failed.
+                        is_going=lambda key: key == planned.plan.key or self._is_going(key),
+                    )
             except LoadError:
                 planned.close()
                 raise
@@ -209,10 +217,13 @@ class Coordinator:
         """
         sealed = version.sealed
         if spec.replicas > version.plan.spec.replicas and version.row_starts() is not None:
-            self._check_capacity(
+            check_room(
                 replace(version.plan, spec=spec),
                 [sealed[index].num_bytes for index in range(version.num_shards or 0)],
-                self._holdings(version).holders(serving=False),
+                self._members,
+                self._alive(),
+                held=self._holdings(version).holders(serving=False),
+                is_going=self._is_going,
             )
         given = spec.secrets_to_proto()
         version.secrets = given if given.tables else version.secrets
@@ -467,51 +478,10 @@ class Coordinator:
     def _describe(self, version: Version) -> pb.DatasetInfo:
         return self._holdings(version).describe(self._lease_s)
 
-    def _check_capacity(
-        self,
-        plan: VersionPlan,
-        sizes: Sequence[int],
-        held: Mapping[int, Set[str]] | None = None,
-    ) -> None:
-        """Refuses what cannot fit, where that is known before the load.
-
-        Args:
-            sizes: bytes of each shard.
-            held: shard -> the nodes that have it already; None of a version that is loaded anew,
-                for which whatever there is of it makes room.
-        """
-        placement = place(
-            plan.key.fingerprint,
-            len(sizes),
-            self._members,
-            plan.spec.replicas,
-            alive=self._alive(),
-        )
-        lacking = [
-            tuple(node_id for node_id in homes if node_id not in (held or {}).get(index, ()))
-            for index, homes in enumerate(placement)
-        ]
-        for node_id, needed in sorted(bytes_by_node(lacking, sizes).items()):
-            limit = self._members[node_id].node.memory_limit_bytes
-            stored = self._lasting_bytes(node_id, plan.key if held is None else None)
-            if limit and stored + needed > limit:
-                raise LoadError(
-                    f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
-                    f"{node_id}, which holds {stored} of its memory limit of {limit}; "
-                    f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas} "
-                    f"and needs {nodes_needed(plan, limit) or 'smaller shards: no number of'} "
-                    "nodes of that limit"
-                )
-
-    def _lasting_bytes(self, node_id: str, replaced: VersionKey | None) -> int:
-        """What a node holds, without the versions that it removes at its next heartbeat."""
-        member = self._members[node_id]
-        going = 0
-        for key, actual in member.actual.items():
-            version = self._versions.get(key)
-            if version is None or version.failure is not None or key == replaced:
-                going += sum(shard.num_bytes for shard in actual.shards if shard.sealed)
-        return max(0, member.node.stored_bytes - going)
+    def _is_going(self, key: VersionKey) -> bool:
+        """Whether the nodes remove a version at their next heartbeats."""
+        version = self._versions.get(key)
+        return version is None or version.failure is not None
 
     def _write(self, version: Version) -> None:
         sealed: list[SealedSummary] = []

@@ -6,18 +6,15 @@ up here, others by `object_stores`. Knows neither shards nor nodes.
 
 from __future__ import annotations
 
-import fnmatch
 import glob
-import itertools
 import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +29,7 @@ from cache_server.pinned import (
     partition_types,
     partition_values,
 )
-from cache_server.tables import parquet
+from cache_server.tables import local_files, parquet
 from cache_server.tables.synthetic import rows_like
 from protos.errors import LoadError, RequestError
 from protos.spec import FILE_SUFFIXES, TableSpec
@@ -40,11 +37,7 @@ from protos.spec import FILE_SUFFIXES, TableSpec
 _THREADS = 32  # that wait for stores most of the time
 _FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
 _HEAD_BYTES = 4 * 1024 * 1024  # of a text, to see its columns
-_DELTA_LOG = "_delta_log"
-_HIDDEN = (".", "_")  # how names begin that are passed over
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-
-_Entry = os.DirEntry[str] | Path  # of a directory; of a path that is written out
 
 
 def pin(table: TableSpec) -> tuple[str, Pin]:
@@ -124,13 +117,12 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
             root = object_stores.root_of(source, table.options)
             found = object_stores.expand(source, suffixes, table.options, table.secrets)
         else:
-            root, paths = _expand(source, suffixes, table.ignore)
+            root, paths = local_files.expand(source, suffixes, table.ignore)
             found = [_stat(path) for path in paths]
-        names = {file: _below(file.path, root) for file in found}
-        found = [file for file in found if not _ignored(names[file], table.ignore)]
+        names = {file: local_files.below(file.path, root) for file in found}
+        found = [file for file in found if not local_files.is_ignored(names[file], table.ignore)]
         if not found:
-            kind = f"{format} files" if format else "files of a known format"
-            raise LoadError(f"source {source!r} holds no {kind} ({', '.join(FILE_SUFFIXES)})")
+            raise _holds_nothing(source, format, table.ignore)
         files += found
         relative += [names[file] for file in found]
         for file in found:
@@ -267,189 +259,12 @@ def _partition_fields(relative: Sequence[str]) -> list[pa.Field]:
     return fields
 
 
-def _expand(
-    source: str, suffixes: Collection[str], ignore: Collection[str]
-) -> tuple[str, list[str]]:
-    """The directory below which a source of this machine finds its files, and their paths."""
-    path = _local_path(source)
-    if os.path.isdir(path):
-        if os.path.isdir(os.path.join(path, _DELTA_LOG)):
-            raise RequestError(f"source {source!r} is a Delta table: say format: delta")
-        tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
-        return tree.root, tree.files(("**", "*"))
-    if os.path.exists(path):
-        return os.path.dirname(path), [path]
-    if glob.has_magic(path):
-        return _glob(path, ignore)
-    raise LoadError(f"source {source!r} does not exist on the node")
-
-
-def _glob(pattern: str, ignore: Collection[str]) -> tuple[str, list[str]]:
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
-    root = Path(*fixed)
-    parts = Path(pattern).relative_to(root).parts
-    if pattern.endswith("/") or not os.path.isdir(root):  # the former names directories only
-        return str(root), []
-    hidden = (".",) if any(part.startswith(_HIDDEN) for part in parts) else _HIDDEN
-    tree = _Tree(root=str(root), hidden=hidden, suffixes=None, ignore=ignore)
-    return tree.root, tree.files(parts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tree:
-    """What a directory of this machine holds; links are followed.
-
-    Nothing that may hold rows is left out without a word: what cannot be read is an error.
-
-    Attributes:
-        hidden: how the names begin that no wildcard stands for.
-        suffixes: of the files that count; None if all do.
-        ignore: patterns of paths below ``root`` that need not be readable.
-    """
-
-    root: str
-    hidden: tuple[str, ...]
-    suffixes: Collection[str] | None
-    ignore: Collection[str]
-
-    def files(self, parts: Sequence[str]) -> list[str]:
-        """The files that a glob names, by name.
-
-        Args:
-            parts: of the glob, below ``root``.
-
-        Raises:
-            LoadError: naming a directory that cannot be read, or a link that leads nowhere.
-        """
-        parts = (*parts, "*") if parts[-1] == "**" else tuple(parts)
-        return sorted(str(Path(path)) for path in self._found(self.root, parts, ()))
-
-    def _found(
-        self, directory: str, parts: tuple[str, ...], above: tuple[tuple[int, int], ...]
-    ) -> Iterator[str]:
-        """The files that the parts name below a directory.
-
-        Args:
-            above: which directories led here, by device and inode. `**` goes into none of them
-                again: a link to a directory above itself has no end.
-        """
-        above = (*above, _identity(directory))
-        part, rest = parts[0], parts[1:]
-        if part == "**":
-            yield from self._found(directory, rest, above)
-            for entry in self._directories(self._named(directory, "*")):
-                if _identity(os.fspath(entry)) not in above:
-                    yield from self._found(os.fspath(entry), parts, above)
-        elif rest:
-            for entry in self._directories(self._named(directory, part)):
-                yield from self._found(os.fspath(entry), rest, above)
-        else:
-            yield from map(os.fspath, self._files(self._named(directory, part)))
-
-    def _named(self, directory: str, part: str) -> list[_Entry]:
-        """What a directory holds by the names that a part of a glob stands for."""
-        try:
-            if not glob.has_magic(part):
-                os.lstat(os.path.join(directory, part))
-                return [Path(directory, part)]
-            with os.scandir(directory) as entries:
-                return [
-                    entry
-                    for entry in entries
-                    if fnmatch.fnmatch(entry.name, part)
-                    and (part.startswith(".") or not entry.name.startswith(self.hidden))
-                ]
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and not glob.has_magic(part):
-                return []
-            below = _below(f"{directory}/", self.root)
-            if self._ignores_all(below):
-                return []
-            way_out = f"; ignore: {below + '*'!r} leaves it out" if below else ""
-            raise _unreadable_directory(directory, error, way_out) from None
-
-    def _ignores_all(self, below: str) -> bool:
-        """Whether whatever may be in a directory is ignored; its path ends in a slash."""
-        return _ignored(below, [pattern for pattern in self.ignore if pattern.endswith("*")])
-
-    def _directories(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
-        for entry in entries:
-            kind = _kind(entry)
-            if kind == "directory":
-                yield entry
-            elif not kind and ("=" in entry.name or not Path(entry.name).suffix):
-                self._refuse(entry)
-
-    def _files(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
-        for entry in entries:
-            suffix = Path(entry.name).suffix.lower()
-            if self.suffixes is None or suffix in self.suffixes:
-                kind = _kind(entry)
-                if kind == "file":
-                    yield entry
-                elif kind != "directory":
-                    self._refuse(entry)
-
-    def _refuse(self, entry: _Entry) -> None:
-        """Raises a `LoadError` for what is neither file nor directory, if it is not ignored."""
-        path = os.fspath(entry)
-        below = _below(path, self.root)
-        if _ignored(below, self.ignore) or self._ignores_all(f"{below}/"):
-            return
-        try:
-            os.stat(path)
-            reason = "it is neither a file nor a directory"
-        except OSError as error:
-            reason = error.strerror or str(error)
-            if isinstance(error, FileNotFoundError) and os.path.islink(path):
-                reason = f"it is a link to {os.readlink(path)!r}, which does not exist"
-        raise LoadError(f"cannot read {path}: {reason}")
-
-
-def _unreadable_directory(path: str, error: OSError, way_out: str = "") -> LoadError:
-    return LoadError(f"cannot read directory {path}: {error.strerror}{way_out}")
-
-
-def _identity(directory: str) -> tuple[int, int]:
-    """The device and the inode of a directory, which has other names where links lead to it."""
-    try:
-        stat = os.stat(directory)
-    except OSError as error:
-        raise _unreadable_directory(directory, error) from None
-    return stat.st_dev, stat.st_ino
-
-
-def _kind(entry: _Entry) -> str:
-    """What an entry is, or where it leads: file, directory or other; empty if that is nowhere."""
-    try:
-        if entry.is_dir():
-            return "directory"
-        if entry.is_file():
-            return "file"
-        entry.stat()
-    except OSError:
-        return ""
-    return "other"
-
-
-def _below(path: str, root: str) -> str:
-    """A path from the directory ``root`` on; the name alone of a file that is not below it."""
-    inside = path.removeprefix(root.rstrip("/") + "/")
-    return inside if inside != path else path.rpartition("/")[2]
-
-
-def _ignored(relative: str, patterns: Iterable[str]) -> bool:
-    names = (relative, relative.rpartition("/")[2])
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
-
-
-def _local_path(source: str) -> str:
-    if "://" not in source:
-        return source
-    uri = urlsplit(source)
-    if uri.scheme != "file" or uri.netloc not in ("", "localhost"):
-        raise RequestError(f"source {source!r}: this is no file of the node's machine")
-    return unquote(uri.path)
+def _holds_nothing(source: str, format: str | None, ignore: Collection[str]) -> LoadError:
+    if glob.has_magic(source):
+        left = " that is not ignored" if ignore else ""
+        return LoadError(f"source {source!r} matches no file{left}")
+    kind = f"{format} files" if format else "files of a known format"
+    return LoadError(f"source {source!r} holds no {kind} ({', '.join(FILE_SUFFIXES)})")
 
 
 def _format_of(path: str) -> str:

@@ -112,7 +112,7 @@ def _columns_that_differ(directory: Path) -> Path:
     [
         (_missing, ["nowhere", "does not exist"]),
         (_empty_folder, ["source", "holds no"]),
-        (_glob_of_nothing, ["*.parquet", "holds no"]),
+        (_glob_of_nothing, ["*.parquet", "matches no file"]),
         (_garbage, ["garbage.parquet", "footer"]),
         (_truncated, ["part-000.parquet", "footer"]),
         (_empty_file, ["empty.parquet", "footer"]),

@@ -2,6 +2,7 @@ import glob
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def test_one_missing_path_of_several_is_named(tmp_path: Path) -> None:
 def test_a_source_without_files_is_named(tmp_path: Path, pattern: str) -> None:
     touch(tmp_path / "_SUCCESS")
 
-    with pytest.raises(LoadError, match="holds no files of a known format") as caught:
+    with pytest.raises(LoadError, match=r"holds no files of a known format|matches no file") as caught:
         paths_of(tmp_path / pattern)
     assert str(tmp_path) in str(caught.value)
 
@@ -501,7 +502,7 @@ def test_a_glob_gives_what_globs_of_python_give_but_for_hidden_files(
     try:
         found = [file.path for file in sources.find_files(spec)[1]]
     except LoadError as error:
-        assert "holds no csv files" in str(error)
+        assert re.search("matches no file|holds no csv files", str(error))
         found = []
     assert found == files_of_glob(written)
 
