@@ -243,8 +243,10 @@ def test_one_missing_path_of_several_is_named(tmp_path: Path) -> None:
 def test_a_source_without_files_is_named(tmp_path: Path, pattern: str) -> None:
     touch(tmp_path / "_SUCCESS")
 
-    with pytest.raises(LoadError, match=r"holds no files of a known format|matches no file") as caught:
+    with pytest.raises(LoadError) as caught:
         paths_of(tmp_path / pattern)
+    reason = "matches no file" if pattern else "holds no files of a known format"
+    assert reason in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
 
