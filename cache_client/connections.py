@@ -290,6 +290,11 @@ def _calling(location: str) -> Iterator[None]:
             yield
         except flight.FlightError as error:
             raise _cache_error(error, location) from None
+        except pa.ArrowNotImplementedError:
+            raise ConfigError(
+                f"what answers at {location} serves no Arrow Flight: give the Flight port of a "
+                "node, which is 50051 by default"
+            ) from None
         except (pa.ArrowException, StopIteration, OSError) as error:
             # Raised for a stream that broke, or a client that was closed.
             raise NodeUnavailableError(f"node at {location} did not answer: {error!r}") from None

@@ -91,10 +91,12 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     facts.append(
         ("decoded", f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}")
     )
-    facts.append(("replicas", str(forecast.replicas)))
+    nodes = len(forecast.node_bytes)
+    fewer = f"; {nodes} on so many nodes" if 0 < nodes < forecast.replicas else ""
+    facts.append(("replicas", f"{forecast.replicas}{fewer}"))
     if forecast.node_bytes:
-        nodes = _count(len(forecast.node_bytes), "node")
-        facts.append(("on each node", f"{size(max(forecast.node_bytes))} at most, on {nodes}"))
+        most = size(max(forecast.node_bytes))
+        facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}"))
     if forecast.memory_limit_bytes is not None:
         needed = forecast.nodes_needed or "no number of nodes is enough: a shard is larger"
         fits = "" if forecast.fits else "; it does not fit"

@@ -19,6 +19,11 @@ def from_rpc_error(error: grpc.RpcError, location: str) -> CacheError:
     for key, value in trailers:
         if key == ERROR_TRAILER:
             return from_proto(pb.Error.FromString(value))
+    if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return NodeUnavailableError(
+            f"what answers at {location} is no coordinator: give the control port of its node, "
+            "which is 50052 by default"
+        )
     return NodeUnavailableError(
         f"the coordinator at {location} did not answer: {error.code().name}: {error.details()}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from runtimes.local.pods import Process
 # In the environment of all processes of a container, so that none of them is left behind.
 _MARK = "RUN_LOCAL_CONTAINER"
 _MAX_MESSAGE_LENGTH = 2_048
+_ERROR = re.compile(r"\w(Error|Exception): \S")
 _PIPE_TIMEOUT_S = 5.0
 
 Log = Callable[[str], None]
@@ -73,7 +75,12 @@ class RunningContainer:
         self._log_error: Exception | None = None
         self._log_failed = asyncio.Event()
         self._pump = asyncio.create_task(self._pump_lines(output.lines))
-        self.last_line = ""
+        self._last_lines = {True: "", False: ""}  # of those that name an error, and of others
+
+    @property
+    def last_line(self) -> str:
+        """The last line that names an error, else the last one: torchrun says more after it."""
+        return self._last_lines[True] or self._last_lines[False]
 
     @classmethod
     async def start(cls, process: Process, log: Log) -> Self:
@@ -204,7 +211,7 @@ class RunningContainer:
     def _say(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip()
         if text:
-            self.last_line = text[:_MAX_MESSAGE_LENGTH]
+            self._last_lines[bool(_ERROR.search(text))] = text[:_MAX_MESSAGE_LENGTH]
             self._pass_on(text)
 
     def _pass_on(self, text: str) -> None:

@@ -30,6 +30,7 @@ TORCH_PORT = 29_500
 JAX_PORT = 6_666
 MAX_NAME_LENGTH = 63
 
+_STORAGE_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.")
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _TORCH_RESERVED = {
     *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
@@ -178,7 +179,7 @@ def _wrong_runtime(jobs: list[Json]) -> Iterator[str]:
 
 
 def _wrong_job(spec: Json, policy: Json, jobs: list[Json]) -> Iterator[str]:
-    """``Validate`` of the plugins jobset and torch."""
+    """``Validate`` of the plugins jobset and torch, and what the schema of a TrainJob says."""
     names = {job["name"]: job for job in jobs}
     for key, name in (("dataset", DATASET), ("model", MODEL)):
         if (spec.get("initializer") or {}).get(key) is None:
@@ -189,6 +190,9 @@ def _wrong_job(spec: Json, policy: Json, jobs: list[Json]) -> Iterator[str]:
             yield f"spec.initializer.{key}: the runtime has no job and container {name!r}"
         elif "initializer" not in {mount["name"] for mount in found.get("volumeMounts") or ()}:
             yield f"spec.initializer.{key}: container {name} has no volumeMount 'initializer'"
+        uri = spec["initializer"][key].get("storageUri")
+        if uri and not _STORAGE_URI.match(uri):
+            yield f"spec.initializer.{key}.storageUri must be a URI, such as file:///data/table"
     if "torch" in policy:
         reserved = {item["name"] for item in (spec.get("trainer") or {}).get("env") or ()}
         for name in sorted(reserved & _TORCH_RESERVED):

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cache_client import CacheClient
 from cache_server import LocalCluster, control_service
 from cache_server.catalogue import Catalogue
+from cache_server.control_link import RemoteCoordinator
 from cache_server.control_service import ControlService
 from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
@@ -26,6 +27,7 @@ from protos.errors import (
     ConfigError,
     DatasetNotFoundError,
     LoadError,
+    NodeUnavailableError,
     RequestError,
     StaleVersionError,
     from_proto,
@@ -546,3 +548,19 @@ def test_a_node_is_not_ready_while_it_loads_and_ready_when_it_serves_what_was_as
     (node_ids,) = client.describe(name).placement.values()
     assert cluster.nodes[1].node_id in node_ids
     client.drop(name)
+
+
+# -- the wrong port --------------------------------------------------------------------------------
+
+
+def test_whoever_takes_one_port_of_a_node_for_the_other_is_told(cluster: LocalCluster) -> None:
+    node = cluster.nodes[0]
+    with pytest.raises(ConfigError, match="serves no Arrow Flight: give the Flight port"):
+        CacheClient(f"grpc://{node.control_location}", timeout_s=10).datasets()
+
+    flight_location = node.endpoint.removeprefix("grpc://")
+    with (
+        RemoteCoordinator(flight_location) as link,
+        pytest.raises(NodeUnavailableError, match="is no coordinator: give the control port"),
+    ):
+        link.heartbeat(pb.HeartbeatRequest(node=pb.Node(id="one")))

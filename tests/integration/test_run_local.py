@@ -218,6 +218,12 @@ def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
     assert seen.of("node") == []
 
 
+def test_the_reason_is_told_though_a_launcher_says_more_after_it(tmp_path: Path) -> None:
+    says = "echo 'ValueError: no column x' >&2; echo ChildFailedError: >&2; echo ==== >&2; exit 1"
+    _, seen = run(tmp_path, runtime(node(says, job={"backoffLimit": 0})))
+    assert seen.events[-1].endswith("ended with exit code 1: ValueError: no column x")
+
+
 def test_too_many_failures_fail_the_job(tmp_path: Path) -> None:
     code, seen = run(tmp_path, runtime(node("echo sad; exit 3", job={"backoffLimit": 2})))
     assert code == 3

@@ -228,6 +228,11 @@ DATASET = {"dataset": {"storageUri": "s3://a/b"}}
         (train_job(initializer=DATASET), only_node(), ["spec.initializer.dataset", "no job"]),
         (train_job(initializer=DATASET), without_mount(), ["no volumeMount 'initializer'"]),
         (
+            train_job(initializer={"dataset": {"storageUri": "/data/table"}}),
+            two_jobs(),
+            ["spec.initializer.dataset.storageUri must be a URI"],
+        ),
+        (
             train_job(trainer={"env": env(PET_NNODES="2")}),
             two_jobs(),
             ["spec.trainer.env must not have PET_NNODES"],
