@@ -87,9 +87,9 @@ class CacheIterableDataset(IterableDataset[Any]):
     number of ranks, workers, nodes and replicas; every rank has the same number of steps.
 
     A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
-    ``[B, n]``, strings a list of ``str``, lists of numbers a list of tensors. The tensors are
-    views of memory that the batch owns; they may be changed in place. The last step of an epoch
-    may be short, see `cache_client.order`.
+    ``[B, n]``, strings a list of ``str``, lists of numbers a list of tensors (a Python list where
+    one holds a null). The tensors are views of memory that the batch owns; they may be changed in
+    place. The last step of an epoch may be short, see `cache_client.order`.
 
     Args:
         dataset: name of a dataset in the cache.
