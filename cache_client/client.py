@@ -51,8 +51,9 @@ _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its wo
 
 _MOST_NODES = 100_000  # of a plan: the coordinator names each of them
 _MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
-# The pause before a watch that ended early is asked for again: the first, and the longest.
-_ASK_AGAIN_S, _ASK_AGAIN_AT_MOST_S = 0.25, 2.0
+# The pause before a watch that ended early is asked for again: the first, the longest, and the
+# shortest, which comes before a deadline.
+_ASK_AGAIN_S, _ASK_AGAIN_AT_MOST_S, _LEAST_PAUSE_S = 0.25, 2.0, 0.05
 
 _STATES = {
     pb.DATASET_STATE_LOADING: "loading",
@@ -348,7 +349,7 @@ def _wait_until_done(
         left_s = _left_s(deadline)
         wait_s = pause_s * chance.uniform(0.5, 1.0)
         # Half of the time that is left, so that it is asked once more before the deadline.
-        time.sleep(wait_s if left_s is None else min(wait_s, left_s / 2))
+        time.sleep(wait_s if left_s is None else min(wait_s, max(left_s / 2, _LEAST_PAUSE_S)))
         pause_s = min(2 * pause_s, _ASK_AGAIN_AT_MOST_S)
 
 

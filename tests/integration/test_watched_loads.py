@@ -136,6 +136,6 @@ def test_a_caller_whose_every_watch_ends_early_keeps_its_deadline_and_asks_seldo
     watches.cut = lambda number, answers: one_of_loading(answers)
 
     with pytest.raises(NotReadyError, match=r"'table' was not ready within .* the load goes on"):
-        client.load(spec, timeout_s=1.0)
+        client.load(spec, timeout_s=4.0)
 
     assert 2 <= watches.num_asked <= 20
