@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from cache_client.client import CacheClient
+from cache_client.client import MOST_MEMORY_BYTES, CacheClient
 from cache_client.display import (
     cell,
     console,
@@ -35,8 +35,6 @@ from protos.trainjob_status import TrainJobStatus
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
 EXIT_CONFIG = 78  # EX_CONFIG
-
-_MEMORY_LIMIT_STOP = 2**64  # a uint64 on the wire
 
 app = typer.Typer(
     name="cachectl",
@@ -152,7 +150,7 @@ def _memory_limit(text: str) -> int:
         limit = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"--memory-limit {error}") from None
-    if not 1 <= limit < _MEMORY_LIMIT_STOP:
+    if not 1 <= limit <= MOST_MEMORY_BYTES:
         raise ConfigError(f"--memory-limit must be at least 1 byte, below 16EiB, got {text!r}")
     return limit
 

@@ -7,10 +7,9 @@ later fork could break.
 from __future__ import annotations
 
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,9 @@ from protos.cache.v1 import cache_pb2_grpc
 from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
 from protos.errors import ConfigError, LoadError, NotReadyError
 from protos.layout import schema_from_bytes
-from protos.load_progress import EachSecond, LoadMeter, LoadReport
+from protos.load_progress import EachSecond, LoadReport
 from protos.spec import DatasetSpec
+from protos.watching import wait_until_settled
 
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_S = 10.0
@@ -50,10 +50,7 @@ _KEEPALIVE_S = 10.0
 _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
 
 _MOST_NODES = 100_000  # of a plan: the coordinator names each of them
-_MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
-# The pause before a watch that ended early is asked for again: the first, the longest, and the
-# shortest, which comes before a deadline.
-_ASK_AGAIN_S, _ASK_AGAIN_AT_MOST_S, _LEAST_PAUSE_S = 0.25, 2.0, 0.05
+MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
 
 _STATES = {
     pb.DATASET_STATE_LOADING: "loading",
@@ -156,7 +153,17 @@ class CacheClient:
                     take = [on_progress] if on_progress is not None else []
                     if progress:
                         take.append(stack.enter_context(_shown_progress(spec.name)))
-                    info = _wait_until_done(stub, watch, deadline, take, info)
+
+                    def report(latest: LoadReport) -> None:
+                        for function in take:
+                            function(latest)
+
+                    info = wait_until_settled(
+                        lambda known: _watched(stub, watch, deadline, known),
+                        info,
+                        report,
+                        deadline,
+                    )
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return _dataset_info(info)
@@ -188,7 +195,7 @@ class CacheClient:
             spec = DatasetSpec.from_yaml(Path(spec))
         _check_job(
             num_nodes=(num_nodes, _MOST_NODES),
-            memory_limit_bytes=(memory_limit_bytes, _MOST_MEMORY_BYTES),
+            memory_limit_bytes=(memory_limit_bytes, MOST_MEMORY_BYTES),
             world_size=(world_size, None),
             batch_size=(batch_size, None),
         )
@@ -321,36 +328,6 @@ def _create(
             "being listed; the load goes on"
         ) from None
     return info
-
-
-def _wait_until_done(
-    stub: cache_pb2_grpc.CoordinatorStub,
-    watch: pb.WatchDatasetRequest,
-    deadline: float | None,
-    take: Iterable[Callable[[LoadReport], None]],
-    info: pb.DatasetInfo,
-) -> pb.DatasetInfo:
-    """The dataset when it is ready or has failed.
-
-    A coordinator that very many callers watch ends some of their watches before. It is then asked
-    again, after a pause that is another one for each caller.
-    """
-    meter = LoadMeter(watch.name)
-    chance = random.Random()  # not the one that a training script may have seeded
-    pause_s = _ASK_AGAIN_S
-    while True:
-        for latest in _watched(stub, watch, deadline, info):
-            info = latest
-            report = meter.read(info.progress)
-            for function in take:
-                function(report)
-        if info.state != pb.DATASET_STATE_LOADING:
-            return info
-        left_s = _left_s(deadline)
-        wait_s = pause_s * chance.uniform(0.5, 1.0)
-        # Half of the time that is left, so that it is asked once more before the deadline.
-        time.sleep(wait_s if left_s is None else min(wait_s, max(left_s / 2, _LEAST_PAUSE_S)))
-        pause_s = min(2 * pause_s, _ASK_AGAIN_AT_MOST_S)
 
 
 def _watched(

@@ -162,10 +162,18 @@ class Connection:
         Raises:
             StaleVersionError, DatasetNotFoundError: it is gone. NodeUnavailableError.
         """
+        self.read_schema(dataset, fingerprint, timeout_s)
+
+    def read_schema(self, dataset: str, fingerprint: str, timeout_s: float) -> pa.Schema:
+        """The logical schema of a version, with all of its columns.
+
+        Raises:
+            as `renew_lease`, which this does, too.
+        """
         request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint)
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         with self._running():
-            self._client.value.get_schema(descriptor, _options(timeout_s))
+            return self._client.value.get_schema(descriptor, _options(timeout_s)).schema
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""

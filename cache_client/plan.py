@@ -101,8 +101,8 @@ def _read_plan(
     shards = connection.read_plan(dataset, "", columns, timeout_s())
     if not columns or not has_plain(shards.layout):
         return shards
-    whole = connection.read_plan(dataset, shards.fingerprint, (), timeout_s())
-    left_out = whole.layout.fixed_row_bytes - shards.layout.fixed_row_bytes
+    whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))
+    left_out = whole.fixed_row_bytes - shards.layout.fixed_row_bytes
     return replace(shards, num_bytes=shards.num_bytes - left_out * shards.num_rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +17,12 @@ from protos.errors import (
     NodeUnavailableError,
     require_ready,
 )
-from protos.load_progress import LoadMeter, LoadReport
+from protos.load_progress import LoadReport
 from protos.spec import DatasetSpec
+from protos.watching import wait_until_settled
 
 _CALL_TIMEOUT_S = 10.0
 _CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
-_WATCH_AGAIN_S = 0.5
 _PLAN_TIMEOUT_S = 600.0  # many footers to read
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_MS = 10_000
@@ -119,19 +119,14 @@ class RemoteCoordinator:
         request = pb.CreateDatasetRequest(spec=spec.to_proto(), secrets=spec.secrets_to_proto())
         created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)
         watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
-        info: pb.DatasetInfo = created.dataset
-        meter = LoadMeter(spec.name)
+
+        def watched(_: pb.DatasetInfo) -> Iterator[pb.DatasetInfo]:
+            return (response.dataset for response in self._stub.WatchDataset(watch))
+
         try:
-            while True:
-                for response in self._stub.WatchDataset(watch):
-                    info = response.dataset
-                    on_progress(meter.read(info.progress))
-                if info.state != pb.DATASET_STATE_LOADING:
-                    break
-                time.sleep(_WATCH_AGAIN_S)  # too many watch
+            return require_ready(wait_until_settled(watched, created.dataset, on_progress))
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._location) from None
-        return require_ready(info)
 
     def _call(
         self, method: Callable[..., Any], request: object, timeout_s: float = _CALL_TIMEOUT_S

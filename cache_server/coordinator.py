@@ -18,7 +18,7 @@ from dataclasses import replace
 from cache_server.capacity import check_room
 from cache_server.catalogue import Catalogue, SealedSummary
 from cache_server.forecast import forecast
-from cache_server.holdings import Holdings, Member, Version, load_error
+from cache_server.holdings import Holdings, Member, Version, is_of_attempt, load_error
 from cache_server.planning import VersionKey
 from cache_server.versions import plan_version
 from protos.cache.v1 import cache_pb2 as pb
@@ -213,7 +213,8 @@ class Coordinator:
         Whoever gives no secrets, because it has none or reads by other ones, takes none away.
 
         Raises:
-            LoadError: more replicas are asked for than there is room for.
+            LoadError: more replicas are asked for than there is room for, or the catalogue cannot
+                be written; then nothing has changed.
         """
         sealed = version.sealed
         if spec.replicas > version.plan.spec.replicas and version.row_starts() is not None:
@@ -226,10 +227,12 @@ class Coordinator:
                 is_going=self._is_going,
             )
         given = spec.secrets_to_proto()
-        version.secrets = given if given.tables else version.secrets
-        version.plan = replace(version.plan, spec=spec, has_secrets=bool(version.secrets.tables))
-        version.created = self._created = self._created + 1
-        self._write(version)
+        secrets = given if given.tables else version.secrets
+        plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
+        created = self._created + 1
+        self._write(replace(version, plan=plan, created=created))
+        version.plan, version.secrets, version.created = plan, secrets, created
+        self._created = created
         self._settle()
         self._note_change()
         self._tell()
@@ -382,7 +385,7 @@ class Coordinator:
         return gone
 
     def _take_in(self, version: Version, actual: pb.ActualDataset, node_id: str) -> None:
-        if actual.attempt != version.attempt:
+        if not is_of_attempt(actual, version.attempt):
             return
         if actual.failure and version.failure is None and not version.was_ready:
             version.failure = load_error(version, actual.failure)

@@ -107,7 +107,7 @@ class Holdings:
         held = self.holders(serving=False)
         for node_id in sorted(self._alive):
             actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or actual.attempt != version.attempt:
+            if actual is None or not is_of_attempt(actual, version.attempt):
                 continue
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
@@ -135,7 +135,7 @@ class Holdings:
         holders: dict[int, set[str]] = {}
         for node_id in self._alive:
             actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or actual.attempt != version.attempt:
+            if actual is None or not is_of_attempt(actual, version.attempt):
                 continue
             for shard in actual.shards:
                 if shard.index not in version.sealed:
@@ -206,7 +206,7 @@ class Holdings:
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node says it is loading: it knows their splits already."""
         actual = self._members[node_id].actual.get(self.version.plan.key)
-        if actual is None or actual.attempt != self.version.attempt:
+        if actual is None or not is_of_attempt(actual, self.version.attempt):
             return frozenset()
         return frozenset(s.index for s in actual.shards if not s.sealed and not s.failure)
 
@@ -298,3 +298,8 @@ class Holdings:
 def load_error(version: Version, reason: str) -> LoadError:
     """The failure of a version, with its name."""
     return LoadError(f"dataset {version.plan.spec.name!r}: {reason}")
+
+
+def is_of_attempt(actual: pb.ActualDataset, attempt: int) -> bool:
+    """Whether what a node reports counts: a node that has just started knows of no attempt."""
+    return not actual.HasField("attempt") or actual.attempt == attempt

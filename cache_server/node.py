@@ -316,7 +316,7 @@ class Node:
                 actual = request.datasets.add(
                     dataset=key.dataset,
                     fingerprint=key.fingerprint,
-                    attempt=serving.desired.plan.attempt if serving else 0,
+                    attempt=serving.desired.plan.attempt if serving else None,
                 )
                 for index, shard in sealed.get(key, {}).items():
                     start = serving.row_starts.get(index) if serving else None

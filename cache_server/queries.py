@@ -5,13 +5,13 @@ table, one after the other: projection, filter and unnest, also joined with othe
 node reads whole. Anything else (aggregate, sort, limit, distinct, window, union, a table joined
 with itself) has one answer for the whole table: it runs *whole*, on one node. DataFusion's logical
 plan decides, as written and as optimised; the text is looked at only for what DataFusion parses
-and then ignores. Whether it does is asked of DataFusion, too: by the plan of a changed text.
+and then ignores, see `ignored_sql`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 
+from cache_server import ignored_sql
 from cache_server.loader import open_session, read_only, reason_of
 from cache_server.pinned import Condition
 from cache_server.quoting import identifier
@@ -38,29 +39,8 @@ _NAMES = {  # where the plan's word is not the user's
     "Join": "a join or a subquery",
     "Union": "UNION",
 }
-# DataFusion parses these and does nothing about them; ORDER BY, in a subquery only.
-_IGNORED = re.compile(
-    r"\b(TABLESAMPLE|SAMPLE|PARTITION(?!\s+BY\b)|PREWHERE|CONNECT\s+BY"
-    r"|WITH\s+(ROLLUP|CUBE|TOTALS|ORDINALITY))\b|\*\s*ILIKE\b",
-    re.IGNORECASE,
-)
-# And these, where the function is neither an aggregate nor one of a window.
-_OF_A_CALL = re.compile(
-    r"\(\s*(?P<DISTINCT>DISTINCT)\b|\b(?P<FILTER>FILTER)\s*\(|\b(?P<OVER>OVER)\s*(\(|\w+|\"+)",
-    re.IGNORECASE,
-)
-_NONSENSE = {  # of a function that does not exist: no plan, unless it is ignored
-    "DISTINCT": " FILTER (WHERE no_such_function())",
-    "FILTER": " FILTER (WHERE no_such_function())",
-    "OVER": " OVER (ORDER BY no_such_function())",
-}
-_LONGEST_NAME = 100  # of a function, and the spaces behind it
+# In a subquery DataFusion parses it and does nothing about it.
 _ORDER_BY = re.compile(r"\bORDER\s+BY\b", re.IGNORECASE)
-_QUOTED = re.compile(
-    r"\bE'([^'\\]|\\.|'')*'|'[^']*'|\"[^\"]*\"|`[^`]*`|(?<!\w)\$(?P<tag>\w*)\$.*?\$(?P=tag)\$"
-    r"|(?P<comment>--[^\n]*|/\*.*?\*/)",
-    re.DOTALL | re.IGNORECASE,
-)
 # On which side of a join each row may be handled by itself, when the other side is there whole.
 _JOIN_SIDES = {
     "INNER": (True, True),
@@ -135,8 +115,8 @@ def check_query(
     context = _session(tables)
     frame = _plan(sql, context)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
-    text = _bare(sql)
-    if ignored := _ignored(sql, text, context) or _ignored_of_a_call(sql, text, context):
+    text = ignored_sql.bare(sql)
+    if ignored := ignored_sql.find(sql, text, lambda other: _shown(other, context)):
         raise RequestError(f"sql {sql!r}: {ignored}")
     scans = _scans(written)
     if unread := sorted(set(tables) - set(scans)):
@@ -204,82 +184,6 @@ def _shown(sql: str, context: SessionContext) -> str:
         return str(context.sql_with_options(sql, read_only()).logical_plan().display_indent())
     except Exception:  # DataFusion raises bare ValueError and Exception
         return ""
-
-
-def _bare(sql: str) -> str:
-    """The query, as long as it is, without what stands in quotes and comments."""
-    return _QUOTED.sub(lambda found: (" " if found["comment"] else '"') * len(found[0]), sql)
-
-
-def _ignored(sql: str, text: str, context: SessionContext) -> str:
-    """What is wrong with a clause that DataFusion ignores; empty if there is none.
-
-    A word that is but a name may be quoted and nothing changes: so names are told from clauses.
-
-    Args:
-        text: the query as `_bare` leaves it.
-    """
-    clauses = list(_IGNORED.finditer(text))
-    if not clauses:
-        return ""
-    plan = _shown(sql, context)
-    if _shown(_with_names(sql, clauses), context) == plan:
-        return ""
-    for found in clauses:
-        if _shown(_with_names(sql, [found]), context) != plan:
-            return f"{' '.join(found[0].split())} is not supported"
-    return ""
-
-
-def _with_names(sql: str, clauses: Sequence[re.Match[str]]) -> str:
-    """The query with the last words of these clauses as quoted names."""
-    for found in reversed(clauses):
-        word = re.split(r"\W", found[0])[-1]
-        end = found.end()
-        sql = sql[: end - len(word)] + identifier(word.lower()) + sql[end:]
-    return sql
-
-
-def _ignored_of_a_call(sql: str, text: str, context: SessionContext) -> str:
-    """The same of what is said of a call: nonsense in its place has a plan only if it is ignored.
-
-    Args:
-        text: the query as `_bare` leaves it.
-    """
-    partners = _parentheses(text)
-    heeded = set()  # whether it is depends on the function alone
-    for found in _OF_A_CALL.finditer(text):
-        kind, word = next((kind, word) for kind, word in found.groupdict().items() if word)
-        opening = text.find("(", found.start(), found.end())
-        end = partners.get(opening, found.end() - 1) + 1
-        start = end if kind == "DISTINCT" else found.start()
-        before = text[: found.start()].rstrip()
-        arguments = opening if kind == "DISTINCT" else partners.get(len(before) - 1, 0)
-        call = kind, _called(text, arguments) or start
-        if call not in heeded and _shown(sql[:start] + _NONSENSE[kind] + sql[end:], context):
-            return f"{word} is not supported with a function of single rows"
-        heeded.add(call)
-    return ""
-
-
-def _parentheses(text: str) -> dict[int, int]:
-    """The position of each parenthesis -> that of its partner."""
-    partners: dict[int, int] = {}
-    opened = []
-    for position, letter in enumerate(text):
-        if letter == "(":
-            opened.append(position)
-        elif letter == ")" and opened:
-            partner = opened.pop()
-            partners.update({position: partner, partner: position})
-    return partners
-
-
-def _called(text: str, arguments: int) -> str:
-    """The name of the function whose arguments begin there; empty if no plain name stands there."""
-    before = text[max(0, arguments - _LONGEST_NAME) : arguments].rstrip()
-    name = re.split(r"\W", before)[-1].lower()
-    return "" if name in ("filter", "group") else name
 
 
 def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[str], str]:

@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient
+from cache_client.reader import Reader
 from cache_server import LocalCluster
 
 
@@ -41,6 +43,20 @@ def dataset_name(request: pytest.FixtureRequest, client: CacheClient) -> Iterato
     yield name
     if name in {info.name for info in client.datasets()}:
         client.drop(name)
+
+
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each fetch of a reader brought."""
+    sizes: list[int] = []
+    fetch = Reader.fetch
+
+    def noting(self: Reader, row_ids: Any) -> Any:
+        sizes.append(len(row_ids))
+        return fetch(self, row_ids)
+
+    monkeypatch.setattr(Reader, "fetch", noting)
+    return sizes
 
 
 def numbered_table(num_rows: int, start: int = 0) -> pa.Table:

@@ -12,7 +12,6 @@ import pytest
 
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
 from cache_client.connections import GatherStream
-from cache_client.reader import Reader
 from cache_server import LocalCluster
 
 ROWS, LONG_BYTES, IMAGE_BYTES = 300, 100_000, 2000
@@ -35,20 +34,6 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
     CacheClient(cluster.endpoint).load(DatasetSpec("long-rows", source, target_shard_bytes=1))
     yield "long-rows"
     CacheClient(cluster.endpoint).drop("long-rows")
-
-
-@pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each window asked for."""
-    sizes: list[int] = []
-    fetch = Reader.fetch
-
-    def noting(self: Reader, row_ids: Any) -> Any:
-        sizes.append(len(row_ids))
-        return fetch(self, row_ids)
-
-    monkeypatch.setattr(Reader, "fetch", noting)
-    return sizes
 
 
 @pytest.fixture
@@ -76,7 +61,7 @@ def docs_say_their_row(batch: dict[str, Any]) -> bool:
 def test_the_first_window_is_not_the_whole_table(
     cluster: LocalCluster,
     table: str,
-    windows: list[int],
+    fetches: list[int],
     messages: list[int],
     shuffle: bool,
     local: bool,
@@ -92,7 +77,7 @@ def test_the_first_window_is_not_the_whole_table(
         rows += batch["row"].tolist()
 
     assert sorted(rows) == list(range(ROWS))
-    assert 0.8 * window_bytes < windows[0] * LONG_BYTES <= window_bytes
+    assert 0.8 * window_bytes < fetches[0] * LONG_BYTES <= window_bytes
     assert local != bool(messages)
     assert all(size * LONG_BYTES <= 2 * MEBI for size in messages)
 
@@ -109,16 +94,16 @@ def test_a_batch_may_be_longer_than_a_message(
 
 
 def test_the_fixed_columns_that_are_left_out_do_not_count(
-    cluster: LocalCluster, table: str, windows: list[int]
+    cluster: LocalCluster, table: str, fetches: list[int]
 ) -> None:
     def first_window(*columns: str) -> int:
-        windows.clear()
+        fetches.clear()
         dataset = CacheIterableDataset(
             table, endpoint=cluster.endpoint, batch_size=1, columns=columns, local=False
         )
         for _ in dataset:
             pass
-        return windows[0]
+        return fetches[0]
 
     fixed_bytes = 8 + IMAGE_BYTES
     assert first_window("doc") == pytest.approx(8 * MEBI / LONG_BYTES, abs=1)
@@ -129,11 +114,11 @@ def test_the_fixed_columns_that_are_left_out_do_not_count(
 
 
 def test_rows_by_number_are_fetched_in_several_goes(
-    cluster: LocalCluster, table: str, windows: list[int], monkeypatch: pytest.MonkeyPatch
+    cluster: LocalCluster, table: str, fetches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cache_client.random_access.FETCH_BYTES", MEBI)
     numbers = [299, 0, *range(100, 130)]
     with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
         batch = dataset.fetch(numbers)
     assert batch["row"].tolist() == numbers and docs_say_their_row(batch)
-    assert max(windows) == MEBI // (LONG_BYTES + IMAGE_BYTES + 100)
+    assert max(fetches) == MEBI // (LONG_BYTES + IMAGE_BYTES + 100)

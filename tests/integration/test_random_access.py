@@ -30,7 +30,6 @@ from cache_client import (
     RequestError,
     random_access,
 )
-from cache_client.reader import Reader
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 
@@ -52,20 +51,6 @@ def dataset(
     """Read from the files of this machine, and from nodes."""
     with CacheDataset(table, endpoint=cluster.endpoint, local=request.param) as opened:
         yield opened
-
-
-@pytest.fixture
-def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each fetch of a reader brought."""
-    sizes: list[int] = []
-    fetch = Reader.fetch
-
-    def noting(self: Reader, row_ids: Any) -> Any:
-        sizes.append(len(row_ids))
-        return fetch(self, row_ids)
-
-    monkeypatch.setattr(Reader, "fetch", noting)
-    return sizes
 
 
 # -- one row ---------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class FakeNode:
         )
         for key in {*self.sealed, *self.failed}:
             actual = request.datasets.add(
-                dataset=key.dataset, fingerprint=key.fingerprint, attempt=self.attempts[key]
+                dataset=key.dataset, fingerprint=key.fingerprint, attempt=self.attempts.get(key)
             )
             starts = self.starts.get(key, {})
             for index, shard in self.sealed.get(key, {}).items():
@@ -141,7 +141,6 @@ class FakeNode:
         """The node after a restart: it has its shards, and has been told nothing."""
         again = FakeNode(coordinator or self.coordinator, self.id, limit_bytes=self.limit_bytes)
         again.sealed = {key: dict(shards) for key, shards in self.sealed.items() if shards}
-        again.attempts = dict.fromkeys(again.sealed, 0)
         return again
 
     def holds(self, dataset: str) -> set[int]:
@@ -1151,6 +1150,51 @@ def test_members_that_cannot_be_kept_are_kept_when_there_is_room(
     node.beat()
 
     assert [node.id for node in make(tmp_path, clock).nodes()] == ["one"]
+
+
+def test_whoever_attaches_while_nothing_can_be_written_changes_nothing(
+    coordinator: Coordinator, source: Path, full_disk: list[str]
+) -> None:
+    nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
+    settle(*nodes)
+    coordinator.create(spec(source))
+    settle(*nodes)
+
+    full_disk.append("table@")
+    with pytest.raises(LoadError, match="No space left"):
+        coordinator.create(spec(source, replicas=2))
+
+    assert coordinator.get("table").spec.replicas == 1
+    assert state(coordinator) == "ready"
+
+
+def test_a_whole_query_of_a_second_attempt_is_not_run_again_by_a_node_that_restarted(
+    coordinator: Coordinator, source: Path
+) -> None:
+    query = spec(source, sql="SELECT row FROM source ORDER BY row")
+    node = pb.Node(id="one", flight_location="grpc://one:1")
+
+    def beat(**actual: object) -> pb.DesiredDataset:
+        request = pb.HeartbeatRequest(node=node)
+        if actual:
+            request.datasets.add(dataset="table", fingerprint=info.fingerprint, **actual)  # type: ignore[arg-type]
+        return coordinator.heartbeat(request).datasets[0]
+
+    coordinator.heartbeat(pb.HeartbeatRequest(node=node))
+    info = coordinator.create(query)
+    failing = pb.HeartbeatRequest(node=node)
+    failing.datasets.add(dataset="table", fingerprint=info.fingerprint, attempt=0, failure="gone")
+    coordinator.heartbeat(failing)
+    assert state(coordinator) == "failed"
+    coordinator.create(query)
+    shard = {"index": 0, "sealed": True, "num_rows": 40, "num_bytes": 9, "checksum": "x"}
+    beat(attempt=1, num_shards=1, shards=[pb.ActualShard(**shard)])
+    told = beat(attempt=1, num_shards=1, shards=[pb.ActualShard(**shard, rows_fixed=True)])
+    assert not told.run_whole and state(coordinator) == "ready"
+
+    restarted = beat(shards=[pb.ActualShard(**shard)])  # it has its file, and was told nothing yet
+
+    assert not restarted.run_whole
 
 
 def test_an_empty_result_is_ready_after_a_restart_and_is_not_made_again(

@@ -1513,6 +1513,7 @@ class ActualDataset(_message.Message):
     dataset: _builtins.str
     fingerprint: _builtins.str
     attempt: _builtins.int
+    """unset of a node that was not told of the version since it started"""
     num_shards: _builtins.int
     """Of a whole query that this node ran: how many shards came of it, once it is through."""
     failure: _builtins.str
@@ -1529,20 +1530,24 @@ class ActualDataset(_message.Message):
         dataset: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         shards: _abc.Iterable[Global___ActualShard] | None = ...,
-        attempt: _builtins.int = ...,
+        attempt: _builtins.int | None = ...,
         num_shards: _builtins.int | None = ...,
         failure: _builtins.str = ...,
         rows_loaded: _builtins.int = ...,
         idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "idle_s", b"idle_s", "num_shards", b"num_shards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
+    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
     _WhichOneofReturnType__num_shards: _TypeAlias = _typing.Literal["num_shards"]  # noqa: Y015
     _WhichOneofArgType__num_shards: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
     @_typing.overload
