@@ -16,6 +16,9 @@ STAMP := $(VENV)/.installed
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
+# Without byte code, every process of a test compiles this project again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format bench bench-quick proto venv clean
 
@@ -45,7 +48,8 @@ bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, a
 	$(PEERS)/bin/python benchmarks/plot.py
 
 bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 2 minutes
-	for name in shuffle load stores resume ranks scale; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in shuffle load resume throughput stores ranks scale; do \
+		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 proto: $(STAMP)  ## regenerate the code under protos/
 	$(BIN)/python protos/generate.py

@@ -15,7 +15,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Timing, memory_directory, print_table, write_result
+from benchmarks.processes import child_process
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
@@ -79,16 +80,11 @@ class Readers:
 
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._barriers = {n: context.Barrier(n) for n in range(1, count + 1)}
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._barriers), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        barriers = {n: context.Barrier(n) for n in range(1, count + 1)}
+        self._processes = ExitStack()
+        self._pipes = [
+            self._processes.enter_context(child_process(_serve, barriers)) for _ in range(count)
+        ]
 
     def run(self, tasks: list[Task]) -> tuple[int, float]:
         """Rows of all tasks, and seconds from the common start to the last end."""
@@ -101,11 +97,7 @@ class Readers:
 
     def close(self) -> None:
         """Ends the processes."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(5.0)
-            process.kill()
+        self._processes.close()
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ from benchmarks.processes import DEFAULT_PEERS, child_process, per_million_rows,
 from benchmarks.tables import MAKERS, Table, files_of
 from benchmarks.throughput import read_with_pyarrow
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.convert import BatchFormat
+from cache_client.arguments import BatchFormat
 from cache_server import LocalCluster
 
 PEERS = ("huggingface", "mosaic", "litdata", "ray", "lance", "grain")
@@ -116,7 +116,7 @@ QUICK = Scale(
     rows={"floats": 400_000, "embeddings": 20_000, "lineitem": 100_000},
     peer_rows={"floats": 100_000},
     slow_rows=20_000,
-    repeats=2,
+    repeats=1,
     few_repeats=1,
     peer_seconds={"floats": 0.5},
     peer_repeats=1,
@@ -128,7 +128,7 @@ def main() -> None:
     """Measures, prints and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rows, in less than a minute")
-    parser.add_argument("--peers-python", type=Path, default=DEFAULT_PEERS)
+    parser.add_argument("--peers-python", type=Path, help="with --quick: measure its packages, too")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="default: all")
     parser.add_argument("--tables", nargs="+", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--name", help="of the result file; default: shuffle, or shuffle-quick")
@@ -140,8 +140,9 @@ def main() -> None:
     ratios: dict[str, float | None] = dict.fromkeys(TARGETS)
     skipped: dict[str, str] = {}
     if arguments.peers is None:
-        arguments.peers = scale.peers
-        skipped.update({peer: "not in --quick" for peer in PEERS if peer not in scale.peers})
+        arguments.peers = () if arguments.quick and not arguments.peers_python else scale.peers
+        skipped.update({peer: "not in --quick" for peer in PEERS if peer not in arguments.peers})
+    arguments.peers_python = arguments.peers_python or DEFAULT_PEERS
     with ExitStack() as stack:
         directory = stack.enter_context(memory_directory("cache-bench-"))
         clusters = {

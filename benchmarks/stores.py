@@ -33,6 +33,7 @@ from benchmarks.common import (
     memory_directory,
     print_ratios,
     print_table,
+    ratio,
     write_result,
 )
 from benchmarks.object_server import object_server
@@ -62,7 +63,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="default: 5")
     arguments = parser.parse_args()
     rows: int = arguments.rows or (400_000 if arguments.quick else 4_000_000)
-    repeats: int = arguments.repeats or (2 if arguments.quick else 5)
+    repeats: int = arguments.repeats or (1 if arguments.quick else 5)
     prefixes = dict(zip(FORMS, prepare(rows), strict=True))
     with (
         memory_directory("cache-bench-") as directory,
@@ -73,11 +74,11 @@ def main() -> None:
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes, {rows * ROW_BYTES / 1e9:.2f} GB\n")
     print_table(timings)
     ratios = {
-        OVER_DATAFUSION.format(form): _ratio(timings, CACHE.format(form), DATAFUSION.format(form))
+        OVER_DATAFUSION.format(form): ratio(timings, CACHE.format(form), DATAFUSION.format(form))
         for form in FORMS
     }
-    ratios[SMALL_OVER_ONE] = _ratio(timings, CACHE.format(FORMS[2]), CACHE.format(FORMS[1]))
-    ratios[f"DataFusion alone, {SMALL_OBJECTS:,} objects over 1 object"] = _ratio(
+    ratios[SMALL_OVER_ONE] = ratio(timings, CACHE.format(FORMS[2]), CACHE.format(FORMS[1]))
+    ratios[f"DataFusion alone, {SMALL_OBJECTS:,} objects over 1 object"] = ratio(
         timings, DATAFUSION.format(FORMS[2]), DATAFUSION.format(FORMS[1])
     )
     print()
@@ -154,10 +155,6 @@ def stream_to_nowhere(uri: str, endpoint: str) -> int:
 
     with ThreadPoolExecutor(len(streams)) as pool:
         return sum(pool.map(drain, streams))
-
-
-def _ratio(timings: dict[str, Timing], ours: str, theirs: str) -> float:
-    return timings[theirs].median_s / timings[ours].median_s
 
 
 if __name__ == "__main__":

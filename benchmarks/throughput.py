@@ -1,6 +1,6 @@
 """How fast is a cached table read, beside what pyarrow does alone?
 
-    python -m benchmarks.throughput [--rows N]
+    python -m benchmarks.throughput [--quick] [--rows N] [--repeats N]
 
 One rank, batches of 1024 rows as one ``[1024, 32]`` float32 tensor and one int64 label,
 through `CacheIterableDataset` from one node in another process over loopback, against
@@ -38,14 +38,16 @@ TARGETS = {
 def main() -> None:
     """Measures, prints and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=8_000_000, help="8 million are 1.1 GB")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="few rows, in less than a minute")
+    parser.add_argument("--rows", type=int, help="default: 8 million, which are 1.1 GB")
+    parser.add_argument("--repeats", type=int, help="default: 5")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: int = arguments.rows
+    rows: int = arguments.rows or (400_000 if arguments.quick else 8_000_000)
+    repeats: int = arguments.repeats or (2 if arguments.quick else 5)
     table = floats(rows)
     with memory_directory("cache-bench-") as directory:
-        reading = measure_reads(table, directory, rows, arguments.repeats)
+        reading = measure_reads(table, directory, rows, repeats)
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes\n")
     print_table(reading)
     ratios = {
@@ -60,7 +62,7 @@ def main() -> None:
         target = f"  (to reach: {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:48} {value:6.2f}{target}")
     path = write_result(
-        "throughput",
+        "throughput-quick" if arguments.quick else "throughput",
         {
             "rows": rows,
             "row_bytes": ROW_BYTES,

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cache_client.client import CacheClient, DatasetInfo, NodeInfo
-from cache_client.errors import (
+from protos.errors import (
     CacheError,
     ConfigError,
     DatasetNotFoundError,

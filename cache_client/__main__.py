@@ -21,16 +21,19 @@ from cache_client.display import (
     forecast_json,
     json_value,
     print_json,
+    printable,
     show_dataset,
     show_facts,
+    show_line,
     show_rows,
-    size,
     way_facts,
 )
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
+from protos.sizes import size
 from protos.spec import DatasetSpec, parse_bytes
 from protos.trainjob_status import TrainJobStatus
+from protos.version_option import version_option
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -38,9 +41,9 @@ EXIT_CONFIG = 78  # EX_CONFIG
 
 app = typer.Typer(
     name="cachectl",
-    help="Load, list and drop the datasets of a cache.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # its tables cut long options off at 80 columns
     pretty_exceptions_enable=False,
 )
 
@@ -52,6 +55,13 @@ TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 SpecFile = Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")]
 Name = Annotated[str, typer.Argument(help="Name of a dataset.")]
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[bool, version_option("cachectl")] = False,
+) -> None:
+    """Load, list and drop the datasets of a cache."""
 
 
 @app.command()
@@ -76,21 +86,26 @@ def load(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Load a dataset; attaches at once when this version of it is there already."""
+    """Load a dataset. Attaches at once when this version of it is there already."""
     if from_env and allow_empty and not asks_for_dataset(os.environ):
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
     client, wanted = _what_to_load(spec, from_env, endpoint)
     with ExitStack() as stack:
         status = TrainJobStatus.from_env(os.environ) if from_env else None
-        info = client.load(
-            wanted,
-            wait=wait,
-            progress=not as_json,
-            on_progress=None if status is None else stack.enter_context(status).show,
-            timeout_s=timeout_s,
-            refresh=refresh,
-        )
+        try:
+            info = client.load(
+                wanted,
+                wait=wait,
+                progress=not as_json,
+                on_progress=None if status is None else stack.enter_context(status).show,
+                timeout_s=timeout_s,
+                refresh=refresh,
+            )
+        except KeyboardInterrupt:
+            name = printable(wanted.name)
+            print(f"a load that began goes on; it ends with: cachectl drop {name}", file=sys.stderr)
+            raise
     show_dataset(info, as_json)
 
 
@@ -159,7 +174,7 @@ def _memory_limit(text: str) -> int:
 def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
-    """Say which way the query of a spec goes, and why: split by split, or whole on one node."""
+    """Say which way the query of a spec goes, and why. Split by split, or whole on one node."""
     forecast = CacheClient(endpoint).plan(spec, timeout_s=timeout_s)
     if as_json:
         print_json(forecast_json(forecast))
@@ -190,6 +205,9 @@ def list_datasets(
             for info in datasets
         ],
     )
+    for info in datasets:
+        if info.state == "failed":
+            show_line(f"{info.name} failed: cachectl describe {info.name} has the reason")
 
 
 @app.command()
@@ -250,7 +268,8 @@ def head(
     if as_json:
         print_json([{key: json_value(value) for key, value in row.items()} for row in rows])
         return
-    show_rows(batch.schema.names, [[cell(value) for value in row.values()] for row in rows])
+    names, types = map(printable, batch.schema.names), batch.schema.types
+    show_rows([*names], [[*map(cell, row.values(), types)] for row in rows])
 
 
 @app.command("run-local")
@@ -273,7 +292,7 @@ def run_local(
         bool, typer.Option("--render", help="Print the JobSet that a cluster would make of it.")
     ] = False,
 ) -> None:
-    """Run a TrainJob with its runtime as processes of this machine: a tool for development."""
+    """Run a TrainJob with its runtime as processes of this machine. A tool for development."""
     try:
         import runtimes as shipped
         from runtimes import local
@@ -322,7 +341,7 @@ def main() -> None:
     try:
         app()
     except CacheError as error:
-        message = " ".join(str(error).split("\n"))
+        message = printable(" ".join(str(error).split("\n")))
         print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)
         if isinstance(error, ConfigError):
             sys.exit(EXIT_CONFIG)

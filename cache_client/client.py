@@ -6,28 +6,19 @@ later fork could break.
 
 from __future__ import annotations
 
+import operator
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pyarrow as pa
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
+from cache_client.arguments import function_problems, seconds_problems, switch_problems
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
@@ -37,26 +28,24 @@ from cache_client.reader import Reader
 from cache_client.rows import join
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
-from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
+from protos.control import DIRECT, MAX_MESSAGE_BYTES, from_rpc_error
 from protos.errors import ConfigError, LoadError, NotReadyError
 from protos.layout import schema_from_bytes
-from protos.load_progress import EachSecond, LoadReport
+from protos.load_bar import shown_progress
+from protos.load_progress import LoadReport
 from protos.spec import DatasetSpec
+from protos.states import STATE_NAMES
+from protos.values import is_text
 from protos.watching import wait_until_settled
 
 # A coordinator that hangs is noticed even while a load without a time limit is watched.
 _KEEPALIVE_S = 10.0
 
 _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
+_MOST_S = 1e9  # of a call: gRPC takes more for none at all
 
 _MOST_NODES = 100_000  # of a plan: the coordinator names each of them
 MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
-
-_STATES = {
-    pb.DATASET_STATE_LOADING: "loading",
-    pb.DATASET_STATE_READY: "ready",
-    pb.DATASET_STATE_FAILED: "failed",
-}
 
 
 @dataclass(frozen=True)
@@ -103,12 +92,20 @@ class CacheClient:
     Args:
         endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default: the environment
             variable ``CACHE_ENDPOINT``.
-        timeout_s: of each call but `load`.
+        timeout_s: of each call but `load` and `plan`.
+
+    Raises:
+        ConfigError: quoting every bad argument; so do all calls.
     """
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
-        self.endpoint = find_endpoint(endpoint)
-        self._timeout_s = timeout_s
+        problems = seconds_problems("timeout_s", timeout_s)
+        try:
+            self.endpoint = find_endpoint(endpoint)
+        except ConfigError as error:
+            problems.append(str(error))
+        _refuse(problems)
+        self._timeout_s = float(timeout_s)
 
     def load(
         self,
@@ -142,8 +139,12 @@ class CacheClient:
             NotReadyError: not loaded within ``timeout_s``.
             NodeUnavailableError: the coordinator does not answer.
         """
-        if not isinstance(spec, DatasetSpec):
-            spec = DatasetSpec.from_yaml(Path(spec))
+        problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        for name, value in {"wait": wait, "progress": progress, "refresh": refresh}.items():
+            problems += switch_problems(name, value)
+        problems += function_problems("on_progress", on_progress)
+        spec = _checked_spec(spec, problems)
+        timeout_s = None if timeout_s is None else float(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._coordinator(deadline) as stub:
             info = _create(stub, spec, timeout_s, deadline, refresh)
@@ -152,7 +153,7 @@ class CacheClient:
                 with ExitStack() as stack:
                     take = [on_progress] if on_progress is not None else []
                     if progress:
-                        take.append(stack.enter_context(_shown_progress(spec.name)))
+                        take.append(stack.enter_context(shown_progress(spec.name)))
 
                     def report(latest: LoadReport) -> None:
                         for function in take:
@@ -191,41 +192,44 @@ class CacheClient:
         Raises:
             ConfigError: an argument is out of range. LoadError, RequestError: as for `load`.
         """
-        if not isinstance(spec, DatasetSpec):
-            spec = DatasetSpec.from_yaml(Path(spec))
-        _check_job(
+        problems = seconds_problems("timeout_s", timeout_s)
+        problems += _job_problems(
             num_nodes=(num_nodes, _MOST_NODES),
             memory_limit_bytes=(memory_limit_bytes, MOST_MEMORY_BYTES),
             world_size=(world_size, None),
             batch_size=(batch_size, None),
         )
+        spec = _checked_spec(spec, problems)
         request = pb.PlanDatasetRequest(
             spec=spec.to_proto(),
             secrets=spec.secrets_to_proto(),
             num_nodes=num_nodes or 0,
             memory_limit_bytes=memory_limit_bytes or 0,
         )
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + float(timeout_s)
         with self._coordinator(deadline) as stub:
             response = _call(stub.PlanDataset, request, deadline)
-        return forecast_from_proto(response.forecast, world_size, batch_size)
+        # Plain integers, which do not overflow.
+        ranks, rows = (None if n is None else operator.index(n) for n in (world_size, batch_size))
+        return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
-        """The newest version of every dataset, by name."""
+        """One version of every dataset, by name: the newest that has not failed."""
         deadline = self._deadline()
         with self._coordinator(deadline) as stub:
             response = _call(stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
         return [_dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
-        """The newest version of one dataset.
+        """The newest version of one dataset that has not failed; where there is none, why.
 
         Raises:
             DatasetNotFoundError: listing the datasets there are.
         """
+        request = pb.GetDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
         with self._coordinator(deadline) as stub:
-            response = _call(stub.GetDataset, pb.GetDatasetRequest(name=name), deadline)
+            response = _call(stub.GetDataset, request, deadline)
         return _dataset_info(response.dataset)
 
     def drop(self, name: str) -> None:
@@ -234,9 +238,10 @@ class CacheClient:
         Raises:
             DatasetNotFoundError: listing the datasets there are.
         """
+        request = pb.DeleteDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
         with self._coordinator(deadline) as stub:
-            _call(stub.DeleteDataset, pb.DeleteDatasetRequest(name=name), deadline)
+            _call(stub.DeleteDataset, request, deadline)
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator has heard of, by id."""
@@ -259,6 +264,11 @@ class CacheClient:
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
         """The first rows of a dataset, in source order."""
+        name = _checked_name(name)
+        try:
+            num_rows = checked_integer("num_rows", num_rows, 0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         deadline = self._deadline()
         with Connection(self.endpoint) as connection:
             shards = connection.read_plan(name, "", (), self._timeout_s)
@@ -279,6 +289,7 @@ class CacheClient:
         with Connection(self.endpoint) as connection:
             location = connection.coordinator(look_up_s).control_location
         options = [
+            DIRECT,
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.keepalive_time_ms", int(_KEEPALIVE_S * 1000)),
             ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_S * 1000)),
@@ -291,11 +302,16 @@ class CacheClient:
                 raise from_rpc_error(error, location) from None
 
 
-def _check_job(**arguments: tuple[object, int | None]) -> None:
-    """Checks arguments of `CacheClient.plan`, each given with its largest value.
+def _refuse(problems: Sequence[str]) -> None:
+    """Raises a ConfigError of all problems, where there are any."""
+    if problems:
+        raise ConfigError("; ".join(problems))
 
-    Raises:
-        ConfigError: quoting each that is neither None nor an integer from 1 on.
+
+def _job_problems(**arguments: tuple[object, int | None]) -> list[str]:
+    """What is wrong with arguments of `CacheClient.plan`, each given with its largest value.
+
+    Each that is neither None nor an integer from 1 on is quoted.
     """
     problems: list[str] = []
     for name, (value, maximum) in arguments.items():
@@ -304,8 +320,37 @@ def _check_job(**arguments: tuple[object, int | None]) -> None:
                 checked_integer(name, value, 1, maximum)
         except ValueError as error:
             problems.append(str(error))
-    if problems:
-        raise ConfigError("; ".join(problems))
+    return problems
+
+
+def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
+    """The spec that a caller means, if nothing else is wrong with the arguments.
+
+    Raises:
+        ConfigError: of all problems, those of the spec among them. A mapping is not quoted: it may
+            hold secrets.
+    """
+    if isinstance(spec, Mapping):
+        problems.append(
+            "spec must be a DatasetSpec or the path of one in YAML, got a "
+            f"{type(spec).__name__}: DatasetSpec.from_mapping makes a spec of it"
+        )
+    elif not isinstance(spec, DatasetSpec | str | os.PathLike) or spec == "":
+        problems.append(f"spec must be a DatasetSpec or the path of one in YAML, got {spec!r}")
+    elif not isinstance(spec, DatasetSpec):
+        try:
+            spec = DatasetSpec.from_yaml(spec)
+        except ConfigError as error:
+            problems.append(str(error))
+    _refuse(problems)
+    assert isinstance(spec, DatasetSpec)
+    return spec
+
+
+def _checked_name(name: object) -> str:
+    if not is_text(name) or not name:
+        raise ConfigError(f"name must be that of a dataset, got {name!r}")
+    return name
 
 
 def _create(
@@ -352,7 +397,7 @@ def _watched(
 
 
 def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+    return None if deadline is None else min(max(0.0, deadline - time.monotonic()), _MOST_S)
 
 
 def _call(method: Callable[..., Any], request: object, deadline: float | None) -> Any:
@@ -367,39 +412,7 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.num_bytes,
         len(info.shards),
         schema_from_bytes(info.schema),
-        _STATES[info.state],
+        STATE_NAMES[info.state],
         {shard.index: tuple(shard.node_ids) for shard in info.shards},
         info.error.message or None,
     )
-
-
-@contextmanager
-def _shown_progress(name: str) -> Iterator[Callable[[LoadReport], None]]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield EachSecond(_print_line)
-        return
-    columns = (
-        TextColumn("load {task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("shards, {task.fields[rows]:,} rows"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        task: TaskID = bar.add_task(name, total=None, rows=0)
-
-        def show(report: LoadReport) -> None:
-            bar.update(
-                task,
-                completed=report.shards_done,
-                total=report.shards_total,
-                rows=report.num_rows,
-            )
-
-        yield show
-
-
-def _print_line(report: LoadReport) -> None:
-    sys.stderr.write(f"{report}\n")
-    sys.stderr.flush()

@@ -26,6 +26,7 @@ import pyarrow.flight as flight
 from cache_client.forks import fork_gate
 from cache_client.routing import NodeRef, ShardFile, ShardMap
 from protos.cache.v1 import cache_pb2 as pb
+from protos.control import DIRECT
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
 from protos.layout import pool_array
 from protos.row_index import Ids
@@ -110,7 +111,10 @@ class Connection:
                 self._client = _Shared(
                     flight.connect(
                         location,
-                        generic_options=[("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES)],
+                        generic_options=[
+                            DIRECT,
+                            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                        ],
                     ),
                     break_off=None,  # its calls have deadlines; its streams break off themselves
                     drop=lambda client: client.close(),

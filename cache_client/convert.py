@@ -9,19 +9,19 @@ neither nodes nor order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
+from torch.utils.data import get_worker_info
 
+from cache_client.arguments import BatchFormat, format_problems
+from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
 from protos.errors import ConfigError, RequestError
 from protos.layout import Layout, is_scalar
-
-BatchFormat = Literal["torch", "numpy", "arrow"]
-BATCH_FORMATS: tuple[BatchFormat, ...] = ("torch", "numpy", "arrow")
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
@@ -60,10 +60,8 @@ class Converter:
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
     ) -> None:
-        if batch_format not in BATCH_FORMATS:
-            raise ConfigError(
-                f"batch_format must be one of {', '.join(BATCH_FORMATS)}, got {batch_format!r}"
-            )
+        if problems := format_problems(batch_format):
+            raise ConfigError(problems[0])
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
         _check_stacks(layout, stacks, batch_format)
         self._layout = layout
@@ -236,7 +234,8 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
 def _values(array: pa.Array) -> list[Any]:
     """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays; nulls as None.
 
-    A list of numbers that holds a null is a Python list.
+    A list of numbers that holds a null is a Python list. In a DataLoader worker, lists of numbers
+    are a `ListColumn`; also where arrays are wanted, of which it makes tensors by itself.
     """
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         return list(array.to_pylist())
@@ -246,21 +245,21 @@ def _values(array: pa.Array) -> list[Any]:
     start = offsets[0]
     # Of these rows alone: the array may be a slice of a larger one.
     inner = array.values.slice(start, offsets[-1] - start)
-    values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy()
+    # A copy may be written to.
+    values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy().copy()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     ends = offsets - start
     found: list[Any] = [
-        values[a:b].copy() if ok else None
-        for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
+        values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
     ]
     if inner.null_count:
         nulls_before = np.concatenate([[0], np.cumsum(inner.is_null())])[ends]
         for row in np.flatnonzero(valid & (np.diff(nulls_before) > 0)):
             found[row] = array[row].as_py()
-    return found
+    return ListColumn(found) if get_worker_info() is not None else found
 
 
 def _to_torch(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    return [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value]
+    if isinstance(value, list) and any(isinstance(entry, np.ndarray) for entry in value):
+        return type(value)(_to_torch(entry) for entry in value)
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

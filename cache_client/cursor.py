@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-_EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS, _BEGUN_AT = range(6)
+from protos.errors import ConfigError
+
+_EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS, _BEGUN_AT, _WORKERS = range(7)
 _UNCLAIMED = 0
+_MOST_WORKERS = 1024  # of which it is known who used the offset; nobody has more
 
 
 class Cursor:
@@ -26,7 +29,8 @@ class Cursor:
     """
 
     def __init__(self) -> None:
-        self._cells = torch.zeros(6, dtype=torch.int64)
+        # From `_WORKERS` on: the generation whose offset the worker of each number used.
+        self._cells = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64)
         self._cells.share_memory_()  # type: ignore[no-untyped-call]
         self._used_generation = -1  # of this copy: its offset was used up here
 
@@ -70,22 +74,35 @@ class Cursor:
         self._cells[_READ_BY_WORKERS] = 0
         self._cells[_GENERATION] += 1
 
-    def begin(self, token: int, *, in_worker: bool) -> tuple[int, int]:
+    def begin(self, token: int, *, worker: int | None) -> tuple[int, int]:
         """Epoch and offset of a pass that begins now.
 
         Args:
-            token: not 0; the same for all workers of one pass, another for every pass. (torch's
-                seed is all that workers share. Where it is set alike before two passes, both use
-                the offset: nothing tells a worker of the second from one of the first that came
-                late, and to take some workers for others would lose rows.)
-            in_worker: whether this is a worker process.
+            token: not 0; the same for all workers of one pass, another for every pass.
+            worker: its number, in a worker process; None in the training process.
+
+        Raises:
+            ConfigError: another pass of the same token used the offset. (torch's seed is all that
+                workers share. Where it is set alike before two passes, nothing tells a worker of
+                the second from one of the first that came late, and to take some workers for
+                others would lose rows. That two have one number tells that there are two passes.)
         """
-        if in_worker:
+        if worker is not None:
             self._cells[_READ_BY_WORKERS] = 1
         generation, claimed_by = self.generation, int(self._cells[_CLAIMED_BY])
         if generation == self._used_generation or claimed_by not in (_UNCLAIMED, token):
             self._cells[_BEGUN_AT] = 0
             return self.epoch, 0
+        offset = int(self._cells[_OFFSET])
+        if worker is not None and worker < _MOST_WORKERS:
+            if offset and int(self._cells[_WORKERS + worker]) == generation:
+                raise ConfigError(
+                    "torch was seeded alike before two passes that DataLoader workers read, so the "
+                    f"second cannot be told from the first, which resumed epoch {self.epoch} from "
+                    f"row {offset}: set another epoch or load a state between them, or seed "
+                    "otherwise"
+                )
+            self._cells[_WORKERS + worker] = generation
         self._used_generation = generation
         self._cells[_CLAIMED_BY] = token
-        return self.epoch, int(self._cells[_OFFSET])
+        return self.epoch, offset

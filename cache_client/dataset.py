@@ -6,17 +6,20 @@ tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cache_client.convert import BatchFormat, Converter
+from cache_client.arguments import BatchFormat, argument_problems
+from cache_client.convert import Converter
 from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
 from cache_client.local_shards import LocalShards
@@ -31,11 +34,11 @@ from cache_client.order import (
     worker_steps,
 )
 from cache_client.permutation import checked_integer
-from cache_client.plan import argument_problems, has_plain, row_bytes, wait_for_plan
-from cache_client.ranks import find_endpoint, find_rank
+from cache_client.plan import has_plain, row_bytes, wait_for_plan
+from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
 from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
 from cache_client.rows import Rows, cut
-from protos.errors import ConfigError, NodeUnavailableError, StaleVersionError
+from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
@@ -87,9 +90,10 @@ class CacheIterableDataset(IterableDataset[Any]):
     number of ranks, workers, nodes and replicas; every rank has the same number of steps.
 
     A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
-    ``[B, n]``, strings a list of ``str``, lists of numbers a list of tensors (a Python list where
-    one holds a null). The tensors are views of memory that the batch owns; they may be changed in
-    place. The last step of an epoch may be short, see `cache_client.order`.
+    ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
+    where one holds a null). They may be changed in place. The batches of a window share memory: one
+    that is kept keeps the others, so copy what is to stay. The last step of an epoch may be short,
+    see `cache_client.order`.
 
     Args:
         dataset: name of a dataset in the cache.
@@ -98,13 +102,15 @@ class CacheIterableDataset(IterableDataset[Any]):
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
-        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch).
+        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader makes
+            tensors of arrays, unless its ``collate_fn`` returns what it is given.
         shuffle: a new permutation of all rows in every epoch.
         shuffle_block_size: permute blocks of so many consecutive rows, and rows inside windows of
             blocks, instead of all rows; for datasets on disk.
         seed: of the order; all ranks must use the same.
         drop_last: leave out a short last step.
-        rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1.
+        rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1. A pass
+            raises ConfigError where `torch.distributed` was initialised since and says otherwise.
         transform: applied to every batch, in the process that yields it; with ``device``, in a
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
@@ -146,15 +152,19 @@ class CacheIterableDataset(IterableDataset[Any]):
         local: bool = True,
     ) -> None:
         super().__init__()
-        problems = argument_problems(dataset, columns, stack, deadline_s)
+        problems = argument_problems(
+            dataset, columns, stack, deadline_s,
+            batch_format=batch_format, transform=transform, local=local,
+        )  # fmt: skip
         _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
         _collect_integer(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
         target = _collect(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
             problems.append(f"device needs batch_format='torch', got {batch_format!r}")
         given = {"rank": rank, "world_size": world_size}
-        ranks = [_collect_integer(problems, k, n) for k, n in given.items() if n is not None]
-        who = None if None in ranks else _collect(problems, lambda: find_rank(rank, world_size))
+        ranks = [None if n is None else _collect_integer(problems, k, n) for k, n in given.items()]
+        refused = ranks.count(None) > list(given.values()).count(None)
+        who = None if refused else _collect(problems, lambda: find_rank(ranks[0], ranks[1]))
         where = _collect(problems, lambda: find_endpoint(endpoint))
         _collect(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last))
         _collect(
@@ -165,23 +175,26 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
         if problems or who is None or where is None:
             raise ConfigError("; ".join(problems))
-        self.dataset = dataset
+        self.name = dataset
         self.endpoint = where
-        self.batch_size = batch_size
+        self.batch_size = operator.index(batch_size)
         self.rank, self.world_size = who.rank, who.world_size
+        self._rank_is_given = rank is not None
         self.shuffle = shuffle
-        self.shuffle_block_size = shuffle_block_size
-        self.seed = seed
+        self.shuffle_block_size = (
+            None if shuffle_block_size is None else operator.index(shuffle_block_size)
+        )
+        self.seed = operator.index(seed)
         self.drop_last = drop_last
-        self._columns = tuple(columns or ())
+        self._columns = () if columns is None else tuple(columns)
         self._transform = transform
         self._device = target
-        self._message_bytes = message_bytes
-        self._prefetch_batches = prefetch_batches
-        self._deadline_s = deadline_s
+        self._message_bytes = operator.index(message_bytes)
+        self._prefetch_batches = operator.index(prefetch_batches)
+        self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
-        self._shards = wait_for_plan(where, dataset, self._columns, deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
         self._cursor = Cursor()
@@ -230,8 +243,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         Raises:
             ConfigError: quoting an epoch that is no integer in [0, 2**62].
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= _LAST_EPOCH:
-            raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}")
+        try:
+            epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
+        except ValueError:
+            raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}") from None
         if epoch != self._cursor.epoch:
             self._cursor.set(epoch, 0)
         if epoch != self._position[0]:
@@ -253,10 +268,13 @@ class CacheIterableDataset(IterableDataset[Any]):
         """
         if steps is not None:
             plan = self._plan(self._cursor.offset)
-            if isinstance(steps, bool) or not 0 <= steps <= plan.num_steps:
-                raise ConfigError(f"steps must be in [0, {plan.num_steps}], got {steps!r}")
-            position = next_cursor(plan, self._cursor.epoch, steps) if steps else None
-            epoch, consumed = position or (self._cursor.epoch, plan.rows_consumed)
+            try:
+                steps = checked_integer("steps", steps, 0, plan.num_steps)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            epoch, consumed = self._cursor.epoch, plan.rows_consumed
+            if steps or not plan.num_steps:
+                epoch, consumed = next_cursor(plan, epoch, steps)
         elif get_worker_info() is None and self._cursor.read_by_workers:
             raise ConfigError(
                 "state_dict needs steps=<batches taken in this epoch>: the dataset is read by "
@@ -284,8 +302,8 @@ class CacheIterableDataset(IterableDataset[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass begin where ``state_dict`` stands. Takes constant time.
 
-        It holds for one pass. With DataLoader workers, passes over one epoch count as one where
-        torch is seeded alike before each: set another epoch between them.
+        It holds for one pass. A second pass of DataLoader workers over that epoch raises
+        ConfigError where torch was seeded as before the first: nothing else tells them apart.
 
         Raises:
             ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
@@ -335,9 +353,18 @@ class CacheIterableDataset(IterableDataset[Any]):
     # -- iteration -----------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of this rank; in a DataLoader worker, every n-th of them."""
-        this = self._begin_pass()
-        self._pass, self._batches_done = this, 0
+        """The batches of this rank; in a DataLoader worker, every n-th of them.
+
+        The pass begins here, not at its first batch: whoever asks for a state in between, as
+        `StatefulDataLoader` does, is told where this pass stands. Nothing is opened before that.
+        """
+        return self._handed_out(self._begin_pass(), self._cursor.generation)
+
+    def _handed_out(self, this: _Pass, generation: int) -> Generator[Any, None, None]:
+        if generation != self._cursor.generation and not this.in_worker:
+            # Told of another epoch or state since: nothing was given yet.
+            this = self._begin_pass()
+        process = os.getpid()
         with Reader(
             self.endpoint,
             self._shards,
@@ -355,6 +382,11 @@ class CacheIterableDataset(IterableDataset[Any]):
                 for done, batch in enumerate(batches, 1):
                     self._pass, self._batches_done = this, done
                     yield batch
+                    if os.getpid() != process:
+                        raise CacheError(
+                            f"this iterator was begun in process {process}, whose threads fetch "
+                            f"its rows, and cannot go on in its child {os.getpid()}: begin one here"
+                        )
 
     def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
@@ -368,10 +400,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             depth=depth,
             threads=FETCH_THREADS,
         )
-        for pieces, sizes in results:
-            for rows in cut(pieces, sizes):
-                batch = convert(rows)
-                yield batch if self._transform is None else self._transform(batch)
+        with closing(results):  # also where an error of the transform is kept, and this with it
+            for pieces, sizes in results:
+                for rows in cut(pieces, sizes):
+                    batch = convert(rows)
+                    yield batch if self._transform is None else self._transform(batch)
 
     def _begin_pass(self) -> _Pass:
         worker = get_worker_info()
@@ -380,11 +413,12 @@ class CacheIterableDataset(IterableDataset[Any]):
                 f"device='{self._device}' cannot be used in DataLoader workers, whose batches "
                 "reach the training process through host memory: use num_workers=0, or no device"
             )
+        self._check_rank()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
         token = secrets.randbits(62) + 1 if worker is None else worker.seed - worker.id + 1
         start = self._worker_start
-        epoch, offset = self._cursor.begin(token, in_worker=worker is not None)
+        epoch, offset = self._cursor.begin(token, worker=None if worker is None else worker.id)
         if start is not None and start[0] == self._cursor.generation:
             epoch, offset = start[1]
         self._worker_start = None
@@ -395,7 +429,19 @@ class CacheIterableDataset(IterableDataset[Any]):
             seed=self.seed,
             epoch=epoch,
         )
-        return _Pass(epoch, self._plan(offset), order, number, count, worker is not None)
+        this = _Pass(epoch, self._plan(offset), order, number, count, worker is not None)
+        self._pass, self._batches_done = this, 0
+        return this
+
+    def _check_rank(self) -> None:
+        """Raises ConfigError where the rank was found before `torch.distributed` had another."""
+        now = None if self._rank_is_given else find_initialised_rank()
+        if now is not None and now != Rank(self.rank, self.world_size):
+            raise ConfigError(
+                f"the dataset reads as rank {self.rank} of {self.world_size}, but "
+                f"torch.distributed, initialised later, says rank {now.rank} of {now.world_size}: "
+                "make the dataset after that, or pass rank and world_size"
+            )
 
     @property
     def _position(self) -> tuple[int, int]:
@@ -447,6 +493,12 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapped": None}
+
+    def __copy__(self) -> Self:
+        """Stands where this one does and goes on by itself, as any copy but that in a worker."""
+        duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(self.__getstate__(), _cursor=copy.deepcopy(self._cursor))
+        return duplicate
 
 
 def _fetch_window(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import pyarrow as pa
 from rich.cells import cell_len
 from rich.console import Console
 from rich.padding import Padding
@@ -17,8 +19,11 @@ from rich.text import Text
 
 from cache_client.client import DatasetInfo
 from cache_client.forecast import LoadForecast
+from protos.sizes import size
 
 _MOST_NAMES = 6  # of columns in one line
+_FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+_FLOATS = re.compile(rf"\b({'|'.join(_FLOAT_NAMES)})\b")
 # In a pipe there is no width to keep to.
 console = Console(width=None if sys.stdout.isatty() else 250)
 
@@ -30,7 +35,7 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         return
     console.print(f"[bold]{info.name}[/bold]  {info.state}", highlight=False)
     if info.error:
-        console.print(Text(f"  error        {info.error}"), soft_wrap=True)
+        console.print(Text(f"  error        {printable(info.error)}"), soft_wrap=True)
     console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
     console.print(f"  rows         {info.num_rows:,}", highlight=False)
     console.print(f"  size         {size(info.num_bytes)}", highlight=False)
@@ -42,13 +47,13 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
     fields = [
         [
-            field.name,
-            str(field.type),
-            (field.metadata or {}).get(b"cache.source_type", b"").decode(),
+            printable(field.name),
+            type_name(field.type),
+            type_name((field.metadata or {}).get(b"cache.source_type", b"").decode()),
         ]
         for field in info.schema
     ]
-    console.print(Padding(_table(fields, header=["column", "type", "made from"]), (0, 1)))
+    console.print(_indented(_table(fields, header=["column", "type", "made from"])))
 
 
 def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
@@ -98,11 +103,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         most = size(max(forecast.node_bytes))
         facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}"))
     if forecast.memory_limit_bytes is not None:
-        needed = forecast.nodes_needed or "no number of nodes is enough: a shard is larger"
-        fits = "" if forecast.fits else "; it does not fit"
-        facts.append(
-            ("nodes needed", f"{needed}, of {size(forecast.memory_limit_bytes)} each{fits}")
-        )
+        facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
     if forecast.load_s is not None:
         facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
@@ -113,6 +114,16 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     return facts
 
 
+def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
+    if forecast.nodes_needed is None:
+        return (
+            f"none is enough: one shard ({size(forecast.largest_shard_bytes)}) is larger than the "
+            f"limit of {limit}; lower target_shard_bytes, or write smaller row groups"
+        )
+    fits = "" if forecast.fits else "; it does not fit"
+    return f"{forecast.nodes_needed}, of {limit} each{fits}"
+
+
 def _column_names(columns: Sequence[str]) -> str:
     if len(columns) > _MOST_NAMES:
         return f"{len(columns)} columns"
@@ -121,7 +132,7 @@ def _column_names(columns: Sequence[str]) -> str:
 
 def forecast_json(forecast: LoadForecast) -> dict[str, Any]:
     """A forecast for programs."""
-    columns = {field.name: str(field.type) for field in forecast.schema}
+    columns = {field.name: type_name(field.type) for field in forecast.schema}
     return {
         **asdict(replace(forecast, schema=None)),
         "sql_goes": forecast.sql_goes,
@@ -133,7 +144,12 @@ def forecast_json(forecast: LoadForecast) -> dict[str, Any]:
 def show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
     """Prints a title and a line a fact."""
     console.print(Text(title, style="bold"))
-    console.print(Padding(_table(facts), (0, 1)))
+    console.print(_indented(_table(facts)))
+
+
+def show_line(text: str) -> None:
+    """Prints a line as it is, which the terminal may fold."""
+    console.print(Text(text), soft_wrap=True)
 
 
 def dataset_json(info: DatasetInfo) -> dict[str, Any]:
@@ -146,7 +162,7 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
         "num_rows": info.num_rows,
         "num_bytes": info.num_bytes,
         "num_shards": info.num_shards,
-        "columns": {field.name: str(field.type) for field in info.schema},
+        "columns": {field.name: type_name(field.type) for field in info.schema},
         "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
     }
 
@@ -187,6 +203,11 @@ def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -
     return table
 
 
+def _indented(table: Table) -> Padding:
+    """As wide as it is: to a file, rich would fill it up to the width of the console."""
+    return Padding(table, (0, 1), expand=False)
+
+
 def _width(cells: Iterable[str]) -> int:
     """Width of a column of these cells, with the space around it."""
     return max(map(cell_len, cells)) + 2
@@ -212,17 +233,29 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def size(num_bytes: int) -> str:
-    """Bytes for a person."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def type_name(dtype: pa.DataType | str) -> str:
+    """An Arrow type with its floats by the names that torch and numpy have for them."""
+    return _FLOATS.sub(lambda found: _FLOAT_NAMES[found[0]], str(dtype))
 
 
-def cell(value: object) -> str:
-    """A value for a person: no more than 40 characters."""
-    text = str(value)
+def cell(value: object, dtype: pa.DataType) -> str:
+    """A value of a column for a person: no more than 40 characters, on one line."""
+    text = printable(str(_shortest(value, dtype)))
     return text if len(text) <= 40 else text[:39] + "…"
+
+
+def printable(text: str) -> str:
+    """``text`` without what would move the cursor or colour the terminal: escaped, as in Python."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _shortest(value: object, dtype: pa.DataType) -> object:
+    """``value`` with its short floats as the shortest numbers that mean them.
+
+    Python has them as float64, with digits that they never had: 0.1 as 0.10000000149011612.
+    """
+    if isinstance(value, list):
+        return [_shortest(item, dtype.value_type) for item in value]
+    if isinstance(value, float) and dtype in (pa.float16(), pa.float32()):
+        return float(str(dtype.to_pandas_dtype()(value)))
+    return value

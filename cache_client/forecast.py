@@ -49,6 +49,7 @@ class LoadForecast:
             filter, or without statistics.
         num_bytes: decoded, after projection and before any filter, of one replica; of a whole
             query, what it reads.
+        largest_shard_bytes: decoded, as `num_bytes`; 0 of a whole query.
         node_bytes: on each node, all replicas.
         memory_limit_bytes: of each node; None for none.
         nodes_needed: for that limit; None when no number of nodes is enough.
@@ -71,6 +72,7 @@ class LoadForecast:
     filtered_rows: int | None
     num_bytes: int
     num_shards: int
+    largest_shard_bytes: int
     node_bytes: tuple[int, ...]
     replicas: int
     memory_limit_bytes: int | None
@@ -120,6 +122,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         filtered_rows=filtered,
         num_bytes=forecast.num_bytes,
         num_shards=forecast.num_shards,
+        largest_shard_bytes=forecast.largest_shard_bytes,
         node_bytes=tuple(forecast.node_bytes),
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,

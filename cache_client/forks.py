@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,8 +44,9 @@ class ForkGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open: tuple[weakref.WeakSet[Closable], ...] = (weakref.WeakSet(), weakref.WeakSet())
-        self._running = 0
-        self._forking = False
+        # By thread: an interrupt that keeps one from counting down must not keep it from forking.
+        self._running: Counter[int] = Counter()
+        self._forking = 0
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Something to close before a fork; ``last``: after those that belong to it."""
@@ -55,36 +57,44 @@ class ForkGate:
     def call(self) -> Iterator[None]:
         """A call into Flight; waits while the process forks."""
         with self._changed:
-            while self._forking:
+            while self._forking > 0:
                 self._changed.wait()
-            self._running += 1
+            thread = self._begun()
         try:
             yield
         finally:
-            self._ended()
+            self._ended(thread)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
         """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
         with self._changed:
-            self._running += 1
+            thread = self._begun()
         try:
             yield
         finally:
-            self._ended()
+            self._ended(thread)
 
-    def _ended(self) -> None:
+    def _begun(self) -> int:
+        thread = threading.get_ident()
+        self._running[thread] += 1
+        return thread
+
+    def _ended(self, thread: int) -> None:
+        """``thread`` need not be the one that runs this, where an iterator was left behind."""
         with self._changed:
-            self._running -= 1
+            self._running[thread] -= 1
+            self._running = +self._running  # without those that are at zero
             self._changed.notify_all()
 
     def before_fork(self) -> None:
         """Closes everything and waits until gRPC is gone, for a bounded time."""
+        here = {threading.get_ident()}
         with self._changed:
-            self._forking = True
+            self._forking += 1
         self._close_all()  # breaks off the streams that run
         with self._changed:
-            self._changed.wait_for(lambda: not self._running, _CALLS_WAIT_S)
+            self._changed.wait_for(lambda: self._running.keys() <= here, _CALLS_WAIT_S)
         self._close_all()  # and what they were opening meanwhile
         deadline = time.monotonic() + _THREADS_WAIT_S
         while _grpc_threads():
@@ -106,7 +116,7 @@ class ForkGate:
     def after_fork_in_parent(self) -> None:
         """Lets calls begin again."""
         with self._changed:
-            self._forking = False
+            self._forking = max(0, self._forking - 1)
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:

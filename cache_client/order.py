@@ -15,7 +15,7 @@ are int64 in ``[0, num_rows)``. Ranges are half-open.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 import numpy as np
@@ -208,11 +208,11 @@ class StepPlan:
     rows_consumed: int = field(kw_only=True, default=0)
 
     def __post_init__(self) -> None:
-        checked_integer("num_rows", self.num_rows, 0, MAX_ROWS)
-        checked_integer("world_size", self.world_size, 1)
-        checked_integer("batch_size", self.batch_size, 1)
+        _set_integer(self, "num_rows", 0, MAX_ROWS)
+        _set_integer(self, "world_size", 1)
+        _set_integer(self, "batch_size", 1)
         _boolean("drop_last", self.drop_last)
-        checked_integer("rows_consumed", self.rows_consumed, 0)
+        _set_integer(self, "rows_consumed", 0)
         if self.rows_consumed > self.num_rows:
             raise ValueError(
                 f"rows_consumed must be at most num_rows={self.num_rows}, got {self.rows_consumed}"
@@ -271,25 +271,16 @@ class StepPlan:
         joined = np.concatenate([full.reshape(-1), np.arange(last.start, last.stop)])
         return joined, [self.batch_size] * (len(steps) - 1) + [len(last)]
 
-    def rows_consumed_after(self, step: int) -> int:
-        """Return how many rows of this epoch all ranks together have consumed after a step.
-
-        Raises:
-            ValueError: step outside ``[0, num_steps)``; quoted.
-        """
-        self._check_step(step)
-        return min(self.rows_consumed + (step + 1) * self.rows_per_step, self.num_rows)
-
     def _check_step(self, step: int) -> None:
         if not 0 <= checked_integer("step", step) < self.num_steps:
             raise ValueError(f"step must be in [0, {self.num_steps}), got {step}")
 
 
-def worker_steps(num_steps: int, worker: int, num_workers: int, first_step: int = 0) -> range:
+def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
     """Return the steps that DataLoader worker ``worker`` of ``num_workers`` yields.
 
-    Worker w of n yields steps ``first_step + w``, ``first_step + w + n``, ... The DataLoader takes
-    a batch from each worker in turn, which restores the order of the steps.
+    Worker w of n yields steps w, w + n, w + 2n, ... The DataLoader takes a batch from each worker
+    in turn, which restores the order of the steps.
 
     Raises:
         ValueError: an argument is out of range; the message quotes it.
@@ -298,9 +289,7 @@ def worker_steps(num_steps: int, worker: int, num_workers: int, first_step: int 
     checked_integer("num_workers", num_workers, 1)
     if not 0 <= checked_integer("worker", worker) < num_workers:
         raise ValueError(f"worker must be in [0, {num_workers}), got {worker}")
-    if not 0 <= checked_integer("first_step", first_step) <= num_steps:
-        raise ValueError(f"first_step must be in [0, {num_steps}], got {first_step}")
-    return range(first_step + worker, num_steps, num_workers)
+    return range(worker, num_steps, num_workers)
 
 
 def step_windows(steps: range, size: int) -> Iterator[range]:
@@ -355,16 +344,17 @@ class OrderState:
     rows_consumed: int
 
     def __post_init__(self) -> None:
-        if checked_integer("format", self.format) != ALGORITHM_VERSION:
+        if _set_integer(self, "format") != ALGORITHM_VERSION:
             raise ValueError(f"format must be {ALGORITHM_VERSION}, got {self.format}")
         for name in ("dataset", "fingerprint"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
-        checked_integer("seed", self.seed)
-        checked_integer("epoch", self.epoch, 0)
-        _shuffle_options(self.shuffle, self.shuffle_block_size)
-        checked_integer("rows_consumed", self.rows_consumed, 0)
+        _set_integer(self, "seed")
+        _set_integer(self, "epoch", 0)
+        block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
+        object.__setattr__(self, "shuffle_block_size", block_size)
+        _set_integer(self, "rows_consumed", 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of JSON types."""
@@ -392,19 +382,6 @@ class OrderState:
             raise ValueError(f"state lacks keys: {', '.join(missing)}")
         return cls(**mapping)
 
-    def after(self, plan: StepPlan, steps_done: int) -> "OrderState":
-        """Return the state after the first ``steps_done`` steps of a plan that starts here.
-
-        Raises:
-            ValueError: the plan starts elsewhere, or ``steps_done`` is out of range; quoted.
-        """
-        if plan.rows_consumed != self.rows_consumed:
-            raise ValueError(
-                f"plan starts at rows_consumed={plan.rows_consumed}, state at {self.rows_consumed}"
-            )
-        epoch, rows_consumed = next_cursor(plan, self.epoch, steps_done)
-        return replace(self, epoch=epoch, rows_consumed=rows_consumed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerState(OrderState):
@@ -428,8 +405,8 @@ class WorkerState(OrderState):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked_integer("rows_per_step", self.rows_per_step, 1)
-        checked_integer("num_workers", self.num_workers, 1)
+        _set_integer(self, "rows_per_step", 1)
+        _set_integer(self, "num_workers", 1)
 
 
 def read_state(mapping: Mapping[str, Any]) -> OrderState:
@@ -441,6 +418,15 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
     if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
         return WorkerState.from_dict(mapping)
     return OrderState.from_dict(mapping)
+
+
+def _set_integer(
+    instance: object, name: str, minimum: int | None = None, maximum: int | None = None
+) -> int:
+    """Check an integer field of a frozen instance, and make an int of it; return that."""
+    number = checked_integer(name, getattr(instance, name), minimum, maximum)
+    object.__setattr__(instance, name, number)
+    return number
 
 
 def _boolean(name: str, value: object) -> bool:

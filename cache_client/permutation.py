@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from protos.values import as_integer
+
 Int64Array = NDArray[np.int64]
 _UInt32Array = NDArray[np.uint32]
 
@@ -226,11 +228,15 @@ def checked_positions(values: Int64Array, size: int) -> Int64Array:
 def checked_integer(
     name: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return value if it is an integer (bool is none) within the inclusive bounds."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    """Return value as an int if it is an integer within the inclusive bounds.
+
+    Of any type, NumPy's too; bool is none.
+    """
+    number = as_integer(value)
+    if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
-    if maximum is not None and value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}, got {value}")
-    return value
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {number}")
+    return number

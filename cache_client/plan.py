@@ -2,66 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
 
 from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
     stop_after_delay,
-    wait_random_exponential,
 )
 
 from cache_client.connections import Connection
 from cache_client.reader import REQUEST_TIMEOUT_S
 from cache_client.routing import ShardMap
+from protos.backoff import backoff
 from protos.errors import NodeUnavailableError, NotReadyError
 from protos.layout import Layout
 
+logger = logging.getLogger(__name__)
+
+_SILENT_S = 1.0  # a trainer that starts at the same time as its cache has nothing to say
 # The last attempt begins so long before the deadline that it can still be answered; of a short
 # deadline, a part of it.
 _LAST_ATTEMPT_S, _LAST_ATTEMPT_PART = 0.5, 0.25
-
-
-def argument_problems(
-    dataset: object, columns: object, stack: object, deadline_s: object
-) -> list[str]:
-    """What is wrong with the arguments that every way of reading takes, each quoted."""
-    problems: list[str] = []
-    if not isinstance(dataset, str) or not dataset:
-        problems.append(f"dataset must be a name, got {dataset!r}")
-    if columns is not None and not _are_names(columns):
-        problems.append(f"columns must be a list of names, got {columns!r}")
-    if isinstance(stack, Mapping):
-        problems += [
-            f"stack {name!r} must be a list of columns, got {names!r}"
-            for name, names in stack.items()
-            if not _are_names(names)
-        ]
-    elif stack is not None:
-        problems.append(f"stack must be a dict from name to columns, got {stack!r}")
-    is_number = isinstance(deadline_s, Real) and not isinstance(deadline_s, bool)
-    if not is_number or not deadline_s > 0:  # type: ignore[operator]
-        problems.append(f"deadline_s must be a number, more than 0, got {deadline_s!r}")
-    return problems
-
-
-def _are_names(value: object) -> bool:
-    """Whether it is several texts; one alone would be taken for its letters."""
-    return (
-        isinstance(value, Collection)
-        and not isinstance(value, str)
-        and all(isinstance(name, str) for name in value)
-    )
 
 
 def wait_for_plan(
     endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
 ) -> ShardMap:
     """Where the rows of the newest version of ``dataset`` are, as soon as it is ready.
+
+    Logs a warning, once, when it has to wait: the wrong port would look like a hang.
 
     Args:
         columns: to read, in this order; empty for all.
@@ -73,15 +46,27 @@ def wait_for_plan(
     """
     deadline = time.monotonic() + deadline_s
     last_attempt_s = min(_LAST_ATTEMPT_S, deadline_s * _LAST_ATTEMPT_PART)
-    backoff = wait_random_exponential(multiplier=0.02, max=1.0)
+    pause_s = backoff(0.02, 1.0)
 
     def wait_s(state: RetryCallState) -> float:
-        return max(0.0, min(backoff(state), deadline - last_attempt_s - time.monotonic()))
+        return max(0.0, min(pause_s(state), deadline - last_attempt_s - time.monotonic()))
+
+    said = False
+
+    def say(state: RetryCallState) -> None:
+        nonlocal said
+        if not said and state.outcome is not None and (state.seconds_since_start or 0) >= _SILENT_S:
+            said = True
+            logger.warning(
+                "waiting up to %g s for dataset %r at %s: %s",
+                deadline_s, dataset, endpoint, state.outcome.exception(),
+            )  # fmt: skip
 
     attempts = Retrying(
         retry=retry_if_exception_type((NotReadyError, NodeUnavailableError)),
         stop=stop_after_delay(deadline_s - last_attempt_s),
         wait=wait_s,
+        before_sleep=say,
         reraise=True,
     )
     for attempt in attempts:

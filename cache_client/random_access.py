@@ -9,8 +9,9 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +19,20 @@ import pyarrow as pa
 import torch
 from torch.utils.data import Dataset
 
-from cache_client.convert import BatchFormat, Converter
+from cache_client.arguments import BatchFormat, argument_problems
+from cache_client.convert import Converter
 from cache_client.local_shards import LocalShards
-from cache_client.plan import argument_problems, row_bytes, wait_for_plan
+from cache_client.plan import row_bytes, wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
 from cache_client.rows import Rows, join
-from protos.errors import ConfigError
+from protos.errors import CacheError, ConfigError
 from protos.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 FETCH_BYTES = 32 * 1024 * 1024  # fetched in one go, about; more goes in several
+_THREADS = 16  # that read at the same time, as many as Grain's; made when they are needed
 
 
 class CacheDataset(Dataset[Any]):
@@ -61,7 +64,8 @@ class CacheDataset(Dataset[Any]):
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one tensor (``[n]`` in a row, ``[B, n]`` in a
             batch) in their place.
-        batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches).
+        batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches). A DataLoader
+            makes tensors of arrays, unless its ``collate_fn`` returns what it is given.
         transform: applied to what is asked for, in the process that asks: to each row, or to the
             batch of `fetch`.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
@@ -87,32 +91,35 @@ class CacheDataset(Dataset[Any]):
         deadline_s: float = 60.0,
         local: bool = True,
     ) -> None:
-        problems = argument_problems(dataset, columns, stack, deadline_s)
+        problems = argument_problems(
+            dataset, columns, stack, deadline_s,
+            batch_format=batch_format, transform=transform, local=local,
+        )  # fmt: skip
         try:
             where = find_endpoint(endpoint)
         except ConfigError as error:
             problems.append(str(error))
         if problems:
             raise ConfigError("; ".join(problems))
-        self.dataset = dataset
+        self.name = dataset
         self.endpoint = where
-        self._columns = tuple(columns or ())
+        self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format = batch_format
         self._transform = transform
-        self._deadline_s = deadline_s
+        self._deadline_s = float(deadline_s)
         self._local = local
-        self._shards = wait_for_plan(where, dataset, self._columns, deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._open()
 
     def _open(self) -> None:
         """What is made anew in each process."""
         self._convert = Converter(self._shards.layout, self._stack, self._batch_format)
         self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
-        self._readers: dict[int, Reader] = {}  # process id -> its reader; see `_reader`
+        self._opened: dict[int, _Opened] = {}  # process id -> what it reads with; see `_open_here`
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_convert", "_rows_per_fetch", "_readers")
+        own = ("_convert", "_rows_per_fetch", "_opened")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,9 +139,9 @@ class CacheDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Closes the connections of this process; reads that run fail, a later one connects."""
-        reader = self._readers.pop(os.getpid(), None)
-        if reader is not None:
-            reader.close()
+        opened = self._opened.pop(os.getpid(), None)
+        if opened is not None:
+            opened.close()
 
     # -- what it is ----------------------------------------------------------------------------
 
@@ -164,7 +171,7 @@ class CacheDataset(Dataset[Any]):
             "transform": None if self._transform is None else transform,
         }
         rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
-        return f"CacheDataset({self.dataset!r}, {rest})"
+        return f"CacheDataset({self.name!r}, {rest})"
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -231,30 +238,29 @@ class CacheDataset(Dataset[Any]):
             raise self._no_row(max(indices, key=abs))
 
     def _no_row(self, number: object) -> IndexError:
-        return IndexError(
-            f"row {number} is not in dataset {self.dataset!r} of {self.num_rows} rows"
-        )
+        return IndexError(f"row {number} is not in dataset {self.name!r} of {self.num_rows} rows")
 
     def _read(self, row_ids: Ids) -> Rows:
-        reader, size = self._reader(), self._rows_per_fetch
+        opened, size = self._open_here(), self._rows_per_fetch
         if len(row_ids) <= size:
-            return join(reader.fetch(row_ids))
+            return join(opened.fetch(row_ids))
         windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
-        found = fetch_ahead(reader.fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
+        fetch = opened.reader.fetch
+        found = fetch_ahead(fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
         return join([piece for pieces in found for piece in pieces])
 
-    def _reader(self) -> Reader:
-        """This process's reader.
+    def _open_here(self) -> _Opened:
+        """What this process reads with.
 
-        Found by process id, because a child of a fork inherits the readers of its parent, whose
+        Found by process id, because a child of a fork inherits what its parent reads with, whose
         locks may be held for ever. Without a lock for the same reason: two threads may each make
         a reader, and all use the one that `setdefault` lets in.
         """
         process = os.getpid()
-        reader = self._readers.get(process)
-        if reader is not None:
-            return reader
-        made = Reader(
+        opened = self._opened.get(process)
+        if opened is not None:
+            return opened
+        reader = Reader(
             self.endpoint,
             self._shards,
             columns=self._columns,
@@ -262,10 +268,37 @@ class CacheDataset(Dataset[Any]):
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
         )
-        reader = self._readers.setdefault(process, made)
-        if reader is not made:
+        made = _Opened(reader, ThreadPoolExecutor(_THREADS, thread_name_prefix="cache-rows"))
+        opened = self._opened.setdefault(process, made)
+        if opened is not made:
             made.close()
-        return reader
+        return opened
+
+
+class _Opened(NamedTuple):
+    """What one process reads with: a reader, and the threads that it works in.
+
+    Those of the program would not do: an interrupt that reaches one inside a call leaves gRPC in
+    use, and the next fork waits for it.
+    """
+
+    reader: Reader
+    threads: ThreadPoolExecutor
+
+    def fetch(self, row_ids: Ids) -> list[Rows]:
+        """As `Reader.fetch`; an interrupt ends it at once."""
+        if not self.reader.num_nodes:  # all rows lie in files of this machine: nothing of gRPC's
+            return self.reader.fetch(row_ids)
+        try:
+            found = self.threads.submit(self.reader.fetch, row_ids)
+        except RuntimeError:  # it takes no more work
+            raise CacheError("the dataset was closed meanwhile, or the program ends") from None
+        return found.result()
+
+    def close(self) -> None:
+        """Closes every connection; running fetches fail."""
+        self.reader.close()
+        self.threads.shutdown(wait=False)
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:

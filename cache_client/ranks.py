@@ -28,7 +28,7 @@ from protos.errors import ConfigError
 TRAIN_JOB_ENDPOINT = "grpc://{job}-dataset-initializer-0-0.{job}:50051"
 
 _ENDPOINT = re.compile(
-    r"grpc(\+tcp|\+tls)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
+    r"grpc(\+tcp)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
 )
 _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD wants it
 
@@ -162,11 +162,17 @@ def find_rank(
         )
     if rank is not None and world_size is not None:
         return Rank(rank, world_size)
+    found = find_initialised_rank()
+    return found or find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
+
+
+def find_initialised_rank() -> Rank | None:
+    """What `torch.distributed` says; None while it is not initialised."""
     # Only who imported it can have initialised it; without torch the rest works all the same.
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return Rank(dist.get_rank(), dist.get_world_size())
-    return find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return Rank(dist.get_rank(), dist.get_world_size())
 
 
 def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
@@ -192,7 +198,7 @@ def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None
         ("endpoint", endpoint),
         ("CACHE_ENDPOINT", values.get("CACHE_ENDPOINT")),
     ):
-        if value:
+        if value is not None and not (isinstance(value, str) and value == ""):
             return _checked_endpoint(name, value)
     if job := values.get("TRAIN_JOB_NAME"):
         if not _TRAIN_JOB_NAME.fullmatch(job):
@@ -204,9 +210,13 @@ def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None
     )
 
 
-def _checked_endpoint(name: str, value: str) -> str:
+def _checked_endpoint(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
+    if value.startswith("grpc+tls:"):
+        raise ConfigError(f"{name} must be grpc://HOST:PORT: nodes serve no TLS, got {value!r}")
     found = _ENDPOINT.fullmatch(value)
-    if not found or not 1 <= int(found["port"]) <= 65535:
+    if not found or not value.isprintable() or not 1 <= int(found["port"]) <= 65535:
         raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
     return value
 

@@ -7,11 +7,15 @@ knows neither epochs nor ranks.
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  # its hook at exit must follow the one below
 import logging
+import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from types import TracebackType
@@ -22,14 +26,20 @@ from tenacity import (
     Retrying,
     retry_if_exception_type,
     stop_after_delay,
-    wait_random_exponential,
 )
 
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
 from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
-from protos.errors import CacheError, NodeUnavailableError, NotReadyError, StaleVersionError
+from protos.backoff import backoff
+from protos.errors import (
+    CacheError,
+    DatasetNotFoundError,
+    NodeUnavailableError,
+    NotReadyError,
+    StaleVersionError,
+)
 from protos.row_index import Ids
 
 logger = logging.getLogger(__name__)
@@ -38,11 +48,11 @@ REQUEST_TIMEOUT_S = 10.0
 FETCH_THREADS = 2  # more cost processor time and bring no rows
 # A node that failed is passed over for so long where another replica is; longer at each failure.
 _FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
-_RENEWALS = 4  # of a lease in its time
+_RENEWALS, _LEASE_TIMEOUT_S = 4, 2.0  # of a lease in its time, and of one of them
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 
-# A stale version is final only when the coordinator says so, not a node that has just restarted.
-_WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError)
+# That a version is gone is final when the coordinator says so, not a node that has just started.
+_WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -90,7 +100,6 @@ class Reader:
         turn: which replica to prefer; see `Router`.
         rows_per_message: the most rows of one message of a node; 0: each answer is one message.
         deadline_s: how long a window may wait for nodes that do not answer.
-        request_timeout_s: after one to two of these a node that hangs counts as failed.
         local: shards to read from files of this machine, without their node; may be shared.
     """
 
@@ -103,7 +112,6 @@ class Reader:
         turn: int = 0,
         rows_per_message: int = 0,
         deadline_s: float = 60.0,
-        request_timeout_s: float = REQUEST_TIMEOUT_S,
         local: LocalShards | None = None,
     ) -> None:
         self._endpoint = endpoint
@@ -111,8 +119,9 @@ class Reader:
         self._turn = turn
         self._rows_per_message = rows_per_message
         self._deadline_s = deadline_s
-        # Four of them fit, so that another replica is asked before the deadline.
-        self._request_timeout_s = min(request_timeout_s, deadline_s / 4)
+        # After one to two of these a node that hangs counts as failed. Four of them fit, so that
+        # another replica is asked before the deadline.
+        self._request_timeout_s = min(REQUEST_TIMEOUT_S, deadline_s / 4)
         self._lock = threading.Lock()
         self._layout = shards.layout
         self._local = local
@@ -122,7 +131,10 @@ class Reader:
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[GatherStream] = set()
         self._closed = False
+        self._process = os.getpid()
         self._leased_at = time.monotonic()  # by whoever read the shard map
+        self._renewing = False
+        _readers.add(self)
 
     def __enter__(self) -> Reader:
         return self
@@ -141,7 +153,9 @@ class Reader:
         return self._router.num_nodes
 
     def close(self) -> None:
-        """Closes every connection; running fetches fail."""
+        """Closes every connection; running fetches fail. In a child of a fork: nothing is open."""
+        if os.getpid() != self._process:
+            return  # a thread that is not here may hold the lock
         with self._lock:
             self._closed = True
             streams = [*self._busy, *(s for streams in self._idle.values() for s in streams)]
@@ -159,9 +173,10 @@ class Reader:
         Raises:
             NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
             StaleVersionError: the version is gone.
-            RequestError: a node refused the request for good.
+            RequestError: a node refused the request for good; a dataset that is not there, the
+                coordinator.
         """
-        self._renew_lease()
+        self._keep_lease()
         answers: list[Answer] = []
         missing: list[Part] = self._router.route(row_ids)
         trouble = ""
@@ -169,7 +184,7 @@ class Reader:
         attempts = Retrying(
             retry=retry_if_exception_type(_IncompleteError),
             stop=stop_after_delay(self._deadline_s),
-            wait=wait_random_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+            wait=backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             reraise=True,
         )
         try:
@@ -190,30 +205,48 @@ class Reader:
             ) from None
         return in_order(self._layout, len(row_ids), answers)
 
-    def _renew_lease(self) -> None:
-        """Says now and then that the version is in use: reading its files tells no node so."""
+    def _keep_lease(self) -> None:
+        """Says now and then that the version is in use: reading its files tells no node so.
+
+        In a thread of its own: rows of files need wait for no node.
+        """
         shards, now = self._router.shards, time.monotonic()
         with self._lock:
-            if self._local is None or now - self._leased_at < shards.lease_s / _RENEWALS:
+            if self._local is None or self._closed or self._renewing:
                 return
-            self._leased_at = now
-        deadline, trouble = now + self._deadline_s, ""
+            if now - self._leased_at < shards.lease_s / _RENEWALS:
+                return
+            self._leased_at, self._renewing = now, True
+        threading.Thread(target=self._renew_lease, args=(shards,), name="cache-lease").start()
+
+    def _renew_lease(self, shards: ShardMap) -> None:
+        try:
+            trouble = self._ask_for_lease(shards)
+        finally:
+            with self._lock:
+                self._renewing = False
+        # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
+        if trouble and not self._closed:
+            logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, trouble)
+
+    def _ask_for_lease(self, shards: ShardMap) -> str:
+        """Asks one node after the other; returns why none renewed it, empty where one did."""
+        deadline, trouble = time.monotonic() + self._deadline_s, ""
         for location in self._locations(shards):
-            timeout_s = min(self._request_timeout_s, deadline - time.monotonic())
+            # Short: a program that ends waits for it.
+            timeout_s = min(_LEASE_TIMEOUT_S, self._request_timeout_s, deadline - time.monotonic())
             if timeout_s <= 0:
                 break
             try:
                 self._connection(location).renew_lease(
                     shards.dataset, shards.fingerprint, timeout_s
                 )
-                return
+                return ""
             except NodeUnavailableError as error:
                 trouble = trouble or str(error)
             except CacheError as error:
-                trouble = str(error)
-                break
-        # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
-        logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, trouble)
+                return str(error)
+        return trouble
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -382,9 +415,28 @@ class Reader:
         stream.close()
 
 
+_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+# A forked child has none of the threads that may hold a reader's lock.
+os.register_at_fork(after_in_child=_readers.clear)
+
+
+def _close_all() -> None:
+    """Closes every reader of a program that ends, so that no fetch waits for a node."""
+    for reader in list(_readers):
+        try:
+            reader.close()
+        except Exception:  # the other hooks are to run, too
+            logger.exception("a reader was not closed")
+
+
+# Before the threads of pools are awaited: hooks run in the reverse of their order, and that of
+# `concurrent.futures` is there already. Where Python has no such hook any more, after that.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)
+
+
 def fetch_ahead(
     fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
-) -> Iterator[_Result]:
+) -> Generator[_Result, None, None]:
     """``map(fetch, requests)`` with at most ``depth`` results under way or waiting.
 
     Results come in the order of the requests; a failure is raised in its turn. Closing the

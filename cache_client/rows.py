@@ -56,9 +56,12 @@ class Rows:
         )
 
     def to_batch(self) -> pa.RecordBatch:
-        """The rows as a batch of logical columns."""
+        """The rows as a batch of logical columns, whose buffers hold these rows alone.
+
+        What is sent to another process is whole buffers. So slices of plain columns are copied.
+        """
         stored = [
-            self.arrays[index]
+            pa.concat_arrays([self.arrays[index]])
             if column.kind == "plain"
             else from_matrix(np.ascontiguousarray(self.matrices[index]), column.field)
             for index, column in enumerate(self.layout.columns)

@@ -23,8 +23,9 @@ from cache_server.control_link import RemoteCoordinator
 from cache_server.local import LocalCluster, describe_nodes
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
-from protos.load_progress import EachSecond
+from protos.load_bar import shown_progress
 from protos.spec import DatasetSpec, parse_bytes
+from protos.version_option import version_option
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -34,9 +35,9 @@ EXIT_INTERRUPTED = 130  # as shells say it of SIGINT
 
 app = typer.Typer(
     name="cache-server",
-    help="Cache nodes that load tables once and serve random rows over Arrow Flight.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # its tables cut long options off at 80 columns
     pretty_exceptions_enable=False,
 )
 
@@ -46,15 +47,27 @@ _T = TypeVar("_T")
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
+@app.callback()
+def _options(
+    show_version: Annotated[bool, version_option("cache-server")] = False,
+) -> None:
+    """Cache nodes that load tables once and serve random rows over Arrow Flight."""
+
+
 @app.command()
 def serve(
-    cache_dir: Annotated[Path, typer.Option(help="Where shards go: tmpfs or NVMe.")],
+    cache_dir: Annotated[
+        str, typer.Option(metavar="<path>", help="Where shards go: tmpfs or NVMe.")
+    ],
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     advertise: Annotated[
         str | None, typer.Option(help="Host name under which others reach this node.")
     ] = None,
     flight_port: Annotated[int, typer.Option(help="Arrow Flight; 0 picks a free one.")] = 50_051,
     control_port: Annotated[int, typer.Option(help="gRPC; 0 picks a free one.")] = 50_052,
+    http_port: Annotated[
+        int, typer.Option(help="Status page and /metrics; 0 picks a free one.")
+    ] = 8080,
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +124,7 @@ def serve(
     ] = 0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run one cache node; prints one JSON line when it listens."""
+    """Run one cache node. Prints one JSON line when it listens."""
     problems: list[str] = []
     _checked(problems, lambda: _set_up_logging(log_level))
     _checked(problems, lambda: _check_exit_code(signal_exit_code))
@@ -124,6 +137,7 @@ def serve(
             advertise=advertise,
             flight_port=flight_port,
             control_port=control_port,
+            http_port=http_port,
             coordinator=coordinator,
             num_nodes=num_nodes,
             join_timeout_s=join_timeout_s,
@@ -155,6 +169,7 @@ def serve(
         "event": "listening",
         "flight": server.endpoints.flight_location,
         "control": server.endpoints.control_location,
+        "http": server.page,
         "node_id": server.node_id,
         "pid": os.getpid(),
     }
@@ -181,12 +196,13 @@ def local(
         bool, typer.Option(help="Load what STORAGE_URI and the settings beside it mean.")
     ] = False,
     cache_dir: Annotated[
-        Path | None, typer.Option(help="Kept afterwards; default: a temporary one in memory.")
+        str | None,
+        typer.Option(metavar="<path>", help="Kept afterwards; default: a temporary one in memory."),
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="Of each node.")] = None,
     log_level: LogLevel = "warning",
 ) -> None:
-    """Run a cache on this machine until interrupted; prints its endpoint as one JSON line."""
+    """Run a cache on this machine until interrupted. Prints its endpoint as one JSON line."""
     _set_up_logging(log_level)
     if load is not None and load_from_env:
         raise ConfigError("--load and --load-from-env cannot be combined")
@@ -204,8 +220,11 @@ def local(
     try:
         with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
             if spec is not None:
-                with RemoteCoordinator(cluster.nodes[0].control_location) as coordinator:
-                    coordinator.load(spec, EachSecond(lambda report: logger.info("%s", report)))
+                with (
+                    RemoteCoordinator(cluster.nodes[0].control_location) as coordinator,
+                    shown_progress(spec.name, lambda line: logger.info("%s", line)) as show,
+                ):
+                    coordinator.load(spec, show)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
             signals.wait()

@@ -1,52 +1,54 @@
-"""Whether shards fit on the nodes there are, where that is known before they are made. Pure."""
+"""Whether shards fit on the nodes there are, where that is known before they are made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
-from cache_server.forecast import nodes_needed
-from cache_server.holdings import Member
-from cache_server.planning import VersionKey, bytes_by_node, place
-from cache_server.versions import VersionPlan
+from cache_server.holdings import Holdings
+from cache_server.membership import Member
+from cache_server.planning import VersionKey, nodes_needed
 from protos.errors import LoadError
 
 
 def check_room(
-    plan: VersionPlan,
-    sizes: Sequence[int],
+    wanted: Holdings,
+    others: Iterable[Holdings],
     members: Mapping[str, Member],
-    alive: Collection[str],
     *,
-    held: Mapping[int, Set[str]],
     is_going: Callable[[VersionKey], bool],
 ) -> None:
-    """Refuses what cannot fit.
+    """Refuses what cannot fit, beside what there is and what other loads are about to bring.
 
     Args:
-        sizes: bytes of each shard.
-        members, alive: as `cache_server.holdings.Holdings` has them.
-        held: shard -> the nodes that have it already.
+        wanted: the version as it would be; one whose size is not known is let in.
+        others: the versions that stay.
+        members: those of the versions.
         is_going: whether the nodes are about to remove a version, so that it makes room.
 
     Raises:
         LoadError: quoting what it comes to on one node, and how many nodes would do.
     """
-    placement = place(plan.key.fingerprint, len(sizes), members, plan.spec.replicas, alive=alive)
-    lacking = [
-        tuple(node_id for node_id in homes if node_id not in held.get(index, ()))
-        for index, homes in enumerate(placement)
-    ]
-    for node_id, needed in sorted(bytes_by_node(lacking, sizes).items()):
+    sizes = wanted.shard_bytes()
+    if sizes is None:
+        return
+    plan = wanted.version.plan
+    awaited: Counter[str] = Counter()
+    for other in others:
+        awaited.update(other.lacking_bytes())
+    for node_id, needed in sorted(wanted.lacking_bytes().items()):
         limit = members[node_id].node.memory_limit_bytes
         stored = _lasting_bytes(members[node_id], is_going)
-        if limit and stored + needed > limit:
-            raise LoadError(
-                f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
-                f"{node_id}, which holds {stored} of its memory limit of {limit}; "
-                f"the dataset is about {sum(sizes)} bytes with replicas={plan.spec.replicas} "
-                f"and needs {nodes_needed(plan, limit) or 'smaller shards: no number of'} "
-                "nodes of that limit"
-            )
+        if not limit or stored + awaited[node_id] + needed <= limit:
+            continue
+        loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
+        nodes = nodes_needed(sizes, plan.spec.replicas, limit) or "smaller shards: no number of"
+        raise LoadError(
+            f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
+            f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
+            f"is about {sum(sizes)} bytes with replicas={plan.spec.replicas} and needs {nodes} "
+            "nodes of that limit"
+        )
 
 
 def _lasting_bytes(member: Member, is_going: Callable[[VersionKey], bool]) -> int:

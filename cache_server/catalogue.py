@@ -2,21 +2,31 @@
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
 <cache_dir>/.members.json                              the nodes that ever joined
+<cache_dir>/.catalogue-made                            empty; its time is that of the first start
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 from google.protobuf import json_format
 
 from cache_server.planning import VersionKey
 from cache_server.versions import VersionPlan, split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import CacheError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # of an entry; what is added to one raises it
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,24 @@ class Catalogue:
     def __init__(self, directory: Path) -> None:
         self._entries = directory / ".catalogue"
         self._members = directory / ".members.json"
+        self._made = directory / ".catalogue-made"
+
+    def exists(self) -> bool:
+        """Whether a coordinator was ever here."""
+        return any(path.exists() for path in (self._made, self._entries, self._members))
+
+    def age_s(self) -> float:
+        """Seconds since the first coordinator started here; counted from now where there was none.
+
+        Raises:
+            OSError: that cannot be noted.
+        """
+        if not self._made.exists():
+            if self.exists():
+                return math.inf  # of a release that did not note it
+            self._made.parent.mkdir(parents=True, exist_ok=True)
+            self._made.touch()
+        return max(0.0, time.time() - self._made.stat().st_mtime)
 
     def write(
         self,
@@ -72,6 +100,7 @@ class Catalogue:
             keeps_every_row=plan.keeps_every_row,
             created=created,
             was_ready=was_ready,
+            format=_FORMAT,
         )
         for shard in plan.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
@@ -86,16 +115,15 @@ class Catalogue:
         self._path(key).unlink(missing_ok=True)
 
     def read(self) -> list[CatalogueEntry]:
-        """Every version, oldest first."""
-        entries = []
+        """Every version, oldest first.
+
+        Raises:
+            ConfigError: naming the file that a newer release wrote, or that cannot be read.
+        """
         paths = self._entries.glob("*.json")
-        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
-            entry = json_format.Parse(path.read_text(encoding="utf-8"), pb.CatalogueEntry())
-            sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
-            plan = VersionPlan.from_catalogue(entry)
-            entries.append(
-                CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready)
-            )
+        entries = [
+            _read_entry(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+        ]
         return sorted(entries, key=lambda entry: entry.created)
 
     def write_members(self, node_ids: Iterable[str]) -> None:
@@ -107,13 +135,46 @@ class Catalogue:
         _replace_file(self._members, json.dumps(sorted(node_ids)))
 
     def read_members(self) -> list[str]:
-        """The names of the nodes that ever joined."""
+        """The names of the nodes that ever joined; none where they cannot be read.
+
+        They will join again; until then more may move than has to.
+        """
         if not self._members.exists():
             return []
-        return [str(name) for name in json.loads(self._members.read_text(encoding="utf-8"))]
+        try:
+            names = json.loads(self._members.read_text(encoding="utf-8"))
+            if not isinstance(names, list):
+                raise ValueError("no list")
+        except (OSError, ValueError) as error:
+            logger.warning("members forgotten path=%s reason=%s", self._members, error)
+            return []
+        return [str(name) for name in names]
 
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.dataset}@{key.fingerprint}.json"
+
+
+def _read_entry(path: Path) -> CatalogueEntry:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("format", _FORMAT) > _FORMAT:
+            raise ValueError(
+                f"a newer release wrote it, in format {content['format']}, and this one knows "
+                f"{_FORMAT}"
+            )
+        entry = json_format.ParseDict(content, pb.CatalogueEntry())
+        plan = VersionPlan.from_catalogue(entry)
+    except (
+        *(OSError, ValueError, TypeError, AttributeError),
+        *(json_format.ParseError, pa.ArrowException, CacheError),
+    ) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"cannot read the catalogue entry {path}: {reason}; without the file its dataset is "
+            "forgotten and may be loaded again"
+        ) from None
+    sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
+    return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready)
 
 
 def _replace_file(path: Path, text: str) -> None:

@@ -35,6 +35,12 @@ def _host_port(value: object) -> object:
     return f"{match['host']}:{match['port']}"
 
 
+def _given(value: object) -> object:
+    if value == "":  # of a variable that is not set: pathlib has it for the working directory
+        raise ValueError("must be a path, got ''")
+    return value
+
+
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -49,7 +55,7 @@ class NodeConfig(BaseModel):
         bind: address to listen on.
         advertise: host name under which others reach this node; default: ``bind``, or the host
             name of the machine when ``bind`` is a wildcard.
-        flight_port, control_port: 0 picks a free one.
+        flight_port, control_port, http_port: 0 picks a free one.
         coordinator: ``HOST:PORT`` of the coordinator's control port. None, or the advertised host
             and control port of this node itself: this node is it, so that all the pods of a cache
             can have the same arguments.
@@ -68,11 +74,12 @@ class NodeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cache_dir: Path
+    cache_dir: Annotated[Path, BeforeValidator(_given)]
     bind: Host = "127.0.0.1"
     advertise: Host | None = None
     flight_port: Port = 50_051
     control_port: Port = 50_052
+    http_port: Port = 8080
     coordinator: Annotated[str | None, BeforeValidator(_host_port)] = None
     num_nodes: Annotated[int, Field(ge=1)] = 1
     join_timeout_s: Seconds = 300.0
@@ -98,6 +105,14 @@ class NodeConfig(BaseModel):
         name = socket.getfqdn()
         # Where a machine calls itself that, its own name is what others may know it by.
         return socket.gethostname() if name.partition(".")[0] == "localhost" else name
+
+    @property
+    def lasting_address(self) -> str | None:
+        """Where this node is found, also after it was replaced by one with an empty directory.
+
+        None where nobody says so: ports that are free now, or a host that is found out.
+        """
+        return f"{self.host}:{self.flight_port}" if self.advertise and self.flight_port else None
 
     @property
     def listen_host(self) -> str:

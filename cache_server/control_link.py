@@ -12,7 +12,7 @@ import grpc
 
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
-from protos.control import MAX_MESSAGE_BYTES, from_rpc_error
+from protos.control import DIRECT, MAX_MESSAGE_BYTES, from_rpc_error
 from protos.errors import (
     NodeUnavailableError,
     require_ready,
@@ -48,6 +48,7 @@ class RemoteCoordinator:
         self._channel = grpc.insecure_channel(
             self._location,
             options=[
+                DIRECT,
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_reconnect_backoff_ms", 2_000),
                 ("grpc.dns_min_time_between_resolutions_ms", 2_000),
@@ -87,7 +88,7 @@ class RemoteCoordinator:
         return response
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """One dataset; the newest version unless a fingerprint is given."""
+        """One dataset; the newest version that has not failed unless a fingerprint is given."""
         request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint, lease=lease)
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         return response.dataset

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cache_server import defects
 from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
@@ -43,6 +44,7 @@ _HANDLER_THREADS = 64  # for what is answered at once
 _PLANNING_THREADS = 64  # of what is planned: its files are listed, its footers read
 _WATCHING_THREADS = 64  # half of them for watches that stay, half for those that answer once
 _MIN_PING_INTERVAL_MS = 1_000
+_NO_SECRETS = pb.Secrets()
 
 _STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
     (DatasetNotFoundError, grpc.StatusCode.NOT_FOUND),
@@ -120,7 +122,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
-        with _statuses(context):
+        with _statuses(context, request.secrets):
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
             info = self._coordinator.create(spec, refresh=request.refresh)
             return pb.CreateDatasetResponse(dataset=info)
@@ -129,7 +131,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
     ) -> pb.PlanDatasetResponse:
         """What a load would come to."""
-        with _statuses(context):
+        with _statuses(context, request.secrets):
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
@@ -167,7 +169,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
     ) -> pb.ListDatasetsResponse:
-        """The newest version of every dataset."""
+        """One version of every dataset: the newest that has not failed."""
         with _statuses(context):
             return pb.ListDatasetsResponse(datasets=self._coordinator.datasets())
 
@@ -210,18 +212,20 @@ class _Apart:
 
 
 @contextmanager
-def _statuses(context: grpc.ServicerContext) -> Iterator[None]:
+def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) -> Iterator[None]:
+    """Turns the error tree into statuses; of what nobody foresaw shows no secret of the request."""
     try:
         yield
     except CacheError as error:
         _abort(context, error)
-    except GeneratorExit:
+    except defects.NO_DEFECTS:
         raise
-    except Exception as error:
+    except BaseException as error:
         if not context.is_active():
             raise  # the abort of an inner handler, or a caller that left
-        logger.exception("defect in a gRPC verb")
-        _abort(context, CacheError(f"defect in the cache node: {error!r}"))
+        logger.error("defect in a gRPC verb\n%s", defects.trace(error, secrets))
+        reason = defects.reason(error, secrets)
+        _abort(context, CacheError(f"defect in the cache node: {reason}"))
 
 
 def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:

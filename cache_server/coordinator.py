@@ -1,4 +1,4 @@
-"""The coordinator: dataset catalogue, membership, placement, readiness.
+"""The coordinator: which versions there are, what each node should hold, what is ready.
 
 It tells nodes what they should hold and learns from their heartbeats what they do hold; it never
 moves a row. Everything it decides follows from (catalogue, live nodes, heartbeats), so that a
@@ -18,14 +18,17 @@ from dataclasses import replace
 from cache_server.capacity import check_room
 from cache_server.catalogue import Catalogue, SealedSummary
 from cache_server.forecast import forecast
-from cache_server.holdings import Holdings, Member, Version, is_of_attempt, load_error
+from cache_server.holdings import Holdings
+from cache_server.membership import Membership
 from cache_server.planning import VersionKey
+from cache_server.version_record import Version
 from cache_server.versions import plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
+    NotReadyError,
     StaleVersionError,
 )
 from protos.spec import DatasetSpec
@@ -34,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _FEWEST_RATED_BYTES = 16 * 1024 * 1024  # of a smaller load most of the time is not reading
-_FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
 
 
 class Coordinator:
@@ -46,7 +48,9 @@ class Coordinator:
         heartbeat_interval_s: asked of every node.
         node_timeout_s: after so long without a heartbeat a node counts as lost; a node known from
             before a restart is given as long to report again.
-        lease_s: how long a version that was replaced is kept after its rows were last read.
+        lease_s: how long a version that was replaced is kept after its rows were last read. As
+            long a new catalogue leaves alone what nodes hold and it does not know: a coordinator
+            that lost its disk is given the specs again, or reads go on to their end.
         clock: monotonic seconds.
     """
 
@@ -63,7 +67,6 @@ class Coordinator:
         self._catalogue = catalogue
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
-        self._timeout_s = node_timeout_s
         self._lease_s = lease_s
         self._clock = clock
         self._changed = threading.Condition()
@@ -72,8 +75,10 @@ class Coordinator:
         self._created = 0
         self._node_rate = 0.0  # see `forecast`; 0 before the first load
         self._versions: dict[VersionKey, Version] = {}
-        self._members: dict[str, Member] = {}
-        self._members_changed = False  # since they were written down
+        self._described: dict[VersionKey, tuple[object, pb.DatasetInfo]] = {}
+        self._membership = Membership(catalogue, node_timeout_s, clock)
+        self._new_until = clock() + lease_s - catalogue.age_s()
+        self._dropped: set[VersionKey] = set()
         self._read_back()
 
     def close(self) -> None:
@@ -94,7 +99,8 @@ class Coordinator:
 
         Args:
             refresh: look again at a source that cannot say whether it changed; otherwise a version
-                of the same spec counts as the same.
+                of the same spec counts as the same. Also takes away replicas beyond those of the
+                spec, which others may have asked for.
 
         Raises:
             LoadError: the source cannot be read, or it cannot fit. RequestError: a bad query.
@@ -108,39 +114,31 @@ class Coordinator:
             version = self._versions.get(planned.plan.key)
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
-                return self._attach(version, spec)
-            try:
-                if planned.plan.keeps_every_row:
-                    check_room(
-                        planned.plan,
-                        [shard.estimated_bytes for shard in planned.plan.shards or ()],
-                        self._members,
-                        self._alive(),
-                        held={},
-                        # What there is of the same version is of an attempt that failed.
-                        is_going=lambda key: key == planned.plan.key or self._is_going(key),
-                    )
-            except LoadError:
-                planned.close()
-                raise
-            self._created += 1
-            attempt = 0
-            if version is not None:
-                version.release()
-                attempt = version.attempt + 1
+                return self._attach(version, spec, fewer_replicas=refresh)
+            attempt = (
+                self._known_attempt(planned.plan.key) if version is None else version.attempt + 1
+            )
             made = Version(
                 planned.plan,
-                self._created,
+                self._created + 1,
                 spec.secrets_to_proto(),
                 tuple(planned.pins.values()),
                 attempt=attempt,
                 asked_at=self._clock(),
             )
             try:
+                self._check_room(made)
                 self._write(made)
             except LoadError:
                 made.release()
                 raise
+            if version is not None:
+                version.release()
+            else:  # what nodes kept of it counts before any of them is answered
+                for node_id, member in self._membership.members.items():
+                    if planned.plan.key in member.actual:
+                        made.take_in(member.actual[planned.plan.key], node_id)
+            self._created = made.created
             self._versions[planned.plan.key] = made
             logger.info(
                 "dataset planned name=%s fingerprint=%s shards=%s",
@@ -183,7 +181,7 @@ class Coordinator:
         """
         with closing(plan_version(spec)) as planned:
             with self._changed:
-                alive = [self._members[node_id].node for node_id in sorted(self._alive())]
+                alive = [node for node in self._membership.nodes() if node.alive]
             names = [node.id for node in alive]
             if num_nodes:
                 names = [f"node-{index}" for index in range(num_nodes)]
@@ -207,26 +205,23 @@ class Coordinator:
     def _newest(versions: Iterable[Version]) -> Version | None:
         return max(versions, key=lambda version: version.created, default=None)
 
-    def _attach(self, version: Version, spec: DatasetSpec) -> pb.DatasetInfo:
+    def _attach(
+        self, version: Version, spec: DatasetSpec, *, fewer_replicas: bool = False
+    ) -> pb.DatasetInfo:
         """Has one more user of a version that is there already; it is the newest now.
 
-        Whoever gives no secrets, because it has none or reads by other ones, takes none away.
+        Whoever gives no secrets, because it has none or reads by other ones, takes none away; nor,
+        unless that is what is asked for, whoever wants fewer replicas.
 
         Raises:
             LoadError: more replicas are asked for than there is room for, or the catalogue cannot
                 be written; then nothing has changed.
         """
-        sealed = version.sealed
-        if spec.replicas > version.plan.spec.replicas and version.row_starts() is not None:
-            check_room(
-                replace(version.plan, spec=spec),
-                [sealed[index].num_bytes for index in range(version.num_shards or 0)],
-                self._members,
-                self._alive(),
-                held=self._holdings(version).holders(serving=False),
-                is_going=self._is_going,
-            )
         given = spec.secrets_to_proto()
+        if spec.replicas > version.plan.spec.replicas:
+            self._check_room(replace(version, plan=replace(version.plan, spec=spec)))
+        elif not fewer_replicas:
+            spec = _with_replicas(spec, version.plan.spec.replicas)
         secrets = given if given.tables else version.secrets
         plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
         created = self._created + 1
@@ -239,7 +234,10 @@ class Coordinator:
         return self._describe(version)
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """The newest version of ``name``, or the one with ``fingerprint``.
+        """The newest version of ``name`` that has not failed, or the one with ``fingerprint``.
+
+        A load that fails takes nothing away from whoever reads what was there before. Where there
+        is nothing else, the failed one says why.
 
         Args:
             lease: its rows are about to be read, so it is kept for a while if it is replaced.
@@ -263,10 +261,16 @@ class Coordinator:
             return self._holdings(self._find(name, fingerprint)).failure()
 
     def datasets(self) -> list[pb.DatasetInfo]:
-        """The newest version of every dataset, by name."""
+        """One version of every dataset, as `get` has it, by name."""
         with self._changed:
             names = sorted({key.dataset for key in self._versions})
             return [self._describe(self._find(name)) for name in names]
+
+    def summaries(self) -> list[pb.DatasetInfo]:
+        """Like `datasets`, without schemas, shards and nodes: as cheap as can be, for a page."""
+        with self._changed:
+            names = sorted({key.dataset for key in self._versions})
+            return [self._holdings(self._find(name)).summarize() for name in names]
 
     def delete(self, name: str) -> None:
         """Forgets every version of ``name``; the nodes remove its shards at their next heartbeat.
@@ -275,7 +279,10 @@ class Coordinator:
             DatasetNotFoundError: listing the datasets there are.
         """
         with self._changed:
-            self._find(name)
+            unknown = {key for key in self._unknown() if key.dataset == name}
+            if not unknown:
+                self._find(name)
+            self._dropped |= unknown
             for key in [key for key in self._versions if key.dataset == name]:
                 self._forget(key)
             self._note_change()
@@ -304,33 +311,16 @@ class Coordinator:
     def nodes(self) -> list[pb.Node]:
         """Every node heard of, by id."""
         with self._changed:
-            alive = self._alive()
-            result = []
-            for node_id in sorted(self._members):
-                node = pb.Node()
-                node.CopyFrom(self._members[node_id].node)
-                node.alive = node_id in alive
-                result.append(node)
-            return result
+            return self._membership.nodes()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Takes in what a node holds and answers what it should hold."""
         node_id = request.node.id
         with self._changed:
-            new = node_id not in self._members
-            member = Member(request.node, self._clock())
-            for actual in request.datasets:
-                member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
-            self._members[node_id] = member
-            gone = self._forget_silent()
-            if new or gone:
-                logger.info("members id=%s joined=%s gone=%s", node_id, new, gone)
-                self._members_changed = True
-            if self._members_changed:
-                self._write_members()
+            member = self._membership.take_in(request)
             for key, actual in member.actual.items():
                 if (version := self._versions.get(key)) is not None:
-                    self._take_in(version, actual, node_id)
+                    version.take_in(actual, node_id)
                     if actual.HasField("idle_s"):
                         version.last_used = max(
                             version.last_used or 0.0, self._clock() - actual.idle_s
@@ -342,6 +332,8 @@ class Coordinator:
             for version in self._versions.values():
                 if version.failure is None:
                     response.datasets.append(self._holdings(version).desired(node_id))
+            for key in member.actual.keys() & self._unknown():
+                response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             self._note_change()
             return response
 
@@ -357,14 +349,26 @@ class Coordinator:
     # -- inside the lock -----------------------------------------------------------------------
 
     def _find(self, name: str, fingerprint: str = "") -> Version:
-        found = self._newest(
+        named = [
             version
             for key, version in self._versions.items()
             if key.dataset == name and (not fingerprint or key.fingerprint == fingerprint)
-        )
+        ]
+        found = self._newest(version for version in named if version.failure is None)
+        if found is None:
+            found = self._newest(named)
         if found is not None:
             return found
+        wanted, unknown = VersionKey(name, fingerprint), self._unknown()
         others = [key.fingerprint for key in self._versions if key.dataset == name]
+        lost = wanted in unknown if fingerprint else any(key.dataset == name for key in unknown)
+        # Whoever names a version has read it; its nodes may not have reported yet.
+        read = fingerprint and not others and self._is_new() and wanted not in self._dropped
+        if lost or read:
+            raise NotReadyError(
+                f"dataset {name!r} is not known yet to a coordinator that was replaced: load its "
+                "spec again"
+            )
         if others:
             raise StaleVersionError(
                 f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
@@ -372,45 +376,26 @@ class Coordinator:
         known = sorted({key.dataset for key in self._versions})
         raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
 
-    def _alive(self) -> set[str]:
-        oldest = self._clock() - self._timeout_s
-        return {node_id for node_id, m in self._members.items() if m.last_seen >= oldest}
+    def _known_attempt(self, key: VersionKey) -> int:
+        """That of what nodes hold of a version which this coordinator does not know."""
+        if key not in self._unknown():
+            return 0
+        members = self._membership.members.values()
+        return max(member.actual[key].attempt for member in members if key in member.actual)
 
-    def _forget_silent(self) -> list[str]:
-        """Members that were lost long ago, such as pods that came back under another name."""
-        oldest = self._clock() - _FORGET_TIMEOUTS * self._timeout_s
-        gone = [node_id for node_id, m in self._members.items() if m.last_seen < oldest]
-        for node_id in gone:
-            del self._members[node_id]
-        return gone
+    def _is_new(self) -> bool:
+        return self._clock() < self._new_until
 
-    def _take_in(self, version: Version, actual: pb.ActualDataset, node_id: str) -> None:
-        if not is_of_attempt(actual, version.attempt):
-            return
-        if actual.failure and version.failure is None and not version.was_ready:
-            version.failure = load_error(version, actual.failure)
-            logger.error("dataset failed reason=%s", version.failure)
-        if actual.HasField("num_shards") and version.result_shards is None:
-            version.result_shards = actual.num_shards
-        for shard in actual.shards:
-            if shard.failure:
-                if version.failure is None and not version.was_ready:
-                    version.failure = load_error(version, shard.failure)
-                    logger.error("dataset failed reason=%s", version.failure)
-            elif shard.sealed and shard.index < (version.num_shards or 0):
-                summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
-                known = version.sealed.setdefault(shard.index, summary)
-                same = known.num_rows == summary.num_rows
-                if version.plan.shards is None:
-                    same = known.checksum == summary.checksum
-                if not same and version.failure is None:
-                    version.failure = LoadError(
-                        f"shard {shard.index} of {version.plan.spec.name!r} has "
-                        f"{summary.num_rows} rows on node {node_id} and {known.num_rows} "
-                        "elsewhere, or other ones: load it again"
-                    )
-        if version.failure is not None:
-            version.release()
+    def _unknown(self) -> set[VersionKey]:
+        """What nodes hold of a coordinator whose catalogue was lost, and may be wanted."""
+        is_new = self._is_new()
+        held = {
+            key
+            for member in self._membership.members.values()
+            for key, actual in member.actual.items()
+            if is_new or (actual.HasField("idle_s") and actual.idle_s < self._lease_s)
+        }
+        return held - self._versions.keys() - self._dropped
 
     def _settle(self) -> None:
         """Draws what follows from the latest heartbeats: fixed rows, readiness, old versions."""
@@ -421,12 +406,11 @@ class Coordinator:
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue
             if version.plan.keeps_every_row and starts[-1] != version.plan.max_rows:
-                version.failure = LoadError(
-                    f"dataset {version.plan.spec.name!r} came out with {starts[-1]} rows, but the "
-                    f"footers of its files say {version.plan.max_rows}"
+                reason = (
+                    f"it came out with {starts[-1]} rows, but the footers of its files say "
+                    f"{version.plan.max_rows}"
                 )
-                version.release()
-                logger.error("dataset failed reason=%s", version.failure)
+                version.fail(version.load_error(reason))
                 continue
             if not self._holdings(version).is_ready():
                 continue
@@ -436,8 +420,8 @@ class Coordinator:
                 try:
                     self._write(version)
                 except LoadError as error:  # after a restart nobody would know of its shards
-                    version.was_ready, version.failure = False, error
-                    logger.error("dataset failed reason=%s", error)
+                    version.was_ready = False
+                    version.fail(error)
                     continue
                 self._note_rate(version)
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
@@ -452,7 +436,8 @@ class Coordinator:
         loaded = sum(shard.estimated_bytes for shard in shards)
         if version.asked_at is not None and loaded >= _FEWEST_RATED_BYTES:
             elapsed_s = max(self._clock() - version.asked_at, 1e-3)
-            self._node_rate = loaded / elapsed_s / max(1, min(len(self._alive()), len(shards)))
+            readers = max(1, min(len(self._membership.alive()), len(shards)))
+            self._node_rate = loaded / elapsed_s / readers
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -472,19 +457,42 @@ class Coordinator:
 
     def _forget(self, key: VersionKey) -> None:
         self._versions.pop(key).release()
+        self._described.pop(key, None)
+        self._dropped.add(key)
         self._catalogue.forget(key)
         logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
 
     def _holdings(self, version: Version) -> Holdings:
-        return Holdings(version, self._members, self._alive())
+        return Holdings(version, self._membership.members, self._membership.alive())
 
     def _describe(self, version: Version) -> pb.DatasetInfo:
-        return self._holdings(version).describe(self._lease_s)
+        """One message for all who ask until something changes: it lists every shard."""
+        as_of = (self._changes, frozenset(self._membership.alive()))
+        known = self._described.get(version.plan.key)
+        if known is None or known[0] != as_of:
+            known = as_of, self._holdings(version).describe(self._lease_s)
+            self._described[version.plan.key] = known
+        return known[1]
+
+    def _check_room(self, wanted: Version) -> None:
+        """Refuses a version that cannot fit, new or with another spec than it has now."""
+        key = wanted.plan.key
+        there = self._versions.get(key)
+        # What there is of the same version may be of an attempt that failed.
+        lasts = there is not None and there.attempt == wanted.attempt
+        check_room(
+            self._holdings(wanted),
+            [self._holdings(version) for other, version in self._versions.items() if other != key],
+            self._membership.members,
+            is_going=lambda other: self._is_going(other) or (other == key and not lasts),
+        )
 
     def _is_going(self, key: VersionKey) -> bool:
         """Whether the nodes remove a version at their next heartbeats."""
         version = self._versions.get(key)
-        return version is None or version.failure is not None
+        if version is None:
+            return key not in self._unknown()
+        return version.failure is not None
 
     def _write(self, version: Version) -> None:
         sealed: list[SealedSummary] = []
@@ -503,13 +511,6 @@ class Coordinator:
                 f"cannot keep the catalogue entry of {version.plan.spec.name!r}: {error.strerror}"
             ) from None
 
-    def _write_members(self) -> None:
-        try:
-            self._catalogue.write_members(self._members)
-            self._members_changed = False
-        except OSError as error:  # it is missed after a restart only; tried at each heartbeat
-            logger.error("members not kept reason=%s", error.strerror)
-
     def _read_back(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
@@ -522,9 +523,13 @@ class Coordinator:
                 version.last_used = self._clock()
             self._versions[entry.plan.key] = version
             logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
-        # Presumed alive until they have had time to report, so that nothing moves meanwhile.
-        for node_id in self._catalogue.read_members():
-            self._members[node_id] = Member(pb.Node(id=node_id), self._clock())
+
+
+def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:
+    """The same without its secrets."""
+    content = spec.to_proto()
+    content.replicas = replicas
+    return DatasetSpec.from_proto(content)
 
 
 def _content(spec: DatasetSpec) -> bytes:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import traceback
 
-from cache_server.object_stores.errors import redacted, secret_values
+from cache_server.redaction import hidden, redacted, secret_values
 from protos.cache.v1 import cache_pb2 as pb
+
+# Asked for by somebody. Anything else that nobody foresaw is a defect, whether it is an Exception
+# or not: a library in Rust that panics raises a BaseException.
+NO_DEFECTS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 def reason(error: BaseException, secrets: pb.Secrets) -> str:
@@ -20,15 +24,12 @@ def reason(error: BaseException, secrets: pb.Secrets) -> str:
 def trace(error: BaseException, secrets: pb.Secrets) -> str:
     """The traceback, with its causes; lines lose the space before them."""
     values = _values(secrets)
-    text = "".join(traceback.format_exception(error))
-    for value in values:  # also one of several lines, such as a private key
-        text = text.replace(value, "***")
+    # All of it first: a private key is of several lines.
+    text = hidden("".join(traceback.format_exception(error)), values)
     return "\n".join(redacted(line, values) for line in text.splitlines())
 
 
 def _values(secrets: pb.Secrets) -> frozenset[str]:
-    found: set[str] = set()
-    for table in secrets.tables.values():
-        found |= secret_values(table.values, {})
-    # As they stand in a repr: a key of several lines has its line breaks escaped there.
-    return frozenset(found | {repr(value)[1:-1] for value in found})
+    return frozenset().union(
+        *(secret_values(table.values, {}) for table in secrets.tables.values())
+    )

@@ -41,7 +41,9 @@ class EnvironmentLoad:
     load like any other.
 
     A dataset that was ready fails later when its lost shards cannot be loaded again. A node that is
-    missing may bring them back, so it is waited for as long as for one that joins.
+    missing may bring them back, so it is waited for as long as for one that joins. So it is where a
+    load fails that lacked a node, which is then done again: the share of that node may be what did
+    not fit.
 
     Args:
         coordinator: of this process.
@@ -72,6 +74,7 @@ class EnvironmentLoad:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._was_ready = False  # in this process or before it
+        self._was_short = False  # of a node, at some time of a load that was never ready
         self._told = False
         self._stop = threading.Event()
         self._status = ExitStack()
@@ -97,7 +100,9 @@ class EnvironmentLoad:
             self._become_ready()
         except CacheError as error:
             self._fail(error)
-        except Exception as error:
+        except defects.NO_DEFECTS:
+            raise
+        except BaseException as error:
             secrets = self._spec.secrets_to_proto()
             logger.error("defect in a load\n%s", defects.trace(error, secrets))
             self._fail(CacheError(f"defect in the cache node: {defects.reason(error, secrets)}"))
@@ -125,7 +130,7 @@ class EnvironmentLoad:
                 if failed_at is None:
                     failed_at = time.monotonic()
                     logger.error("dataset failed reason=%s", info.error.message)
-                self._bear(info, failed_at)
+                info = self._bear(info, failed_at)
 
     def _sayers(self) -> list[Callable[[LoadReport], None]]:
         status = TrainJobStatus.from_env(self._environ)
@@ -163,6 +168,7 @@ class EnvironmentLoad:
         meter = LoadMeter(self._spec.name)
         latest = info
         for latest in self._coordinator.watch(self._spec.name, info.fingerprint, self._active):
+            self._note_missing()
             report = meter.read(latest.progress)
             for take in say:
                 take(report)
@@ -176,13 +182,28 @@ class EnvironmentLoad:
             if self._coordinator.failure(self._spec.name, fingerprint) is not None:
                 return
 
-    def _bear(self, info: pb.DatasetInfo, failed_at: float) -> None:
-        """Waits a moment while a missing node may make the dataset whole again, else raises."""
-        missing = self._num_nodes - len(self._joined())
+    def _bear(self, info: pb.DatasetInfo, failed_at: float) -> pb.DatasetInfo:
+        """Waits a moment while a missing node may make up for the failure, else raises.
+
+        Returns:
+            The dataset; as it is loaded again, once the node is back that a first load lacked.
+        """
+        missing = self._note_missing()
         patient = time.monotonic() - failed_at < self._join_timeout_s
-        if not self._was_ready or missing <= 0 or not patient:
+        if missing <= 0 and self._was_short and patient:
+            self._was_short = False
+            logger.info("no node is missing any more: loading again name=%s", self._spec.name)
+            return self._coordinator.create(self._spec)
+        if missing <= 0 or not patient:
             require_ready(info)
         self._stop.wait(_CHECK_S)
+        return info
+
+    def _note_missing(self) -> int:
+        """How many nodes are missing now."""
+        missing = self._num_nodes - len(self._joined())
+        self._was_short = not self._was_ready and (self._was_short or missing > 0)
+        return missing
 
     def _become_ready(self) -> None:
         self._was_ready = True

@@ -8,7 +8,7 @@ the first batch, because an error inside a running DoGet stream loses its code.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from google.protobuf.message import DecodeError, Message
 
+from cache_server import defects
 from cache_server.flight_messages import header_size, padding
 from cache_server.node import Node
 from cache_server.planning import VersionKey
+from cache_server.traffic import Read, Traffic
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
@@ -50,10 +52,12 @@ class FlightService(flight.FlightServerBase):
     Args:
         bind: host to listen on.
         port: 0 picks a free one; see ``.port``.
+        traffic: counts what is served and refused.
     """
 
-    def __init__(self, bind: str, port: int) -> None:
+    def __init__(self, bind: str, port: int, traffic: Traffic) -> None:
         super().__init__(f"grpc://{bind}:{port}")
+        self._traffic = traffic
         self._node: Node | None = None
 
     def attach(self, node: Node) -> None:
@@ -66,7 +70,7 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
-        with _named_errors():
+        with self._named_errors():
             info, columns, part = self._resolve(descriptor, lease=True)
             return _flight_info(descriptor, require_ready(info), columns, part)
 
@@ -74,7 +78,7 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.SchemaResult:
         """The logical schema; known before the dataset is ready."""
-        with _named_errors():
+        with self._named_errors():
             info, columns, _ = self._resolve(descriptor, lease=True)
             return flight.SchemaResult(_layout(info).select(columns).logical)
 
@@ -82,7 +86,7 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, criteria: bytes
     ) -> Iterator[flight.FlightInfo]:
         """Every ready dataset; ``criteria`` may be the beginning of their names."""
-        with _named_errors():
+        with self._named_errors():
             prefix = criteria.decode("utf-8", "replace")
             infos = [
                 _flight_info(flight.FlightDescriptor.for_path(info.spec.name), info, [], None)
@@ -95,19 +99,23 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.FlightDataStream:
         """Logical columns of a row range that this node holds."""
-        with _named_errors():
+        with self._named_errors():
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
             if request.HasField("shard_file"):
                 key = VersionKey(request.dataset, request.fingerprint)
-                path = self._ready_node().shard_file(key, request.shard_file)
-                return flight.GeneratorStream(_FILE_SCHEMA, _file_chunks(path))
+                chunks = self._ready_node().shard_file(key, request.shard_file)
+                copied = self._counted(Read(key.dataset, "file"), map(_file_chunk, chunks))
+                return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
             layout = selection.layout
             batches = rows.slices(start, stop, _rows_per_message(layout), selection)
-            return flight.GeneratorStream(layout.logical, (layout.unpack(b) for b in batches))
+            unpacked = (layout.unpack(batch) for batch in batches)
+            return flight.GeneratorStream(
+                layout.logical, self._counted(Read(request.dataset, "get"), unpacked)
+            )
 
     def do_put(
         self,
@@ -117,7 +125,7 @@ class FlightService(flight.FlightServerBase):
         writer: flight.FlightMetadataWriter,
     ) -> None:
         """Refused: a dataset is loaded from its source, so that it can be loaded again."""
-        with _named_errors():
+        with self._named_errors():
             raise RequestError(
                 "DoPut is not served: a cache loads a dataset from its source (CreateDataset)"
             )
@@ -130,12 +138,13 @@ class FlightService(flight.FlightServerBase):
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """Answers each batch of row ids with those rows, in that order, in packed columns."""
-        with _named_errors():
+        with self._named_errors():
             if descriptor.descriptor_type != flight.DescriptorType.CMD:
                 raise InvalidTicketError("DoExchange takes a GatherRequest as its command")
             request = _parse(pb.GatherRequest, descriptor.command, "gather request")
             node = self._ready_node()
             selection: Selection | None = None
+            read = Read(request.dataset, "exchange")
             header = 0
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
@@ -147,7 +156,9 @@ class FlightService(flight.FlightServerBase):
                 for batch in rows.gather(row_ids, selection, request.rows_per_message):
                     if batch.num_rows and not header:
                         header = header_size(batch)
-                    writer.write_with_metadata(batch, padding(header, batch.nbytes))
+                    num_bytes = batch.nbytes
+                    writer.write_with_metadata(batch, padding(header, num_bytes))
+                    self._traffic.note(read, rows=batch.num_rows, num_bytes=num_bytes)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The one action."""
@@ -157,13 +168,36 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
         """``endpoints``: where the coordinator of this node is."""
-        with _named_errors():
+        with self._named_errors():
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}")
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:
                 raise NotReadyError("this node has not reached its coordinator yet")
             return iter([flight.Result(endpoints.SerializeToString())])
+
+    def _counted(self, read: Read, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield batch
+            rows = batch.num_rows if read.verb != "file" else 0
+            self._traffic.note(read, rows=rows, num_bytes=batch.nbytes)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Turns the error tree into Flight errors that carry its codes, without a traceback."""
+        try:
+            yield
+        except CacheError as error:
+            self._traffic.note_error(type(error).__name__)
+            raise _flight_error(error) from None
+        except (flight.FlightError, pa.ArrowException, *defects.NO_DEFECTS):
+            raise
+        except BaseException as error:
+            self._traffic.note_error("defect")
+            secrets = pb.Secrets()  # no verb of Flight has any
+            logger.error("defect in a Flight verb\n%s", defects.trace(error, secrets))
+            reason = defects.reason(error, secrets)
+            raise _flight_error(CacheError(f"defect in the cache node: {reason}")) from None
 
     # -- parsing -----------------------------------------------------------------------------------
 
@@ -207,20 +241,6 @@ class FlightService(flight.FlightServerBase):
         )
 
 
-@contextmanager
-def _named_errors() -> Iterator[None]:
-    """Turns the error tree into Flight errors that carry its codes, without a traceback."""
-    try:
-        yield
-    except CacheError as error:
-        raise _flight_error(error) from None
-    except (flight.FlightError, pa.ArrowException):
-        raise
-    except Exception as error:
-        logger.exception("defect in a Flight verb")
-        raise _flight_error(CacheError(f"defect in the cache node: {error!r}")) from None
-
-
 def _flight_error(error: CacheError) -> flight.FlightError:
     retryable = isinstance(error, NotReadyError | NodeUnavailableError)
     kind = flight.FlightUnavailableError if retryable else flight.FlightServerError
@@ -255,7 +275,7 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
     if not batch.schema.equals(_REQUEST_SCHEMA):
         raise _bad_row_ids(str(batch.schema).replace("\n", ", "))
     if nulls := batch.column(0).null_count:
-        raise _bad_row_ids(f"{nulls} null(s)")
+        raise _bad_row_ids(f"{nulls} {'null' if nulls == 1 else 'nulls'}")
     ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
     return ids
 
@@ -268,13 +288,11 @@ def _layout(info: pb.DatasetInfo) -> Layout:
     return Layout(schema_from_bytes(info.schema))
 
 
-def _file_chunks(path: Path) -> Iterator[pa.RecordBatch]:
-    """The bytes of a file, as views of its map."""
-    with pa.memory_map(str(path)) as mapped:
-        while size := len(chunk := mapped.read_buffer(_STREAM_BATCH_BYTES)):
-            offsets = pa.py_buffer(np.array([0, size], np.int64))
-            values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
-            yield pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
+def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
+    """Some bytes of a file, as they are."""
+    offsets = pa.py_buffer(np.array([0, len(chunk)], np.int64))
+    values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
+    return pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
 
 
 def _rows_per_message(layout: Layout) -> int:
@@ -327,15 +345,23 @@ def _flight_info(
                 placement.SerializeToString(),
             )
         )
-    whole = (start, stop) == (0, info.num_rows) and layout.logical.equals(_layout(info).logical)
     return flight.FlightInfo(
         layout.logical,
         descriptor,
         endpoints,
         stop - start,
-        info.num_bytes if whole else -1,
+        _total_bytes(info, layout, stop - start),
         ordered=True,
         app_metadata=pb.ReadPlan(
             dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
         ).SerializeToString(),
     )
+
+
+def _total_bytes(info: pb.DatasetInfo, layout: Layout, num_rows: int) -> int:
+    """Of the shard files for the whole dataset, else of the values; -1 of columns that vary."""
+    if num_rows == info.num_rows and layout.logical.equals(_layout(info).logical):
+        return info.num_bytes
+    if num_rows and any(column.kind == "plain" for column in layout.columns):
+        return -1
+    return num_rows * layout.fixed_row_bytes

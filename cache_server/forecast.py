@@ -6,12 +6,10 @@ Reads nothing of the source; all of it was pinned before.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
 from cache_server import loader
-from cache_server.planning import bytes_by_node, max_rows, place
+from cache_server.planning import bytes_by_node, max_rows, nodes_needed, place
 from cache_server.versions import PlannedVersion, VersionPlan
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
@@ -65,10 +63,12 @@ def forecast(
     if rows is not None:
         result.num_rows = rows
     result.rows_exact = plan.keeps_every_row
-    result.num_bytes = sum(shard.estimated_bytes for shard in plan.shards)
-    result.num_shards = len(plan.shards)
+    sizes = [shard.estimated_bytes for shard in plan.shards]
+    result.num_bytes = sum(sizes)
+    result.num_shards = len(sizes)
+    result.largest_shard_bytes = max(sizes, default=0)
     result.node_bytes.extend(_node_bytes(plan, node_ids))
-    result.nodes_needed = nodes_needed(plan, memory_limit_bytes)
+    result.nodes_needed = nodes_needed(sizes, plan.spec.replicas, memory_limit_bytes)
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(plan.spec.replicas, result.nodes_needed):
         result.nodes_needed = len(node_ids)  # by luck; see `nodes_needed`
@@ -78,29 +78,6 @@ def forecast(
     if filtered is not None:
         result.filtered_rows = filtered
     return result
-
-
-def nodes_needed(plan: VersionPlan, memory_limit_bytes: int) -> int:
-    """So many nodes with this limit hold every replica for sure; 0 when no number is enough.
-
-    `place` gives no node more shards than its even share, so no node holds more than the largest
-    ones of that number. By luck fewer nodes may do, where shards differ in size.
-    """
-    sizes = [shard.estimated_bytes for shard in plan.shards or ()]
-    replicas = plan.spec.replicas
-    if not memory_limit_bytes or not sizes:
-        return replicas
-    if max(sizes) > memory_limit_bytes:
-        return 0
-    largest = list(accumulate(sorted(sizes, reverse=True)))
-
-    def fits(count: int) -> bool:
-        share = -(-len(sizes) * replicas // count)
-        return largest[share - 1] <= memory_limit_bytes
-
-    # More nodes hold no more each; as many as there are copies of shards hold one each.
-    counts = range(replicas, len(sizes) * replicas + 1)
-    return counts[bisect_left(counts, True, key=fits)]
 
 
 def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:

@@ -7,69 +7,13 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, field
 
-from cache_server.catalogue import SealedSummary
-from cache_server.pinned import Pin
-from cache_server.planning import VersionKey, desired_shards, place, row_starts
-from cache_server.versions import VersionPlan, split_to_proto
+from cache_server.membership import Member
+from cache_server.planning import bytes_by_node, desired_shards, place
+from cache_server.version_record import Version
+from cache_server.versions import split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, LoadError, to_proto
-
-
-@dataclass
-class Version:
-    """What is known of one version.
-
-    Attributes:
-        result_shards: of a whole query; None until it has run.
-        pins: keep the source as it was planned; closed when no split will be read any more.
-        last_used: by the coordinator's clock; None while nobody has read its rows.
-        asked_at: by the coordinator's clock; None of one that was there before a restart.
-    """
-
-    plan: VersionPlan
-    created: int
-    secrets: pb.Secrets = field(default_factory=pb.Secrets)
-    pins: tuple[Pin, ...] = ()
-    sealed: dict[int, SealedSummary] = field(default_factory=dict)
-    failure: CacheError | None = None
-    attempt: int = 0
-    was_ready: bool = False
-    result_shards: int | None = None
-    last_used: float | None = None
-    asked_at: float | None = None
-
-    @property
-    def num_shards(self) -> int | None:
-        """None while a whole query has not run."""
-        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
-
-    @property
-    def lacks_secrets(self) -> bool:
-        """Whether its source cannot be read before somebody gives its secrets again."""
-        return self.plan.has_secrets and not self.secrets.tables
-
-    def row_starts(self) -> tuple[int, ...] | None:
-        """First row id of each shard and the total; None until every shard was sealed once."""
-        if self.num_shards is None or len(self.sealed) < self.num_shards:
-            return None
-        return row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
-
-    def release(self) -> None:
-        """Lets go of the source."""
-        for pin in self.pins:
-            pin.close()
-        self.pins = ()
-
-
-@dataclass
-class Member:
-    """A node, as it last reported."""
-
-    node: pb.Node
-    last_seen: float
-    actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
 
 
 class Holdings:
@@ -107,13 +51,13 @@ class Holdings:
         held = self.holders(serving=False)
         for node_id in sorted(self._alive):
             actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or not is_of_attempt(actual, version.attempt):
+            if actual is None or not version.is_told_of(actual):
                 continue
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
-                    return load_error(version, shard.failure)
+                    return version.load_error(shard.failure)
             if actual.failure and len(held) < (version.num_shards or 0):
-                return load_error(version, actual.failure)
+                return version.load_error(actual.failure)
         return None
 
     def _secrets_failure(self) -> CacheError | None:
@@ -135,7 +79,7 @@ class Holdings:
         holders: dict[int, set[str]] = {}
         for node_id in self._alive:
             actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or not is_of_attempt(actual, version.attempt):
+            if actual is None or not version.is_told_of(actual):
                 continue
             for shard in actual.shards:
                 if shard.index not in version.sealed:
@@ -146,6 +90,30 @@ class Holdings:
                 ):
                     holders.setdefault(shard.index, set()).add(node_id)
         return holders
+
+    def shard_bytes(self) -> list[int] | None:
+        """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.
+
+        Nobody can while a filter, a join or a whole query may leave more or fewer rows.
+        """
+        sealed, plan = self.version.sealed, self.version.plan
+        if self.version.row_starts() is not None:
+            return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
+        if plan.shards is None or not plan.keeps_every_row:
+            return None
+        return [shard.estimated_bytes for shard in plan.shards]
+
+    def lacking_bytes(self) -> dict[str, int]:
+        """What each live node is still to load or to copy, of those that have anything to."""
+        sizes = self.shard_bytes()
+        if sizes is None or self.failure() is not None:
+            return {}
+        held = self.holders(serving=False)
+        lacking = [
+            tuple(node_id for node_id in homes if node_id not in held.get(index, ()))
+            for index, homes in enumerate(self._placement(len(sizes)))
+        ]
+        return bytes_by_node(lacking, sizes)
 
     def is_ready(self) -> bool:
         """Whether every shard is served by a live node; the first time, by all that should."""
@@ -181,6 +149,8 @@ class Holdings:
         sealed_on = self.holders(serving=False)
         if plan.shards is None:
             self._ask_for_whole_run(node_id, sealed_on, desired)
+            if starts is not None and version.num_shards is not None:
+                desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
         holders = self.holders(serving=True)
         loading = self._loading(node_id)
@@ -206,7 +176,7 @@ class Holdings:
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node says it is loading: it knows their splits already."""
         actual = self._members[node_id].actual.get(self.version.plan.key)
-        if actual is None or not is_of_attempt(actual, self.version.attempt):
+        if actual is None or not self.version.is_told_of(actual):
             return frozenset()
         return frozenset(s.index for s in actual.shards if not s.sealed and not s.failure)
 
@@ -236,24 +206,9 @@ class Holdings:
         """The version as callers see it."""
         version = self.version
         plan, starts = version.plan, version.row_starts()
-        info = pb.DatasetInfo(
-            spec=plan.spec.to_proto(),
-            fingerprint=plan.key.fingerprint,
-            schema=plan.logical.serialize().to_pybytes(),
-            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
-            progress=self._progress(),
-            lease_s=lease_s,
-        )
-        failure = self.failure()
-        if failure is not None:
-            info.state = pb.DATASET_STATE_FAILED
-            info.error.CopyFrom(to_proto(failure))
-        elif self.is_ready():
-            info.state = pb.DATASET_STATE_READY
-        else:
-            info.state = pb.DATASET_STATE_LOADING
-        if starts is not None:
-            info.num_rows = starts[-1]
+        info = self.summarize()
+        info.schema = plan.logical.serialize().to_pybytes()
+        info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self._placement(num_shards)
         holders = self.holders(serving=starts is not None)
@@ -272,6 +227,27 @@ class Holdings:
                 node_ids=ordered,
             )
         info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        return info
+
+    def summarize(self) -> pb.DatasetInfo:
+        """Its state and sums, without schema, shards and nodes."""
+        version = self.version
+        info = pb.DatasetInfo(
+            spec=version.plan.spec.to_proto(),
+            fingerprint=version.plan.key.fingerprint,
+            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
+            progress=self._progress(),
+        )
+        failure = self.failure()
+        if failure is not None:
+            info.state = pb.DATASET_STATE_FAILED
+            info.error.CopyFrom(to_proto(failure))
+        elif self.is_ready():
+            info.state = pb.DATASET_STATE_READY
+        else:
+            info.state = pb.DATASET_STATE_LOADING
+        if (starts := version.row_starts()) is not None:
+            info.num_rows = starts[-1]
         return info
 
     def _progress(self) -> pb.LoadProgress:
@@ -293,13 +269,3 @@ class Holdings:
             estimated_rows=version.plan.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
         )
-
-
-def load_error(version: Version, reason: str) -> LoadError:
-    """The failure of a version, with its name."""
-    return LoadError(f"dataset {version.plan.spec.name!r}: {reason}")
-
-
-def is_of_attempt(actual: pb.ActualDataset, attempt: int) -> bool:
-    """Whether what a node reports counts: a node that has just started knows of no attempt."""
-    return not actual.HasField("attempt") or actual.attempt == attempt

@@ -1,5 +1,7 @@
 """SQL that DataFusion parses and then ignores, so that other rows would come of it than are meant.
 
+Also what it takes to mean something else than everybody does.
+
 The text says where such a clause may stand, and DataFusion whether it is one: by the plan of the
 query with that place changed. A word that is but a name may be quoted and nothing changes; of a
 modifier that is heeded nonsense cannot be planned. Knows DataFusion by one function only.
@@ -17,7 +19,14 @@ PlanOf = Callable[[str], str]
 # DataFusion parses these and does nothing about them.
 _IGNORED = re.compile(
     r"\b(TABLESAMPLE|SAMPLE|PARTITION(?!\s+BY\b)|PREWHERE|CONNECT\s+BY"
-    r"|WITH\s+(ROLLUP|CUBE|TOTALS|ORDINALITY))\b|\*\s*ILIKE\b",
+    r"|WITH\s+(ROLLUP|CUBE|TOTALS|ORDINALITY)|SIMILAR\s+TO)\b|\*\s*ILIKE\b",
+    re.IGNORECASE,
+)
+_INSTEAD = {"SIMILAR TO": ": it would be taken for ~; write ~, of a regular expression, or LIKE"}
+# And what is said of a type. CHAR means CHAR(1), and FLOAT(25) is a double in the standard.
+_OF_A_TYPE = re.compile(
+    r"\b(?P<text>VARCHAR|CHAR|STRING)\s*(?P<length>\(\s*\d[\d\s\w]*\))|\b(?P<char>CHAR)\b"
+    r"|\bFLOAT\s*(?P<precision>\(\s*(2[5-9]|[3-9]\d|\d{3,}|\d+\s*,\s*\d+)\s*\))",
     re.IGNORECASE,
 )
 # And these, where the function is neither an aggregate nor one of a window.
@@ -30,6 +39,10 @@ _NONSENSE = {  # of a function that does not exist: no plan, unless it is ignore
     "FILTER": " FILTER (WHERE no_such_function())",
     "OVER": " OVER (ORDER BY no_such_function())",
 }
+# Some of which pass over DISTINCT all the same, though their plan shows it.
+_PASSES_OVER_DISTINCT = re.compile(
+    r"lag|lead|nth_value|approx_percentile_cont(_with_weight)?|corr|covar(_pop|_samp)?|regr_\w+"
+)
 _LONGEST_NAME = 100  # of a function, and the spaces behind it
 _QUOTED = re.compile(
     r"\bE'([^'\\]|\\.|'')*'|'[^']*'|\"[^\"]*\"|`[^`]*`|(?<!\w)\$(?P<tag>\w*)\$.*?\$(?P=tag)\$"
@@ -45,7 +58,12 @@ def find(sql: str, text: str, plan_of: PlanOf) -> str:
         text: the query as `bare` leaves it.
         plan_of: the plan of a query as written; empty if it cannot be planned.
     """
-    return _ignored(sql, text, plan_of) or _ignored_of_a_call(sql, text, plan_of)
+    return (
+        _ignored(sql, text, plan_of)
+        or _ignored_of_a_call(sql, text, plan_of)
+        or _ignored_parameters(sql, text, plan_of)
+        or _ignored_of_a_type(sql, text, plan_of)
+    )
 
 
 def bare(sql: str) -> str:
@@ -72,7 +90,8 @@ def _ignored(sql: str, text: str, plan_of: PlanOf) -> str:
         return ""
     for found in clauses:
         if plan_of(_with_names(sql, [found])) != plan:
-            return f"{' '.join(found[0].split())} is not supported"
+            clause = " ".join(found[0].split())
+            return f"{clause} is not supported{_INSTEAD.get(clause.upper(), '')}"
     return ""
 
 
@@ -100,10 +119,49 @@ def _ignored_of_a_call(sql: str, text: str, plan_of: PlanOf) -> str:
         start = end if kind == "DISTINCT" else found.start()
         before = text[: found.start()].rstrip()
         arguments = opening if kind == "DISTINCT" else partners.get(len(before) - 1, 0)
-        call = kind, _called(text, arguments) or start
+        name = _called(text, arguments)
+        if kind == "DISTINCT" and _PASSES_OVER_DISTINCT.fullmatch(name):
+            return f"{word} is not supported with {name}, which would ignore it"
+        call = kind, name or start
         if call not in heeded and plan_of(sql[:start] + _NONSENSE[kind] + sql[end:]):
             return f"{word} is not supported with a function of single rows"
         heeded.add(call)
+    return ""
+
+
+def _ignored_parameters(sql: str, text: str, plan_of: PlanOf) -> str:
+    """The same of the first parentheses of two behind a function, as of ``f(1)(x)``.
+
+    Args:
+        text: the query as `bare` leaves it.
+    """
+    for closing, opening in _parentheses(text).items():
+        if opening > closing or not text[closing + 1 :].lstrip().startswith("("):
+            continue
+        if plan_of(f"{sql[: opening + 1]}no_such_function(){sql[closing:]}"):
+            ignored = f"{_called(text, opening)}{sql[opening : closing + 1]}"
+            return f"{ignored} before other arguments is not supported"
+    return ""
+
+
+def _ignored_of_a_type(sql: str, text: str, plan_of: PlanOf) -> str:
+    """The same of the length of a type: without it the plan is the same only if it is ignored.
+
+    Args:
+        text: the query as `bare` leaves it.
+    """
+    for found in _OF_A_TYPE.finditer(text):
+        kind = "precision" if found["precision"] else "char" if found["char"] else "length"
+        start, end = found.span(kind)
+        without = sql[:start] + ("VARCHAR" if kind == "char" else "") + sql[end:]
+        if plan_of(without) != plan_of(sql):
+            continue
+        if kind == "char" and plan_of(_with_names(sql, [found])) == plan_of(sql):
+            continue  # a name that is not used
+        said = " ".join(found[0].split())
+        if kind == "precision":
+            return f"{said} is not supported: it would be a float32; write DOUBLE"
+        return f"{said} is not supported: its length would be ignored; write left(text, n)"
     return ""
 
 

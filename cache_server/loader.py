@@ -10,6 +10,8 @@ Every file is local: what lives elsewhere is staged first. `queries` says which 
 
 from __future__ import annotations
 
+import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
 
-from cache_server.pinned import PinnedTable, Split
+from cache_server.csv_sample import read_sample
+from cache_server.json_escapes import check_escapes
+from cache_server.pinned import PinnedTable, Split, check_names
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -28,6 +32,8 @@ _FILE = "__file"  # a file whose table has more columns than itself
 # the interpreter lock once; fewer of wide rows, because several batches are under way at once.
 _MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
 _BATCH_BYTES = 4 * 1024 * 1024
+
+_OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
 
 # Each of these answers differently on every node or at every load.
 _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
@@ -49,19 +55,21 @@ class LocalFile:
     split: Split
 
 
-def infer_schema(path: Path, format: str, name: str) -> pa.Schema:
+def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
     """The schema of the table that a file makes; of CSV and JSON, by its first 1000 rows.
 
     Args:
         name: of the file, for messages.
+        is_whole: otherwise a text is the beginning of ``name``, maybe up to within a record.
 
     Raises:
         LoadError: naming the file when it cannot be read.
     """
-    context = open_session(1)
     try:
-        _register(context, TABLE, path, format, None)
-        return context.table(TABLE).schema()
+        schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
+        if format == "arrow":
+            check_names(_names_of_arrow(path))
+        return schema
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
 
@@ -88,6 +96,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if _reads_nothing(plan):
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
+            if file.format == "json":
+                check_escapes(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
             return
@@ -174,6 +184,34 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
 
 
+def _schema_of(path: Path, format: str) -> pa.Schema:
+    context = open_session(1)
+    _register(context, TABLE, path, format, None)
+    return context.table(TABLE).schema()
+
+
+def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
+    """The schema by a sample, in which no value holds a line end; see `csv_sample`."""
+    with open(path, encoding="latin-1", newline="") as lines:
+        sample = read_sample(lines, is_whole=is_whole)
+    with tempfile.TemporaryDirectory() as directory:
+        beginning = Path(directory, "sample.csv")
+        beginning.write_text("".join(sample.records), encoding="latin-1", newline="")
+        schema = _schema_of(beginning, "csv")
+    named = [field.with_name(name) for field, name in zip(schema, sample.names, strict=True)]
+    return pa.schema(named)
+
+
+def _names_of_arrow(path: Path) -> list[str]:
+    """The names in the file itself: of columns of one name, DataFusion has the first."""
+    with open(path, "rb") as file:
+        try:
+            return list(pa.ipc.open_file(file).schema.names)
+        except pa.ArrowInvalid:  # DataFusion reads streams, too
+            file.seek(0)
+            return list(pa.ipc.open_stream(file).schema.names)
+
+
 def _batch_rows(split: Split) -> int:
     if not split.num_rows:
         return _DEFAULT_BATCH_ROWS
@@ -192,6 +230,8 @@ def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionCo
         .set("datafusion.optimizer.enable_round_robin_repartition", "false")
         .set("datafusion.execution.enable_file_stream_work_stealing", "false")
         .set("datafusion.execution.collect_statistics", "false")
+        # As `tables.parquet` has it; by default far dates of a file of Spark's become near ones.
+        .set("datafusion.execution.parquet.coerce_int96", "us")
         # Of a staged file they may be missing.
         .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
     )
@@ -301,4 +341,4 @@ def reason_of(error: Exception) -> str:
     """What DataFusion says, in its own words, on one line."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
-    return " ".join(text.split())
+    return _OF_A_SAMPLE.sub("", " ".join(text.split()))

@@ -11,12 +11,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
 from protos.errors import CacheError, ConfigError, NodeUnavailableError
+from protos.values import as_integer, as_number
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
@@ -39,6 +42,7 @@ class LocalNode:
         self._ports: tuple[int, int] = (0, 0)
         self.endpoint = ""
         self.control_location = ""
+        self.page = ""
         self.node_id = ""
 
     @property
@@ -61,16 +65,18 @@ class LocalNode:
         flight_port, control_port = self._ports
         with self._open_log() as log_file:
             log_start = log_file.tell()
-            self._process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "cache_server", "serve", "--exit-with-stdin",
-                    "--cache-dir", str(self.cache_dir),
-                    "--flight-port", str(flight_port), "--control-port", str(control_port),
-                    *self._arguments,
-                ],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True,
-            )  # fmt: skip
-        assert self._process.stdout is not None
+            command = [
+                sys.executable, "-m", "cache_server", "serve", "--exit-with-stdin",
+                "--cache-dir", str(self.cache_dir),
+                "--flight-port", str(flight_port), "--control-port", str(control_port),
+                "--http-port", "0",
+                *self._arguments,
+            ]  # fmt: skip
+            # Signals are raised in the main thread: there, one could come when the process is
+            # started and nobody knows it yet.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._spawn, command, log_file).result()
+        assert self._process is not None and self._process.stdout is not None
         line = _first_line(self._process.stdout, _START_TIMEOUT_S)
         if not line:
             self.kill()
@@ -82,7 +88,7 @@ class LocalNode:
             raise ConfigError(f"the cache node did not start: {log}")
         ready = json.loads(line)
         self.endpoint, self.control_location = ready["flight"], ready["control"]
-        self.node_id = ready["node_id"]
+        self.node_id, self.page = ready["node_id"], ready["http"]
         self._ports = (_port(self.endpoint), _port(self.control_location))
 
     def kill(self) -> None:
@@ -114,6 +120,11 @@ class LocalNode:
         log = self._log.read_bytes()[since:] if self._log.exists() else b""
         return log[-max_bytes:].decode("utf-8", "replace")
 
+    def _spawn(self, command: Sequence[str], log_file: IO[bytes]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True
+        )
+
     def _open_log(self) -> IO[bytes]:
         try:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
@@ -142,6 +153,10 @@ class LocalCluster:
         node_timeout_s: after so long without a heartbeat a node counts as lost.
         lease_s: how long a version that was replaced is kept after its rows were last read.
 
+    Raises:
+        ConfigError: an argument is bad, or a node refuses it; quotes it.
+        NodeUnavailableError: a node did not start in time.
+
     Attributes:
         endpoint: ``grpc://127.0.0.1:PORT`` of the coordinator.
         nodes: the processes, to look at or to break in tests.
@@ -156,22 +171,23 @@ class LocalCluster:
         node_timeout_s: float = 10.0,
         lease_s: float = 600.0,
     ) -> None:
-        if num_nodes < 1:
-            raise ConfigError(f"num_nodes must be at least 1, got {num_nodes}")
+        count, settings = _checked(
+            num_nodes, cache_dir, memory_limit_bytes, node_timeout_s=node_timeout_s, lease_s=lease_s
+        )
         self._temporary = cache_dir is None
         self.cache_dir = _temporary_dir() if cache_dir is None else Path(cache_dir).absolute()
         self._arguments = [
-            "--heartbeat-interval-s", str(_HEARTBEAT_INTERVAL_S),
-            "--node-timeout-s", str(node_timeout_s),
-            "--lease-s", str(lease_s),
+            "--heartbeat-interval-s", str(settings.heartbeat_interval_s),
+            "--node-timeout-s", str(settings.node_timeout_s),
+            "--lease-s", str(settings.lease_s),
         ]  # fmt: skip
         if self._temporary:
             self._arguments.append("--ephemeral")
-        if memory_limit_bytes is not None:
-            self._arguments += ["--memory-limit", str(memory_limit_bytes)]
+        if settings.memory_limit_bytes is not None:
+            self._arguments += ["--memory-limit", str(settings.memory_limit_bytes)]
         self.nodes: list[LocalNode] = []
         try:
-            for index in range(num_nodes):
+            for index in range(count):
                 arguments = list(self._arguments)
                 if self.nodes:
                     arguments += ["--coordinator", self.nodes[0].control_location]
@@ -226,6 +242,38 @@ class LocalCluster:
             shutil.rmtree(self.cache_dir, ignore_errors=True)
 
 
+def _checked(
+    num_nodes: object, cache_dir: object, memory_limit_bytes: object, **seconds: object
+) -> tuple[int, NodeConfig]:
+    """How many nodes, and the settings of each; raises ConfigError of all that is bad."""
+    problems: list[str] = []
+    count = as_integer(num_nodes)
+    if count is None:
+        problems.append(f"num_nodes must be a number of nodes, got {num_nodes!r}")
+    elif count < 1:
+        problems.append(f"num_nodes must be at least 1, got {count}")
+    if not isinstance(cache_dir, str | os.PathLike | None) or cache_dir == "":
+        problems.append(f"cache_dir must be a path, got {cache_dir!r}")
+    limits = {name: as_number(value) for name, value in seconds.items()}
+    problems += [
+        f"{name} must be a number of seconds, got {seconds[name]!r}"
+        for name, limit in limits.items()
+        if limit is None
+    ]
+    try:
+        settings = NodeConfig.build(
+            cache_dir=Path(),  # each node has its own
+            heartbeat_interval_s=_HEARTBEAT_INTERVAL_S,
+            memory_limit_bytes=memory_limit_bytes,
+            **{name: limit for name, limit in limits.items() if limit is not None},
+        )
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems or count is None:
+        raise ConfigError("; ".join(problems))
+    return count, settings
+
+
 def _reported(coordinator: RemoteCoordinator) -> set[str]:
     return {node.id for node in coordinator.nodes() if node.alive and node.flight_location}
 
@@ -254,6 +302,7 @@ def describe_nodes(nodes: Sequence[LocalNode]) -> str:
         {
             "event": "listening",
             "endpoint": nodes[0].endpoint,
+            "page": nodes[0].page,
             "nodes": [{"node_id": n.node_id, "pid": n.pid, "flight": n.endpoint} for n in nodes],
         }
     )

@@ -12,17 +12,22 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import astuple
 from types import TracebackType
 from typing import Protocol
 
+import pyarrow as pa
+
 from cache_server import defects, loading
+from cache_server.checksums import PieceDigests
 from cache_server.loading import CancelledError, Job, WholeTables
+from cache_server.outage import Outage
 from cache_server.planning import VersionKey
 from cache_server.resident_rows import ResidentRows
+from cache_server.serving import Load, Serving
+from cache_server.status import Held
 from cache_server.store import ShardStore
 from cache_server.versions import split_from_proto
 from protos.cache.v1 import cache_pb2 as pb
@@ -33,14 +38,12 @@ from protos.errors import (
     NotReadyError,
     StaleVersionError,
 )
-from protos.layout import Layout, schema_from_bytes
 from protos.shards import MappedShard
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # between heartbeats that the coordinator does not answer
-_OUTAGE_LOG_S = 10.0
-_COPY_AGAIN_S = 30.0  # after a copy that failed, such as for want of room
+_COPY_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 
 
 class CoordinatorLink(Protocol):
@@ -50,75 +53,10 @@ class CoordinatorLink(Protocol):
         """Reports the actual shards; answers the desired ones."""
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """One dataset; the newest version unless a fingerprint is given."""
+        """One dataset; the newest version that has not failed unless a fingerprint is given."""
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset."""
-
-
-@dataclass
-class _Load:
-    """A job in the pool."""
-
-    future: Future[None]
-    job: Job
-
-
-@dataclass
-class _Serving:
-    """What this node has to do for one version.
-
-    Attributes:
-        reported: the sealed shards that the coordinator knows of.
-        loads, failures: by shard.
-        copy_again_at: monotonic seconds; until then shards whose copy failed are left alone.
-        whole_run, failure, num_shards: of a whole query, if this node is asked to run one.
-        last_read: monotonic seconds; None while nobody has read its rows here.
-        retired: not wanted any more, but some of its loads have yet to end.
-    """
-
-    desired: pb.DesiredDataset
-    whole_tables: WholeTables
-    reported: set[int] = field(default_factory=set)
-    loads: dict[int, _Load] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    copy_again_at: float = 0.0
-    whole_run: _Load | None = None
-    failure: str = ""
-    num_shards: int | None = None
-    rows: ResidentRows | None = None
-    row_starts: dict[int, int] = field(default_factory=dict)
-    last_read: float | None = None
-    retired: bool = False
-
-    def all_loads(self) -> list[_Load]:
-        """The jobs under way, or just ended."""
-        return [*self.loads.values(), *([self.whole_run] if self.whole_run else [])]
-
-
-class _Outage:
-    """Logs that the coordinator does not answer, and for how long, without a line a heartbeat."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._due = 0.0
-
-    def note(self, error: CacheError, *, joined: bool) -> None:
-        """A heartbeat was not answered."""
-        now = time.monotonic()
-        if self._since is None:
-            self._since = self._due = now
-        if now >= self._due:
-            what = "heartbeat failed" if joined else "waiting for the coordinator to join it"
-            logger.warning("%s since_s=%.0f reason=%s", what, now - self._since, error)
-            self._due = now + _OUTAGE_LOG_S
-
-    def end(self) -> None:
-        """One was answered."""
-        if self._since is not None:
-            waited_s = time.monotonic() - self._since
-            logger.info("the coordinator answers after_s=%.1f", waited_s)
-            self._since = None
 
 
 class Node:
@@ -143,10 +81,10 @@ class Node:
     ) -> None:
         self._store = store
         self._link = link
-        self._description = description
+        self.description = description
         self._on_ready = on_ready
         self._lock = threading.Lock()
-        self._serving: dict[VersionKey, _Serving] = {}
+        self._serving: dict[VersionKey, Serving] = {}
         self._joined = threading.Event()
         self._ready = False
         self._wake = threading.Event()
@@ -202,7 +140,7 @@ class Node:
         _, running = wait(futures, left)
         return not running and not self._thread.is_alive()
 
-    def _loads(self) -> list[_Load]:
+    def _loads(self) -> list[Load]:
         return [load for serving in self._serving.values() for load in serving.all_loads()]
 
     def wait_until_joined(self, timeout_s: float) -> bool:
@@ -241,8 +179,11 @@ class Node:
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
 
-    def shard_file(self, key: VersionKey, index: int) -> Path:
-        """The file of a sealed shard of this node, whether its rows are served yet or not.
+    def shard_file(self, key: VersionKey, index: int) -> Iterator[pa.Buffer]:
+        """The bytes of a sealed shard's file, whether its rows are served yet or not.
+
+        A file that is not what was sealed any more is dropped at its end, and made anew: whoever
+        copies it notices, too.
 
         Raises:
             NotReadyError: it is not here.
@@ -250,7 +191,20 @@ class Node:
         shard = self._store.versions().get(key, {}).get(index)
         if shard is None:
             raise NotReadyError(f"shard {index} of {key.dataset!r} is not on this node")
-        return shard.path
+        return self._checked_bytes(key, shard)
+
+    def _checked_bytes(self, key: VersionKey, shard: MappedShard) -> Iterator[pa.Buffer]:
+        digests = PieceDigests()
+        with pa.memory_map(str(shard.path)) as mapped:
+            while len(chunk := mapped.read_buffer(_COPY_BYTES)):
+                digests.add(mapped.tell() - len(chunk), chunk)
+                yield chunk
+        with shard.path.open("rb", buffering=0) as file:
+            checksum = digests.checksum(file.fileno())
+        if checksum != shard.sealed.checksum:
+            logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
+            self._store.drop(key, shard.sealed.index)
+            self.wake()
 
     def describe(
         self, dataset: str, fingerprint: str = "", *, lease: bool = False
@@ -266,6 +220,26 @@ class Node:
         """Every dataset, as the coordinator knows them."""
         return self._link.datasets()
 
+    def held(self) -> tuple[Held, ...]:
+        """What it has of each version that it was asked for, or still stores; by name."""
+        sealed = self._store.versions()
+        with self._lock:
+            return tuple(
+                self._held(key, sealed.get(key, {}), self._serving.get(key))
+                for key in sorted({*sealed, *self._serving}, key=astuple)
+            )
+
+    @staticmethod
+    def _held(key: VersionKey, sealed: dict[int, MappedShard], serving: Serving | None) -> Held:
+        return Held(
+            key,
+            served=len(serving.row_starts) if serving and serving.rows else 0,
+            sealed=len(sealed),
+            loading=sum(not load.future.done() for load in serving.all_loads()) if serving else 0,
+            failed=len(serving.failures) if serving else 0,
+            num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
+        )
+
     def is_ready(self) -> bool:
         """Whether this node has joined and serves every shard asked of it."""
         with self._lock:
@@ -275,7 +249,7 @@ class Node:
 
     def _run(self) -> None:
         interval = _RETRY_S
-        outage = _Outage()
+        outage = Outage()
         while not self._stop.is_set():
             self._wake.clear()
             try:
@@ -291,7 +265,7 @@ class Node:
                 interval = response.interval_s
                 self.coordinator = response.coordinator
                 try:
-                    news = self._reconcile(response.datasets)
+                    news = self._reconcile(response)
                 except Exception:  # such as no room for a thread; the node must not fall silent
                     logger.exception("reconcile failed; trying again")
                     news = False
@@ -304,8 +278,10 @@ class Node:
             num_shards = {key: serving.num_shards for key, serving in self._serving.items()}
         sealed = self._store.versions()
         node = pb.Node()
-        node.CopyFrom(self._description)
-        node.stored_bytes = self._store.stored_bytes
+        node.CopyFrom(self.description)
+        node.stored_bytes = sum(
+            shard.sealed.num_bytes for shards in sealed.values() for shard in shards.values()
+        )
         node.stored_shards = sum(len(shards) for shards in sealed.values())
         request = pb.HeartbeatRequest(node=node)
         with self._lock:
@@ -313,49 +289,33 @@ class Node:
                 serving = self._serving.get(key)
                 if serving is not None and serving.retired:
                     continue  # what is asked for under this name now has not begun
-                actual = request.datasets.add(
-                    dataset=key.dataset,
-                    fingerprint=key.fingerprint,
-                    attempt=serving.desired.plan.attempt if serving else None,
-                )
+                actual = request.datasets.add(dataset=key.dataset, fingerprint=key.fingerprint)
+                starts = serving.row_starts if serving else {}
                 for index, shard in sealed.get(key, {}).items():
-                    start = serving.row_starts.get(index) if serving else None
                     actual.shards.add(
                         index=index,
                         sealed=True,
                         num_rows=shard.sealed.num_rows,
                         num_bytes=shard.sealed.num_bytes,
                         checksum=shard.sealed.checksum,
-                        rows_fixed=start is not None,
-                        row_start=start or 0,
+                        rows_fixed=index in starts,
+                        row_start=starts.get(index, 0),
                     )
                 if serving:
-                    self._report_loads(serving, actual)
+                    serving.report(actual, num_shards.get(key))
                     serving.reported = set(sealed.get(key, {}))
-                    if (known := num_shards.get(key)) is not None:
-                        actual.num_shards = known
         return request
 
-    def _report_loads(self, serving: _Serving, actual: pb.ActualDataset) -> None:
-        for index, load in serving.loads.items():
-            actual.shards.add(index=index, rows_loaded=load.job.rows)
-        for index, reason in serving.failures.items():
-            actual.shards.add(index=index, failure=reason)
-        if serving.whole_run is not None:
-            actual.rows_loaded = serving.whole_run.job.rows
-        if serving.last_read is not None:
-            actual.idle_s = time.monotonic() - serving.last_read
-        actual.failure = serving.failure
-
-    def _reconcile(self, desired: Iterable[pb.DesiredDataset]) -> bool:
-        """Moves towards ``desired``; returns whether there is something new to report."""
-        wanted = {VersionKey(d.plan.dataset, d.plan.fingerprint): d for d in desired}
+    def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
+        """Moves towards what is desired; returns whether there is something new to report."""
+        wanted = {VersionKey(d.plan.dataset, d.plan.fingerprint): d for d in response.datasets}
+        kept = {VersionKey(version.dataset, version.fingerprint) for version in response.kept}
         news = False
         with self._lock:
             if self._stop.is_set():
                 return False
             sealed = self._store.versions()
-            for key in [key for key in {*self._serving, *sealed} if key not in wanted]:
+            for key in {*self._serving, *sealed} - wanted.keys() - kept:
                 if self._retire(key):
                     self._store.drop_version(key)
             for key, dataset in wanted.items():
@@ -371,13 +331,19 @@ class Node:
                 if serving is None:
                     # Of its own: two datasets of other names may have the same fingerprint.
                     tables = WholeTables(self._store.scratch / uuid.uuid4().hex)
-                    serving = self._serving[key] = _Serving(dataset, tables)
+                    serving = self._serving[key] = Serving(key, dataset, tables)
                 serving.desired = dataset
+                if dataset.HasField("num_shards"):
+                    serving.num_shards = dataset.num_shards
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
-                news |= self._publish(key, serving, self._store.versions().get(key, {}))
+                news |= serving.publish(self._store.versions().get(key, {}))
             self._joined.set()
-            ready = all(self._complete(s) for s in self._serving.values() if not s.retired)
+            ready = all(
+                serving.is_settled()
+                for key, serving in self._serving.items()
+                if key in wanted and not serving.retired
+            )
             changed, self._ready = ready != self._ready, ready
         if changed:
             self._on_ready(ready)
@@ -392,25 +358,23 @@ class Node:
         for load in serving.all_loads():
             load.job.cancelled.set()
         if any(not load.future.done() for load in serving.all_loads()):
+            # What is done is not waited for: its room may be needed by what comes next.
+            self._store.drop(key, *self._store.versions().get(key, ()))
             return False
         serving.whole_tables.close()
         del self._serving[key]
         return True
 
     def _load_missing(
-        self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]
+        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
     ) -> None:
-        desired = serving.desired
-        wanted = {shard.index: shard for shard in desired.shards}
+        desired, wanted = serving.desired, serving.wanted()
         for index, load in list(serving.loads.items()):
             if index not in wanted:
                 load.job.cancelled.set()
             if load.future.done():
                 del serving.loads[index]
-        if serving.failures and time.monotonic() >= serving.copy_again_at:
-            # There may be room by now; what a source said, it would say again.
-            for index in [i for i in serving.failures if i in wanted and wanted[i].copy_from]:
-                del serving.failures[index]
+        serving.forgive_copies()
         for index, shard in wanted.items():
             if index in sealed or index in serving.loads or index in serving.failures:
                 continue
@@ -423,14 +387,12 @@ class Node:
         if not serving.loads:
             serving.whole_tables.close()
 
-    def _shard_work(
-        self, job: Job, serving: _Serving, shard: pb.DesiredShard
-    ) -> Callable[[], None]:
+    def _shard_work(self, job: Job, serving: Serving, shard: pb.DesiredShard) -> Callable[[], None]:
         if shard.copy_from:
             return lambda: loading.copy_shard(self._store, job, shard)
         return lambda: loading.load_shard(self._store, job, shard, serving.whole_tables)
 
-    def _run_whole_if_asked(self, key: VersionKey, serving: _Serving, sealed: set[int]) -> None:
+    def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
         run, desired = serving.whole_run, serving.desired
         if run is not None and (run.future.done() or not desired.run_whole):
             run.job.cancelled.set()
@@ -452,50 +414,27 @@ class Node:
 
     def _submit(
         self,
-        serving: _Serving,
+        serving: Serving,
         job: Job,
         work: Callable[[], None],
         splits: Iterable[pb.Split] = (),
-    ) -> _Load:
+    ) -> Load:
         what = "the whole query" if job.index is None else f"shard {job.index}"
         if splits:
             what += f" of {', '.join(str(split_from_proto(split)) for split in splits)}"
-        return _Load(self._pool.submit(self._run_job, serving, what, job, work), job)
+        return Load(self._pool.submit(self._run_job, serving, what, job, work), job)
 
     def _drop_surplus(
-        self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]
+        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
     ) -> None:
         if serving.desired.run_whole:
             return  # whose shards the result will be is not decided yet
-        wanted = {shard.index for shard in serving.desired.shards}
         # What was sealed since the last report is not surplus: nobody has decided about it yet.
-        for index in (set(sealed) & serving.reported) - wanted:
-            self._store.drop(key, index)
-
-    def _publish(self, key: VersionKey, serving: _Serving, sealed: dict[int, MappedShard]) -> bool:
-        if not serving.desired.rows_fixed:
-            return False
-        starts = {
-            shard.index: shard.row_start
-            for shard in serving.desired.shards
-            if shard.index in sealed
-        }
-        if serving.rows is not None and starts == serving.row_starts:
-            return False
-        layout = Layout(schema_from_bytes(serving.desired.plan.logical_schema))
-        # Shards without rows share their start with the next one; they serve nothing.
-        shards = {start: sealed[i] for i, start in starts.items() if sealed[i].sealed.num_rows}
-        serving.rows = ResidentRows(key, layout, serving.desired.num_rows, shards)
-        serving.row_starts = starts
-        return True
-
-    def _complete(self, serving: _Serving) -> bool:
-        wanted = {shard.index for shard in serving.desired.shards}
-        return serving.rows is not None and wanted <= set(serving.row_starts)
+        self._store.drop(key, *(sealed.keys() & serving.reported) - serving.wanted().keys())
 
     # -- in the loading threads ----------------------------------------------------------------
 
-    def _run_job(self, serving: _Serving, what: str, job: Job, work: Callable[[], None]) -> None:
+    def _run_job(self, serving: Serving, what: str, job: Job, work: Callable[[], None]) -> None:
         """Does ``work`` to its end; what goes wrong is reported with the next heartbeat.
 
         Args:
@@ -511,17 +450,15 @@ class Node:
         except CacheError as error:
             logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
             self._fail(serving, job, str(error))
-        except Exception as error:
+        except defects.NO_DEFECTS:
+            raise
+        except BaseException as error:
             reason, trace = defects.reason(error, job.secrets), defects.trace(error, job.secrets)
             logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
             self._fail(serving, job, f"cannot load {what}: {reason}")
         finally:
             self._wake.set()
 
-    def _fail(self, serving: _Serving, job: Job, reason: str) -> None:
+    def _fail(self, serving: Serving, job: Job, reason: str) -> None:
         with self._lock:
-            if job.index is None:
-                serving.failure = reason
-            else:
-                serving.failures[job.index] = reason
-                serving.copy_again_at = time.monotonic() + _COPY_AGAIN_S
+            serving.fail(job.index, reason)

@@ -31,31 +31,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_server.quoting import identifier
+from cache_server.decimals import nearest_floats, of_strings
+from cache_server.null_advice import null_problem, sql_cast
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
 _INITIAL_ROWS = 65_536
 _PADDING_BYTES = 320
-_MOST_EXACT_INTEGER, _MOST_EXACT_POWER = 2**53, 22  # of a float64: of two, of ten
-_UNIT_NAMES = {"s": "Second", "ms": "Millisecond", "us": "Microsecond", "ns": "Nanosecond"}
-_SPELT = {
-    **{pa.float16(): "Float16", pa.float32(): "Float32", pa.float64(): "Float64"},
-    **{pa.string(): "{}Utf8", pa.large_string(): "LargeUtf8"},
-    **{pa.binary(): "{}Binary", pa.large_binary(): "LargeBinary"},
-}
-_ZEROS = {
-    "int64": "0",
-    "bool": "false",
-    "date32": "DATE '1970-01-01'",
-    "date64": "DATE '1970-01-01'",
-    **{f"int{bits}": f"arrow_cast(0, 'Int{bits}')" for bits in (8, 16, 32)},
-    **{f"uint{bits}": f"arrow_cast(0, 'UInt{bits}')" for bits in (8, 16, 32, 64)},
-}
 
 
 def storage_schema(schema: pa.Schema) -> pa.Schema:
@@ -169,65 +154,6 @@ def _values(dtype: pa.DataType) -> pa.DataType:
     return dtype
 
 
-def _null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
-    """What is wrong, and the SQL that mends it.
-
-    Args:
-        encoded: the column comes as a dictionary.
-    """
-    problem = f"column {field.name!r} holds {count} null(s), and {field.type} has no value for them"
-    name = identifier(field.name)
-    if pa.types.is_nested(field.type):
-        cast = _sql_cast(field, large=False)
-        return (
-            f"{problem}: filter those rows out, or make it a list of any length"
-            f"{f', with {cast} in the sql' if cast else ''}"
-        )
-    zero = _zero(field)
-    value = name
-    if encoded and zero == "false":  # DataFusion has no dictionaries of these
-        value = f"arrow_cast({name}, 'Boolean')"
-    elif encoded and "'Duration(" in zero:
-        value = zero.replace("(0,", f"({name},")
-    coalesce = f"COALESCE({value}, {zero}) AS {name}"
-    return f"{problem}: write {coalesce} in the sql, or filter those rows out"
-
-
-def _sql_cast(field: pa.Field, *, large: bool) -> str | None:
-    """SQL that makes the lists of a stored column of any length, or its offsets 64-bit."""
-    spelt = _spelt(field.type, "Large" if large else "")
-    if spelt is None or b"cache.unit" in (field.metadata or {}):  # which the cast would lose
-        return None
-    name = identifier(field.name)
-    return f"arrow_cast({name}, '{spelt}') AS {name}"
-
-
-def _spelt(dtype: pa.DataType, prefix: str) -> str | None:
-    """``dtype`` as DataFusion spells it."""
-    if pa.types.is_nested(dtype):
-        inner = _spelt(dtype.value_type, prefix)
-        return inner and f"{prefix}List({inner})"
-    if pa.types.is_integer(dtype):
-        return str(dtype).replace("int", "Int").replace("u", "U")
-    return _SPELT.get(dtype, "").format(prefix) or None
-
-
-def _zero(field: pa.Field) -> str:
-    """SQL for a zero of the type that the column has in the query, so that COALESCE keeps it."""
-    metadata = {key.decode(): value.decode() for key, value in (field.metadata or {}).items()}
-    source = metadata.get("cache.source_type", str(field.type)).partition("[")[0]
-    if source in _ZEROS:
-        return _ZEROS[source]
-    unit = _UNIT_NAMES[metadata["cache.unit"]]
-    if source == "timestamp":
-        zone = metadata.get("cache.timezone")
-        zone = f'Some("{zone}")' if zone else "None"
-        return f"arrow_cast(0, 'Timestamp({unit}, {zone})')"
-    if source == "duration":
-        return f"arrow_cast(0, 'Duration({unit})')"
-    return f"arrow_cast('00:00:00', '{source.title()}({unit})')"
-
-
 class RowFile(Protocol):
     """Keeps packed rows as they come."""
 
@@ -305,7 +231,7 @@ class ShardBuilder:
             for name, count in self._nulls.items():
                 encoded = pa.types.is_dictionary(self._arriving.field(name).type)
                 field = self.layout.logical.field(name)
-                problems.append(_null_problem(field, count, encoded=encoded))
+                problems.append(null_problem(field, count, encoded=encoded))
             raise LoadError("; ".join(problems))
         arrays = []
         matrices = self._matrices if self._file is None else self._file.read()
@@ -407,7 +333,7 @@ def _concatenate(chunks: list[pa.Array], column: StoredColumn) -> pa.Array:
     try:
         return pa.concat_arrays(chunks)
     except pa.ArrowInvalid as error:  # offsets of 32 bits
-        cast = _sql_cast(column.field, large=True)
+        cast = sql_cast(column.field, large=True)
         raise LoadError(
             f"column {column.names[0]!r} of type {column.field.type} does not fit in one shard "
             f"({error}): choose a smaller target_shard_bytes"
@@ -426,49 +352,12 @@ def _cast(name: str, array: pa.Array, target: pa.DataType) -> pa.Array:
                 values = pa.concat_arrays([values, values.slice(0, 0)])  # nested lists twice
             return values.take(array.indices)
         if pa.types.is_decimal(array.type) and target == pa.float64():
-            return _nearest_floats(array)
+            return nearest_floats(array)
         if pa.types.is_decimal(_values(array.type)):
-            array = pc.cast(array, _of_strings(target))
+            array = pc.cast(array, of_strings(target))
         return pc.cast(array, target)
     except pa.ArrowException as error:
         raise LoadError(f"column {name!r} cannot be stored as {target}: {error}") from None
-
-
-def _nearest_floats(decimals: pa.Array) -> pa.Array:
-    """Each decimal as the float64 next to it.
-
-    Not by a cast, which multiplies by a power of ten that is itself rounded, and so makes
-    0.5700000000000001 of 0.57. A quotient of two exact floats is rounded once, and so is a text.
-    """
-    dtype, mask = decimals.type, None
-    if not 0 <= dtype.scale <= _MOST_EXACT_POWER or not len(decimals):
-        return pc.cast(pc.cast(decimals, pa.string()), pa.float64())
-    words = max(dtype.bit_width // 64, 1)
-    word = np.dtype(f"i{min(dtype.bit_width // 8, 8)}")
-    stop = decimals.offset + len(decimals)
-    raw = np.frombuffer(decimals.buffers()[1], word, count=stop * words)
-    integers = raw.reshape(-1, words)[decimals.offset :]
-    low: npt.NDArray[np.int64] = integers[:, 0]
-    exact = (low >= -_MOST_EXACT_INTEGER) & (low <= _MOST_EXACT_INTEGER)
-    if words > 1:  # the upper words say no more than the sign
-        exact &= (integers[:, 1:] == (low >> 63)[:, None]).all(axis=1)
-    if decimals.null_count:
-        mask = decimals.is_null().to_numpy(zero_copy_only=False)
-        exact |= mask
-    if not exact.all():
-        return pc.cast(pc.cast(decimals, pa.string()), pa.float64())
-    return pa.array(low / 10.0**dtype.scale, mask=mask)
-
-
-def _of_strings(dtype: pa.DataType) -> pa.DataType:
-    """Lists like ``dtype``, of strings."""
-    if pa.types.is_fixed_size_list(dtype):
-        return pa.list_(_of_strings(dtype.value_type), dtype.list_size)
-    if pa.types.is_list(dtype):
-        return pa.list_(_of_strings(dtype.value_type))
-    if pa.types.is_large_list(dtype):
-        return pa.large_list(_of_strings(dtype.value_type))
-    return pa.string()
 
 
 def _unit(metadata: Mapping[Any, Any] | None) -> str | None:

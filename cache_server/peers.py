@@ -9,6 +9,7 @@ import pyarrow.flight as flight
 
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
+from protos.control import DIRECT
 from protos.errors import NodeUnavailableError
 
 _TIMEOUT_S = 600.0  # of one file
@@ -55,6 +56,7 @@ def _signs_of_life(quiet_s: float, answer_s: float) -> list[tuple[str, int]]:
     """
     answer_ms = round(answer_s * 1000)
     return [
+        DIRECT,
         ("grpc.keepalive_time_ms", round(quiet_s * 1000)),
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise a minute, whatever the other says

@@ -5,7 +5,8 @@ The words that the modules of `tables` and the planners share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -175,3 +176,9 @@ def partition_texts(path: str) -> dict[str, str | None]:
         if key and equals:
             texts[unquote(key)] = None if text == _HIVE_NULL else unquote(text)
     return texts
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises a ValueError where several columns have one name: a query finds but one of them."""
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")

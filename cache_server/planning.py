@@ -10,8 +10,11 @@ coordinator reaches the same answer, and a lost node moves only its own shards.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from cache_server.pinned import Split
 
@@ -91,8 +94,20 @@ def place(
     Returns:
         ``num_shards`` tuples of ``min(replicas, nodes alive)`` distinct node ids.
     """
-    nodes = sorted(set(members))
-    living = set(nodes if alive is None else alive)
+    nodes = tuple(sorted(set(members)))
+    living = frozenset(nodes if alive is None else alive)
+    return _place(fingerprint, num_shards, nodes, replicas, living)
+
+
+# Asked for at every heartbeat and by every caller, and the same until a node comes or goes.
+@lru_cache(maxsize=512)
+def _place(
+    fingerprint: str,
+    num_shards: int,
+    nodes: Sequence[str],
+    replicas: int,
+    living: Set[str],
+) -> tuple[tuple[str, ...], ...]:
     if not nodes:
         return ((),) * num_shards
     share = -(-num_shards * min(replicas, len(nodes)) // len(nodes))
@@ -158,3 +173,28 @@ def bytes_by_node(placement: Sequence[Sequence[str]], sizes: Sequence[int]) -> d
         for node in homes:
             totals[node] = totals.get(node, 0) + size
     return totals
+
+
+def nodes_needed(sizes: Sequence[int], replicas: int, memory_limit_bytes: int) -> int:
+    """So many nodes with this limit hold every replica for sure; 0 when no number is enough.
+
+    `place` gives no node more shards than its even share, so no node holds more than the largest
+    ones of that number. By luck fewer nodes may do, where shards differ in size.
+
+    Args:
+        sizes: bytes of each shard.
+        memory_limit_bytes: of each node; 0 for none.
+    """
+    if not memory_limit_bytes or not sizes:
+        return replicas
+    if max(sizes) > memory_limit_bytes:
+        return 0
+    largest = list(accumulate(sorted(sizes, reverse=True)))
+
+    def fits(count: int) -> bool:
+        share = -(-len(sizes) * replicas // count)
+        return largest[share - 1] <= memory_limit_bytes
+
+    # More nodes hold no more each; as many as there are copies of shards hold one each.
+    counts = range(replicas, len(sizes) * replicas + 1)
+    return counts[bisect_left(counts, True, key=fits)]

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -20,7 +21,10 @@ from cache_server.coordinator import Coordinator
 from cache_server.environment_load import EnvironmentLoad
 from cache_server.flight_service import FlightService
 from cache_server.node import CoordinatorLink, Node
+from cache_server.status import Cache, Status
 from cache_server.store import ShardStore
+from cache_server.traffic import Traffic
+from cache_server.web.service import WebService
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError
 from protos.memory import loads_at_once
@@ -56,18 +60,29 @@ class CacheServer:
         on_load_failure: Callable[[CacheError], None] = lambda error: None,
     ) -> None:
         self._config = config
+        self._traffic = Traffic()
         self._load: EnvironmentLoad | None = None
+        load_threads = config.load_threads or loads_at_once(
+            _num_processors(), config.container_memory_limit_bytes
+        )
         with ExitStack() as stack:
             store = stack.enter_context(
-                ShardStore(config.cache_dir.absolute(), config.shard_limit_bytes)
+                ShardStore(
+                    config.cache_dir.absolute(),
+                    config.shard_limit_bytes,
+                    adopt_threads=load_threads,
+                    address=config.lasting_address,
+                )
             )
             self.node_id = store.node_id
-            self._listen()
+            if config.is_coordinator:
+                _refuse_shards_of_others(store)
+            self._listen(stack)
             coordinator = self._coordinate(stack, store) if config.is_coordinator else None
             link: CoordinatorLink = coordinator or stack.enter_context(
                 RemoteCoordinator(config.coordinator or "")
             )
-            readiness = _Readiness(
+            self._readiness = _Readiness(
                 self._control.set_ready, waits=coordinator is not None and load is not None
             )
             self._node = stack.enter_context(
@@ -75,9 +90,8 @@ class CacheServer:
                     store,
                     link,
                     self._description(store),
-                    load_threads=config.load_threads
-                    or loads_at_once(_num_processors(), config.container_memory_limit_bytes),
-                    on_ready=readiness.set_node,
+                    load_threads=load_threads,
+                    on_ready=self._readiness.set_node,
                 )
             )
             self._serve(coordinator)
@@ -88,22 +102,25 @@ class CacheServer:
                     num_nodes=config.num_nodes,
                     join_timeout_s=config.join_timeout_s,
                     environ=environ or {},
-                    on_ready=readiness.set_loaded,
+                    on_ready=self._readiness.set_loaded,
                     on_failure=on_load_failure,
                 )
                 self._load.start()
             self._parts = stack.pop_all()
         logger.info("node up id=%s flight=%s", self.node_id, self.endpoints.flight_location)
 
-    def _listen(self) -> None:
+    def _listen(self, stack: ExitStack) -> None:
         config = self._config
         self._control = ControlService(config.listen_host, config.control_port)
+        self._web = WebService(config.listen_host, config.http_port)
+        stack.callback(self._web.stop)  # of a node that does not come up
         try:
-            self._flight = FlightService(config.listen_host, config.flight_port)
+            self._flight = FlightService(config.listen_host, config.flight_port, self._traffic)
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
                 f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}"
             ) from None
+        self.page = f"http://{config.host}:{self._web.port}/"
         self.endpoints = pb.CoordinatorEndpoints(
             flight_location=f"grpc://{config.host}:{self._flight.port}",
             control_location=f"{config.host}:{self._control.port}",
@@ -116,6 +133,7 @@ class CacheServer:
             control_location=self.endpoints.control_location,
             cache_dir=str(store.cache_dir),
             memory_limit_bytes=self._config.shard_limit_bytes or 0,
+            process=uuid.uuid4().hex,
         )
 
     def _serve(self, coordinator: Coordinator | None) -> None:
@@ -124,9 +142,30 @@ class CacheServer:
         self._flight.attach(self._node)
         self._control.start(coordinator)
         self._node.start()
+        self._web.start(lambda: self._status(coordinator), self._readiness.is_ready)
         if coordinator is not None:
             # In this process, so it answers at once; from then on every call is answered.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
+
+    def _status(self, coordinator: Coordinator | None) -> Status:
+        held = self._node.held()
+        node = pb.Node(
+            alive=True,
+            stored_bytes=sum(version.num_bytes for version in held),
+            stored_shards=sum(version.sealed for version in held),
+        )
+        node.MergeFrom(self._node.description)
+        cache = None
+        if coordinator is not None:
+            cache = Cache(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
+        return Status(
+            node=node,
+            ready=self._readiness.is_ready(),
+            coordinator=self._node.coordinator.control_location,
+            held=held,
+            counts=self._traffic.counts(),
+            cache=cache,
+        )
 
     def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
         coordinator = Coordinator(
@@ -169,6 +208,7 @@ class CacheServer:
 
         threading.Thread(target=shut_down, name="drain", daemon=True).start()
         self._control.stop(self._config.drain_timeout_s)
+        self._web.stop()
         in_time = drained.wait(max(0.0, deadline - time.monotonic()))
         in_time &= self._load is None or self._load.close(_left_s(deadline))
         if self._node.close(_left_s(deadline)):
@@ -200,11 +240,25 @@ class _Readiness:
             self._node = ready
             self._tell(self._node and self._loaded)
 
+    def is_ready(self) -> bool:
+        """What was told last."""
+        with self._lock:
+            return self._node and self._loaded
+
     def set_loaded(self) -> None:
         """The whole cache serves what was asked for."""
         with self._lock:
             self._loaded = True
             self._tell(self._node)
+
+
+def _refuse_shards_of_others(store: ShardStore) -> None:
+    """A coordinator that never was one knows of no shard: it would have them removed."""
+    if store.stored_bytes and not Catalogue(store.cache_dir).exists():
+        raise ConfigError(
+            f"cache_dir {store.cache_dir} holds {store.stored_bytes} bytes of a cache with another "
+            "coordinator: name that one as coordinator, or empty the directory"
+        )
 
 
 def _num_processors() -> int:

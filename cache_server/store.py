@@ -4,6 +4,7 @@
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
     <cache_dir>/.lock, .node-id                               one process, one lasting name
     <cache_dir>/.scratch/                                     what is needed for a moment
+    <cache_dir>/.removed-*/                                   dropped, and about to be freed
 
 A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
 manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
@@ -13,20 +14,22 @@ differs, never counts. It knows files; neither sources, nor readers, nor the net
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
 
+from cache_server import adoption, manifest
 from cache_server.checksums import PieceDigests, file_checksum
+from cache_server.disk import fsync, remove, remove_empty, remove_file
 from cache_server.draft import ShardDraft
 from cache_server.planning import VersionKey
 from protos.errors import (
@@ -40,16 +43,14 @@ from protos.shards import (
     NODE_ID_FILE,
     MappedShard,
     SealedShard,
-    manifest_line,
-    read_manifest,
     shard_file_name,
 )
 
 logger = logging.getLogger(__name__)
 
-_NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
-
 SCRATCH = ".scratch"
+_REMOVED = ".removed-"
+_AT_ONCE_BYTES = 256 * 1024 * 1024  # some tens of milliseconds
 
 
 class ShardStore:
@@ -58,18 +59,31 @@ class ShardStore:
     Args:
         cache_dir: made when missing.
         memory_limit_bytes: of all shard files together; None for no limit but the file system's.
+        adopt_threads: that hash the shards which lie there.
+        address: of a node that keeps it, from which its first id follows: one that comes back to an
+            empty directory is the same node, and its shards are its own. None: any id will do.
 
     Raises:
-        ConfigError: when the directory cannot be made or another node uses it; when a shard that
-            lies there cannot be opened, which says nothing about the shard.
+        ConfigError: when the directory cannot be made or another node uses it; when its name or a
+            manifest cannot be read; when a shard that lies there cannot be opened, which says
+            nothing about the shard.
     """
 
-    def __init__(self, cache_dir: Path, memory_limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        cache_dir: Path,
+        memory_limit_bytes: int | None = None,
+        *,
+        adopt_threads: int = 4,
+        address: str | None = None,
+    ) -> None:
         self.cache_dir = cache_dir
         self.memory_limit_bytes = memory_limit_bytes
         self._lock = threading.Lock()
+        self._manifests = threading.Lock()  # taken before the other one
         self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
         self._reserved: dict[Path, int] = {}  # of files being written
+        self._removals: list[threading.Thread] = []
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             self._lock_file = (cache_dir / ".lock").open("a+")
@@ -81,9 +95,10 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
-            self.node_id = self._load_node_id()
-            shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
-            self._adopt_all()
+            self.node_id = self._load_node_id(address)
+            for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
+                remove(path)  # of a process that was killed
+            self._shards = adoption.adopt_all(cache_dir, adopt_threads)
         except BaseException:
             self.close()
             raise
@@ -146,7 +161,7 @@ class ShardStore:
             with draft:
                 yield draft
         finally:
-            _remove_file(path)
+            remove_file(path)
             self._release(path)
             self._remove_empty(directory)
 
@@ -221,49 +236,81 @@ class ShardStore:
         try:
             self._create(temporary)
             sealed = write()
-            _fsync(temporary)
+            fsync(temporary)
             os.replace(temporary, final)
-            _fsync(directory)
-            with (directory / MANIFEST).open("a", encoding="utf-8") as manifest:
-                manifest.write(manifest_line(sealed))
-                manifest.flush()
-                os.fsync(manifest.fileno())
+            fsync(directory)
             shard = MappedShard(sealed, final)
+            with self._manifests:
+                manifest.add(directory / MANIFEST, sealed)
+                with self._lock:  # at once, or it would count twice for a moment
+                    self._reserved.pop(temporary, None)
+                    self._shards.setdefault(key, {})[index] = shard
         except OSError as error:
-            _remove_file(final)
+            remove_file(final)
             raise _cannot_write(key, index, size, directory, error) from None
         finally:
-            _remove_file(temporary)
+            remove_file(temporary)
             self._release(temporary)
             self._remove_empty(directory)
-        with self._lock:
-            self._shards.setdefault(key, {})[index] = shard
         logger.info(
             "shard sealed dataset=%s shard=%d rows=%d bytes=%d",
             key.dataset, index, sealed.num_rows, sealed.num_bytes,
         )  # fmt: skip
         return shard
 
-    def drop(self, key: VersionKey, index: int) -> None:
-        """Removes one shard. Readers that have it mapped keep their rows."""
-        with self._lock:
-            shards = self._shards.get(key, {})
-            shard = shards.pop(index, None)
-            if not shards:
-                self._shards.pop(key, None)
-        if shard is not None:
-            shard.path.unlink(missing_ok=True)
-            logger.info("shard dropped dataset=%s shard=%d", key.dataset, index)
+    def drop(self, key: VersionKey, *indices: int) -> None:
+        """Removes some shards. Readers that have them mapped keep their rows.
+
+        All at once where there are many: each call writes the manifest.
+        """
+        directory = self._directory(key)
+        with self._manifests:
+            with self._lock:
+                shards = self._shards.get(key, {})
+                dropped = [shards.pop(index) for index in indices if index in shards]
+                kept = [shard.sealed for shard in shards.values()]
+                if not shards:
+                    self._shards.pop(key, None)
+            if not dropped:
+                return
+            self._discard([shard.path for shard in dropped], _bytes_of(dropped))
+            for shard in dropped:
+                logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
+            try:
+                manifest.write(directory / MANIFEST, kept)
+            except OSError as error:  # a line too many is found out when a store opens
+                logger.warning("manifest not written path=%s reason=%s", directory, error)
+        self._remove_empty(directory)
 
     def drop_version(self, key: VersionKey) -> None:
         """Removes everything that was written for one version."""
         with self._lock:
-            self._shards.pop(key, None)
+            shards = self._shards.pop(key, {})
         directory = self._directory(key)
         if directory.exists():
-            shutil.rmtree(directory, ignore_errors=True)
+            self._discard([directory], _bytes_of(shards.values()))
             logger.info("version dropped dataset=%s fingerprint=%s", key.dataset, key.fingerprint)
         self._remove_empty(directory)
+
+    def _discard(self, paths: Sequence[Path], num_bytes: int) -> None:
+        """Removes files or directories; frees what is large in a thread of its own.
+
+        A second frees only a few GiB, and whoever drops something holds up others.
+        """
+        if num_bytes > _AT_ONCE_BYTES:
+            removed = self.cache_dir / f"{_REMOVED}{uuid.uuid4().hex}"
+            try:
+                removed.mkdir()
+                for number, path in enumerate(paths):
+                    os.replace(path, removed / str(number))
+            except OSError as error:  # such as a full disk: what is left is removed where it lies
+                logger.warning("cannot move what is removed to %s: %s", removed, error.strerror)
+            thread = threading.Thread(target=remove, args=(removed,), name="remove", daemon=True)
+            thread.start()
+            with self._lock:
+                self._removals = [*(one for one in self._removals if one.is_alive()), thread]
+        for path in paths:
+            remove(path)
 
     def _directory(self, key: VersionKey) -> Path:
         return self.cache_dir / key.dataset / key.fingerprint
@@ -277,15 +324,18 @@ class ShardStore:
     def _remove_empty(self, directory: Path) -> None:
         """Removes the directories of a version and of its dataset where nothing is left in them."""
         with self._lock:
-            for path in (directory, directory.parent):
-                if path.is_dir() and not any(path.iterdir()):
-                    path.rmdir()
+            remove_empty(directory)
 
     def _stored_bytes(self) -> int:
-        return sum(s.sealed.num_bytes for v in self._shards.values() for s in v.values())
+        return sum(_bytes_of(shards.values()) for shards in self._shards.values())
 
     def _reserve(self, path: Path, size: int) -> None:
         """Makes sure that there is room for a file, which may have some reserved already."""
+        with self._lock:
+            removals, others = list(self._removals), sum(self._reserved.values())
+        if shutil.disk_usage(self.cache_dir).free < size + others:
+            for removal in removals:
+                removal.join()
         with self._lock:
             before = self._reserved.get(path, 0)
             held = self._stored_bytes() + sum(self._reserved.values()) - before
@@ -306,78 +356,21 @@ class ShardStore:
         with self._lock:
             self._reserved.pop(path, None)
 
-    def _load_node_id(self) -> str:
+    def _load_node_id(self, address: str | None) -> str:
         path = self.cache_dir / NODE_ID_FILE
-        if not path.exists() or not path.read_text(encoding="utf-8"):
-            path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-        return path.read_text(encoding="utf-8").strip()
-
-    def _adopt_all(self) -> None:
-        for directory in sorted(self.cache_dir.glob("*/*/")):
-            adopted = self._adopt(directory, read_manifest(directory / MANIFEST))
-            sound = {shard.path for shard in adopted}
-            for path in (*directory.glob("shard-*.arrow"), *directory.glob(".*.tmp")):
-                if path not in sound:
-                    logger.warning("file removed path=%s reason=damaged or never sealed", path)
-                    _remove_file(path)
-            # Without torn lines, which would spoil the next one to be added.
-            _write_manifest(directory / MANIFEST, [shard.sealed for shard in adopted])
-            self._remove_empty(directory)
-
-    def _adopt(self, directory: Path, listed: Iterable[SealedShard]) -> list[MappedShard]:
-        """Maps the listed shards whose files are sound."""
-        key = VersionKey(directory.parent.name, directory.name)
-        adopted = []
-        for sealed in listed:
-            path = directory / shard_file_name(sealed.index)
-            try:
-                shard = _map_sound(path, sealed)
-            except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
-                    raise ConfigError(
-                        f"cannot adopt shard {path}: {error.strerror or error}; the system allows "
-                        "too few maps (vm.max_map_count), addresses (ulimit -v) or open files "
-                        "(ulimit -n), or the file is another user's"
-                    ) from None
-                logger.warning("shard damaged path=%s reason=%s", path, error)
-                continue
-            self._shards.setdefault(key, {})[sealed.index] = shard
-            adopted.append(shard)
-            logger.info("shard adopted dataset=%s shard=%d", key.dataset, sealed.index)
-        return adopted
+        try:
+            if not path.exists() or not path.read_text(encoding="utf-8"):
+                lasting = address and hashlib.blake2b(address.encode(), digest_size=6).hexdigest()
+                path.write_text(lasting or uuid.uuid4().hex[:12], encoding="utf-8")
+            return path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot use the name of the node in {path}: {error}") from None
 
 
 def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
     """Writes a stored batch as one Arrow IPC file."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
-
-
-def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
-    """Maps a file that must be the one that was sealed.
-
-    Raises:
-        OSError: it is missing. ValueError: it is another one, or of another layout.
-    """
-    size = path.stat().st_size
-    if size != sealed.num_bytes:
-        raise ValueError(f"{size} bytes instead of {sealed.num_bytes}")
-    checksum = file_checksum(path)
-    if checksum != sealed.checksum:
-        raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
-    return MappedShard(sealed, path)
-
-
-def _write_manifest(path: Path, shards: Iterable[SealedShard]) -> None:
-    """Replaces a manifest; removes it when there is no shard."""
-    text = "".join(map(manifest_line, shards))
-    if not text:
-        _remove_file(path)
-    elif path.read_text(encoding="utf-8", errors="replace") != text:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        _fsync(temporary)
-        os.replace(temporary, path)
 
 
 def _temporary_name(index: int) -> str:
@@ -393,15 +386,5 @@ def _cannot_write(
     )
 
 
-def _remove_file(path: Path) -> None:
-    """Removes a file; none there, and none that could be there, is as good."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        path.unlink()
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _bytes_of(shards: Iterable[MappedShard]) -> int:
+    return sum(shard.sealed.num_bytes for shard in shards)

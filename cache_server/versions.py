@@ -21,7 +21,7 @@ from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
-_STORAGE_FORMAT = 3  # part of every fingerprint: a change of the stored bytes is another version
+_STORAGE_FORMAT = 5  # part of every fingerprint: a change of the stored bytes is another version
 # Tables that every node reads whole, all of them together, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 
@@ -162,6 +162,8 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         stored = logical if len(pins) == 1 and query.drivers else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
     driver, why = _driver(query, splits)
+    if driver is not None and len(pins) > 1:  # what is stored has columns of the other tables, too
+        splits[driver] = pins[driver].cut(logical, spec.target_shard_bytes)
     rows_before = max_rows(splits[driver]) if driver is not None else None
     if driver is not None and not query.joins:
         by_split = PinnedTable(driver, formats[driver], pins[driver].schema)

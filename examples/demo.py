@@ -39,17 +39,17 @@ def main() -> None:
     arguments = parser.parse_args()
 
     table = write_lineitem(arguments.data_dir, arguments.scale_factor)
-    print(f"cache: starting {arguments.nodes} nodes", flush=True)
+    print(f"cache: starting {count(arguments.nodes, 'node')}", flush=True)
     with LocalCluster(num_nodes=arguments.nodes) as cluster:
         client = CacheClient(cluster.endpoint)
         info = client.load(DatasetSpec("lineitem", table, sql=SQL), progress=True)
         per_node = [
-            f"{sum(node.node_id in homes for homes in info.placement.values())} shards"
+            count(sum(node.node_id in homes for homes in info.placement.values()), "shard")
             for node in cluster.nodes
         ]
         print(
             f"cache: {info.num_rows:,} rows, {info.num_bytes / 2**20:,.0f} MiB "
-            f"in memory on {arguments.nodes} nodes ({', '.join(per_node)})",
+            f"in memory on {count(arguments.nodes, 'node')} ({', '.join(per_node)})",
             flush=True,
         )
         training = [
@@ -65,7 +65,13 @@ def main() -> None:
         code = subprocess.run(training, env=environment, check=False).returncode
     if code:
         raise SystemExit(f"the training failed with exit code {code}")
-    print(f"demo: every row was seen exactly once in each of {arguments.epochs} epochs")
+    each = f"each of {arguments.epochs} epochs" if arguments.epochs > 1 else "the epoch"
+    print(f"demo: every row was seen exactly once in {each}")
+
+
+def count(number: int, what: str) -> str:
+    """So many of something."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def write_lineitem(data_dir: Path, scale_factor: float) -> Path:
@@ -85,6 +91,8 @@ def write_lineitem(data_dir: Path, scale_factor: float) -> Path:
         check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    if sys.stderr.isatty():  # its progress ends without a line's end
+        print(file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     (partial / "lineitem").rename(target)
     partial.rmdir()

@@ -50,6 +50,7 @@ def train(
 
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +96,7 @@ def train(
             )
         if len(distinct) != rows.num_rows:
             raise SystemExit(f"{rows.num_rows - len(distinct)} rows were not seen")
+    del model
     dist.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 import torch
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
@@ -35,6 +36,15 @@ def main() -> None:
 
     # Without cpu=True, accelerate trains every process for itself where there is no GPU.
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    complete = train(arguments, accelerator)
+    accelerator.free_memory()
+    accelerator.end_training()
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
+    """Whether every row was seen exactly once in every epoch that came to its end."""
     torch.manual_seed(0)
     dataset = CacheIterableDataset(
         arguments.dataset,
@@ -76,8 +86,7 @@ def main() -> None:
                 keys = keys if dataset.state_dict()["rows_consumed"] else []
                 save_keys(keys, arguments.state_dir, accelerator)
                 accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
-                accelerator.end_training()
-                return
+                return complete
         mean = accelerator.reduce(torch.stack(losses).mean(), "mean")
         once = count_seen_once(keys)
         keys = []
@@ -86,9 +95,7 @@ def main() -> None:
             f"epoch {epoch}: loss {float(mean):.5f}, {len(losses)} steps, "
             f"{once:,} of {dataset.num_rows:,} rows seen exactly once"
         )
-    accelerator.end_training()
-    if not complete:
-        raise SystemExit("some rows were missed or repeated")
+    return complete
 
 
 def count_seen_once(keys: list[torch.Tensor]) -> int:

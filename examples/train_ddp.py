@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     dist.init_process_group("gloo")
+    complete = train(arguments)
+    dist.destroy_process_group()
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def train(arguments: argparse.Namespace) -> bool:
+    """Whether every row was seen exactly once in every epoch."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dataset = CacheIterableDataset(
@@ -72,9 +81,7 @@ def main() -> None:
                 f"{report.rows_seen_once:,} of {report.rows_in_table:,} rows seen exactly once",
                 flush=True,
             )
-    dist.destroy_process_group()
-    if not complete:
-        raise SystemExit("some rows were missed or repeated")
+    return complete
 
 
 def train_epoch(

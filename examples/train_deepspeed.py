@@ -10,10 +10,12 @@ process its rank in ``OMPI_COMM_WORLD_RANK``; DeepSpeed asks MPI for it, and for
 from __future__ import annotations
 
 import argparse
+import gc
 
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -37,6 +39,15 @@ def main() -> None:
         # Else DeepSpeed compiles a backend of its own for a minute. Between CPUs, gloo will do.
         deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(distributed_port=arguments.port, verbose=False)
+    complete = train(arguments)
+    gc.collect()  # the engine refers to itself
+    deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed its groups
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def train(arguments: argparse.Namespace) -> bool:
+    """Whether every row was seen exactly once in every epoch."""
     torch.manual_seed(0)
     dataset = CacheIterableDataset(
         arguments.dataset,
@@ -74,9 +85,7 @@ def main() -> None:
                 f"{len(losses)} steps, {once:,} of {dataset.num_rows:,} rows seen exactly once",
                 flush=True,
             )
-    dist.destroy_process_group()
-    if not complete:
-        raise SystemExit("some rows were missed or repeated")
+    return complete
 
 
 def count_seen_once(keys: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ Lightning counts in steps, it goes on with the next row.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -139,6 +141,16 @@ def main() -> None:
     parser.add_argument("--stop-after-steps", type=int, default=-1)
     arguments = parser.parse_args()
 
+    complete = train(arguments)
+    if dist.is_initialized():  # by Lightning, where there is more than one rank
+        gc.collect()  # the Trainer and its model know each other
+        dist.destroy_process_group()
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def train(arguments: argparse.Namespace) -> bool:
+    """Whether every row was seen exactly once in every epoch that came to its end."""
     torch.manual_seed(0)
     checkpoint = arguments.output_dir / "latest.ckpt"
     data = CacheData(
@@ -160,8 +172,7 @@ def main() -> None:
         logger=False,
     )
     trainer.fit(model, data, ckpt_path=checkpoint if checkpoint.exists() else None)
-    if not model.complete:
-        raise SystemExit("some rows were missed or repeated")
+    return model.complete
 
 
 if __name__ == "__main__":

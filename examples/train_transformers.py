@@ -10,18 +10,24 @@ steps, it goes on with the next row.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+import torch.distributed as dist
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+from accelerate.utils import gather_object, is_deepspeed_available
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from cache_client import CacheIterableDataset
+
+if is_deepspeed_available():
+    import deepspeed  # noqa: F401  # before the group too: accelerate imports it when it is there
 
 FEATURES = ["quantity", "discount", "tax", "part"]
 
@@ -121,6 +127,16 @@ def main() -> None:
     parser.add_argument("--stop-after-steps", type=int)
     arguments = parser.parse_args()
 
+    complete = train(arguments)
+    if dist.is_initialized():  # by TrainingArguments, where there is more than one rank
+        gc.collect()  # the Trainer and its callbacks know each other
+        dist.destroy_process_group()
+    if not complete:
+        raise SystemExit("some rows were missed or repeated")
+
+
+def train(arguments: argparse.Namespace) -> bool:
+    """Whether every row was seen exactly once in every epoch that came to its end."""
     torch.manual_seed(0)
     options = TrainingArguments(
         output_dir=arguments.output_dir,
@@ -154,9 +170,7 @@ def main() -> None:
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.accelerator.wait_for_everyone()  # no rank leaves while another still needs it
-    trainer.accelerator.end_training()
-    if not callback.complete:
-        raise SystemExit("some rows were missed or repeated")
+    return callback.complete
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,6 +103,7 @@ def train(epochs: int = 2, batch_size: int = 1024, load_timeout_s: float = 3600.
             loss_sum += float(loss.detach()) * len(prediction)
         mean_loss = report(epoch, torch.cat(keys), loss_sum, dataset.num_rows)
     dist.barrier()  # no launcher holds the ranks together: none leaves while another needs it
+    del model
     dist.destroy_process_group()
     return mean_loss
 

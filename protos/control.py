@@ -1,4 +1,4 @@
-"""What both ends of the gRPC control plane agree on beside the messages."""
+"""What both ends of the gRPC control plane agree on beside the messages; of Flight, `DIRECT`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from protos.errors import CacheError, NodeUnavailableError, from_proto
 
 ERROR_TRAILER = "cache-error-bin"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # a heartbeat or a DatasetInfo of some 100,000 shards
+# gRPC would ask the proxy of `https_proxy`, which is there for the sources and knows neither the
+# names of pods nor this machine's loopback addresses.
+DIRECT = ("grpc.enable_http_proxy", 0)
 
 
 def from_rpc_error(error: grpc.RpcError, location: str) -> CacheError:

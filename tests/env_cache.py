@@ -121,6 +121,7 @@ def env_nodes(
     flight_port, control_port = _free_ports(_ADDRESSES[:num_nodes])
     common = [
         "--flight-port", str(flight_port), "--control-port", str(control_port),
+        "--http-port", "0",
         "--coordinator", f"{_ADDRESSES[0]}:{control_port}", "--num-nodes", str(num_nodes),
         "--heartbeat-interval-s", "0.1", "--load-from-env", *arguments,
     ]  # fmt: skip

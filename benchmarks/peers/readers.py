@@ -484,7 +484,7 @@ class _RowsInMemory:
 
 def grain(source: Source) -> list[Contender]:
     """Rows in memory, shuffled by index; row by row as its guide has it, and in ready batches."""
-    import grain as grain_  # type: ignore[import-not-found]
+    import grain as grain_
 
     columns = read_columns(source)
     rows = _RowsInMemory(columns)

@@ -20,7 +20,7 @@ _OWN_CHAIN = (
     *("web_identity_token_file", "container_credentials_relative_uri", "imdsv1_fallback"),
     *("container_credentials_full_uri", "container_authorization_token_file", "metadata_endpoint"),
 )
-_KEYS = ("access_key_id", "secret_access_key", "session_token")
+KEYS = ("access_key_id", "secret_access_key", "session_token")
 _ROLE = ("role_arn", "role_session_name", "external_id", "sts_endpoint")
 _FRESH_FOR = timedelta(minutes=5)  # boto3 renews ten minutes before keys expire
 
@@ -41,7 +41,7 @@ def s3_credentials(
         RequestError: for half a pair of keys.
         LoadError: where there are no credentials at all.
     """
-    keys = {name: values.pop(name) for name in _KEYS if name in values}
+    keys = {name: values.pop(name) for name in KEYS if name in values}
     if ("access_key_id" in keys) != ("secret_access_key" in keys):
         raise RequestError("access_key_id and secret_access_key must be given together")
     skip = values.pop("skip_signature", "" if keys else environ.get("AWS_SKIP_SIGNATURE", ""))

@@ -30,6 +30,12 @@ _FAILURES = (exceptions.BaseError, OSError, ValueError)
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
+def kind_of(uri: str) -> str:
+    """``s3``, ``gs``, ``az``, ``http``; empty for what is none of them, such as a path."""
+    scheme, found, _ = uri.partition("://")
+    return _KINDS.get(scheme.lower(), "") if found else ""
+
+
 class RangesNotServedError(Exception):
     """The server answers a request for a range with the whole object."""
 
@@ -58,8 +64,8 @@ class Location(NamedTuple):
         """
         scheme, _, rest = uri.partition("://")
         scheme = scheme.lower()
-        kind = _KINDS.get(scheme)
-        if kind is None:
+        kind = kind_of(uri)
+        if not kind:
             raise RequestError(
                 f"source {uri!r}: the scheme {scheme!r} is not served, only file, hf, "
                 f"{', '.join(_KINDS)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
@@ -20,10 +21,16 @@ from urllib.parse import unquote, urlsplit
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from cache_server.object_stores.aws_credentials import ANONYMOUS, s3_credentials
-from cache_server.object_stores.client import Location, ObjectClient
-from cache_server.object_stores.errors import Place, redacted, secret_values
-from cache_server.object_stores.options import number_setting, store_settings
+from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
+from cache_server.object_stores.client import Location, ObjectClient, kind_of
+from cache_server.object_stores.errors import Place
+from cache_server.object_stores.options import (
+    check_text,
+    number_setting,
+    setting_name,
+    store_settings,
+)
+from cache_server.redaction import redacted, secret_values
 from protos.errors import LoadError, RequestError
 
 _CLIENT = ("allow_http", "connect_timeout", "connect_timeout_s", "timeout", "proxy_url")
@@ -64,6 +71,10 @@ _FLAGS = {
 }
 # What obstore, or we, read of the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}  # of each kind of store
+_NO_BUCKET = re.compile(r"[\s\x00-\x1f\x7f<>`]")
+_NO_ADDRESS = re.compile(r"[^!-~]")
+_HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 30.0  # without a byte
 _REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes come
@@ -124,6 +135,9 @@ def settings_for_libraries(
 
     Such a library finds credentials as AWS's own tools do, but not where an S3 that is not Amazon's
     lies: that comes from the environment here, unless the dataset says it.
+
+    Raises:
+        RequestError: for a value that no library could use.
     """
     settings = store_settings(options, secrets)
     environ = from_env()
@@ -131,6 +145,15 @@ def settings_for_libraries(
         if name not in settings and (found := _s3_variable(environ, name)):
             settings[name] = found
     return settings
+
+
+def check_variables(uri: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+    """What such a library finds in the environment about the store that ``uri`` is of, if any.
+
+    Raises:
+        RequestError: for a variable that no library could use.
+    """
+    _check_environ(kind_of(uri), from_env(), store_settings(options, secrets))
 
 
 def _s3_variable(environ: Mapping[str, str], name: str) -> str:
@@ -146,6 +169,8 @@ def _connect(
     secret: frozenset[str],
 ) -> ObjectClient:
     values = dict(settings)
+    _check_bucket(location)
+    _check_environ(location.kind, dict(environ), values)
     common = {
         "client_options": _client_options(values),
         "retry_config": {
@@ -314,10 +339,32 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _check_endpoint(endpoint: str) -> None:
+def _check_bucket(location: Location) -> None:
     """Before object_store, which panics over it."""
+    if _NO_BUCKET.search(location.bucket):
+        noun = "host" if location.kind == "http" else "bucket"
+        raise RequestError(f"{location.bucket!r} cannot be the name of a {noun}")
+
+
+def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> None:
+    """The same of the variables that say what the settings of a store leave open."""
+    beaten = {*settings, *(KEYS if settings.keys() & {*KEYS, "skip_signature"} else ())}
+    for variable in environ:
+        name = setting_name(variable.lower())
+        is_ours = kind in _VARIABLES and variable.startswith(_VARIABLES[kind])
+        if is_ours and name in _SETTINGS[kind] and name not in beaten:
+            check_text(f"the environment variable {variable}", environ[variable])
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """The same of an address."""
     parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname or " " in endpoint:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or _NO_ADDRESS.search(endpoint)
+        or not _HOST.fullmatch(parts.netloc)
+    ):
         raise RequestError("the endpoint of a store must be an http:// or https:// address")
 
 

@@ -7,16 +7,13 @@ only what is understood is quoted, and even that without any value of the secret
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import NamedTuple
 
+from cache_server.redaction import redacted
 from protos.errors import LoadError
 
-_HIDDEN = "***"
-_MIN_SECRET_CHARS = 4  # a shorter one would garble every message, and guards nothing
-_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA|GOOG)[A-Za-z0-9]{12,}")
-_QUERY = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 _STATUS = re.compile(r"status code: (\d{3})")
 _RETRIES = re.compile(r"after (\d+) retries")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
@@ -36,20 +33,6 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.noun} {self.bucket!r} at {self.endpoint}" if self.bucket else self.endpoint
-
-
-def secret_values(secrets: Mapping[str, str], environ: Mapping[str, str]) -> frozenset[str]:
-    """The values that no message may hold: every secret, and those of the environment."""
-    private = re.compile("KEY|SECRET|TOKEN|PASSWORD|SAS")
-    values = [*secrets.values(), *(environ[name] for name in environ if private.search(name))]
-    return frozenset(value for value in values if len(value) >= _MIN_SECRET_CHARS)
-
-
-def redacted(text: str, secret: Collection[str]) -> str:
-    """``text`` in one line, without the secrets, access keys and queries of addresses."""
-    for value in sorted(secret, key=len, reverse=True):
-        text = text.replace(value, _HIDDEN)
-    return " ".join(_ACCESS_KEY.sub(_HIDDEN, _QUERY.sub(r"\1", text)).split())
 
 
 def store_error(

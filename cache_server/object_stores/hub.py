@@ -17,14 +17,15 @@ from tenacity import (
     retry_if_exception,
     stop_after_attempt,
     stop_after_delay,
-    wait_random_exponential,
 )
 
 from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
-from cache_server.object_stores.errors import Place, secret_values, store_error
+from cache_server.object_stores.errors import Place, store_error
 from cache_server.object_stores.options import number_setting, store_settings
 from cache_server.pinned import SourceFile
+from cache_server.redaction import secret_values
+from protos.backoff import backoff
 from protos.errors import LoadError, RequestError
 
 SCHEME = "hf"
@@ -78,7 +79,7 @@ class HubClient:
         self._retrying = Retrying(
             stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
             | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),
-            wait=wait_random_exponential(multiplier=0.2, max=MAX_BACKOFF_S),
+            wait=backoff(0.2, MAX_BACKOFF_S),
             retry=retry_if_exception(_is_passing),
             reraise=True,
         )

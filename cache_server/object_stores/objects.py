@@ -51,9 +51,10 @@ def expand(
     """The objects that a URI means, by key: one object, those below a prefix, or those of a glob.
 
     A glob has ``*``, ``?`` and ``[...]`` within a name, and ``**`` for any number of directories.
-    Below a prefix and in a glob, names that start with ``.`` or ``_`` are passed over, unless the
-    glob has such a name itself; below a prefix, so are those without one of ``suffixes``. Over
-    HTTP there is only one object. One object is found without the right to list.
+    An object whose key is the very text of a glob is that object. Below a prefix and in a glob,
+    names that start with ``.`` or ``_`` are passed over, unless the glob has such a name itself;
+    below a prefix, so are those without one of ``suffixes``. Over HTTP there is only one object.
+    One object is found without the right to list.
 
     Args:
         suffixes: in lower case, with the dot.
@@ -252,6 +253,8 @@ def _glob(client: _Client, location: Location) -> list[SourceFile]:
         is_directory = not file.size and "." not in names[-1]
         if is_directory or not (every or not _hidden(names)):
             continue
+        if names == patterns:  # its name is what was written, as a file's is on this machine
+            return [file]
         if _matches(names, patterns):
             found.append(file)
     return _sorted(found)

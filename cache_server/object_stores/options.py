@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from protos.errors import RequestError
@@ -9,6 +10,7 @@ from protos.spec import CATALOG_PREFIX
 
 _PREFIXES = ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls.")
 _MAX_NUMBER = 1_000_000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SAME = {
     "default_region": "region",
     "endpoint_url_s3": "endpoint",
@@ -40,16 +42,39 @@ def store_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> di
         plain names, such as ``access_key_id``, ``secret_access_key``, ``session_token``,
         ``region``, ``endpoint``, ``allow_http``, ``skip_signature``, ``role_arn``; for the names
         that `object_store` knows, what is left of them without ``aws_`` and the like.
+
+    Raises:
+        RequestError: for a value that `check_text` refuses.
     """
     settings = {}
     for key, value in {**options, **secrets}.items():
         if key.startswith(CATALOG_PREFIX):
             continue
-        name = key.replace("-", "_")
-        for prefix in _PREFIXES:
-            name = name.removeprefix(prefix)
-        settings[_SAME.get(name, name)] = value
+        check_text(f"the option {key!r}", value)
+        settings[setting_name(key)] = value
     return settings
+
+
+def setting_name(key: str) -> str:
+    """The one name of what a user, or a variable in small letters, calls ``key``."""
+    name = key.replace("-", "_")
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return _SAME.get(name, name)
+
+
+def check_text(what: str, value: str) -> None:
+    """Before a library sees it: object_store panics over a line break in a key.
+
+    Raises:
+        RequestError: naming ``what``, without its value.
+    """
+    is_key_file = value.lstrip().startswith("{")  # of Google, as it is
+    if not is_key_file and (value != value.strip() or _CONTROL.search(value)):
+        raise RequestError(
+            f"{what} must have no space before or after its value, and no line break or other "
+            "control character"
+        )
 
 
 def catalog_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:

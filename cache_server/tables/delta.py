@@ -20,7 +20,8 @@ from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
 
-from cache_server.object_stores.connections import settings_for_libraries
+from cache_server.object_stores.client import kind_of
+from cache_server.object_stores.connections import check_variables, settings_for_libraries
 from cache_server.object_stores.options import store_settings
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
@@ -54,7 +55,6 @@ _S3_NAMES = {
     "metadata_endpoint": "AWS_METADATA_ENDPOINT",
     "imdsv1_fallback": "AWS_IMDSV1_FALLBACK",
 }
-_S3_SCHEMES = ("s3", "s3a")
 # Parquet's INT96 as what Delta means by it: nanoseconds would overflow for far dates.
 _PARQUET = ds.ParquetFileFormat(
     read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
@@ -189,7 +189,8 @@ def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
 def _storage_options(
     uri: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    if urlsplit(uri).scheme not in _S3_SCHEMES:
+    check_variables(uri, options, secrets)
+    if kind_of(uri) != "s3":
         return store_settings(options, secrets)
     settings = settings_for_libraries(options, secrets)
     if settings.get("endpoint", "").startswith("http://"):

@@ -214,7 +214,9 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
             return loader.infer_schema(Path(file.path), format, file.path)
         with tempfile.TemporaryDirectory() as directory:
             beginning = _beginning(file, format, table, Path(directory))
-            return loader.infer_schema(beginning, format, file.path)
+            return loader.infer_schema(
+                beginning, format, file.path, is_whole=file.size <= _HEAD_BYTES
+            )
 
     compared = filled if format != "json" else filled[:1]
     with ThreadPoolExecutor(min(_THREADS, len(compared))) as pool:

@@ -41,7 +41,7 @@ from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 
-from cache_server.object_stores.connections import settings_for_libraries
+from cache_server.object_stores.connections import check_variables, settings_for_libraries
 from cache_server.object_stores.options import catalog_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split
 from cache_server.tables import lake
@@ -247,8 +247,10 @@ def _find(
                 f"Iceberg source {source!r} is neither the location of a metadata file "
                 "(...metadata.json) nor, without a catalog, a name in one"
             )
+        check_variables(source, options, secrets)
         return _static(source, source, PyArrowFileIO(properties)), None
     location, io = _ask_catalog(source, catalog, properties)
+    check_variables(location, options, secrets)
     return _static(source, location, io), source
 
 
@@ -276,6 +278,7 @@ def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, st
 
 
 def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
+    check_variables(state.metadata_location, options, secrets)
     store = _store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
     io: FileIO = PyArrowFileIO(store)

@@ -14,19 +14,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, TypeVar
-from urllib.parse import quote
 
 import pyarrow as pa
 
-from cache_server.object_stores.errors import redacted
 from cache_server.object_stores.options import store_settings
+from cache_server.redaction import redacted
 from protos.errors import CacheError, LoadError
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
-_PASSWORD = re.compile(r"://[^/?#@:]*:([^/?#]+)@")
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
@@ -145,15 +143,7 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         endpoint = store_settings(options, {}).get("endpoint")
         store = f" from {endpoint}" if endpoint else ""
         text = _DRAWN.sub("", str(error) or type(error).__name__)
-        reason = redacted(text, _parts_of(secrets))
+        reason = redacted(text, secrets.values())
         if len(reason) > _MAX_REASON:
             reason = f"{reason[:_MAX_REASON]}..."
         raise LoadError(f"cannot read {what}{store}: {reason}") from None
-
-
-def _parts_of(secrets: Mapping[str, str]) -> set[str]:
-    """The secrets as an address quotes them, too, and the passwords inside of theirs."""
-    parts = set()
-    for value in secrets.values():
-        parts |= {value, quote(value, safe=""), *_PASSWORD.findall(value)}
-    return parts - {""}

@@ -6,12 +6,12 @@ Reads footers, never rows. Knows neither stores nor listings.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.pinned import SourceFile, Split
+from cache_server.pinned import SourceFile, Split, check_names
 from cache_server.tables.size_statistics import unencoded_bytes
 from protos.errors import LoadError
 from protos.layout import GUESSED_VALUE_BYTES, Layout
@@ -35,13 +35,18 @@ def common_schema(
         missing: what becomes of a column that some files lack: ``refuse`` or ``null``.
 
     Raises:
-        LoadError: naming a file whose columns differ in type, or that lacks some.
+        LoadError: naming a file whose columns differ in type, that lacks some, or that has several
+            of one name.
     """
     schemas = _schemas(footers)
     fields: dict[str, pa.Field] = {}
     first_of = {id(schema): index for index, schema in reversed(list(enumerate(schemas)))}
     different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
     for file, schema in different:
+        try:
+            check_names(schema.names)
+        except ValueError as error:
+            raise LoadError(f"cannot read {file.path} as parquet: {error}") from None
         for field in schema:
             known = fields.setdefault(field.name, field)
             if not known.type.equals(field.type):
@@ -129,9 +134,41 @@ def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
     for footer in footers:
         stored, arrow = footer.schema, (footer.metadata or {}).get(_ARROW_SCHEMA)
         if known is None or arrow != known[1] or not stored.equals(known[0]):
-            known = stored, arrow, stored.to_arrow_schema().remove_metadata()
+            known = stored, arrow, _arrow_schema(stored)
         schemas.append(known[2])
     return schemas
+
+
+def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:
+    """With INT96 in microseconds: of nanoseconds, 64 bits end with the year 2262.
+
+    Spark and Hive write it, where a date without an end is one of the year 9999.
+    """
+    schema = stored.to_arrow_schema().remove_metadata()
+    physical = [stored.column(i).physical_type for i in range(len(stored))]
+    if "INT96" not in physical:
+        return schema
+    leaves = iter(physical)
+    return pa.schema([_in_microseconds(field, leaves) for field in schema])
+
+
+def _in_microseconds(field: pa.Field, leaves: Iterator[str]) -> pa.Field:
+    """``field``, the physical types of whose leaves are the next ones."""
+    dtype = field.type
+    if pa.types.is_struct(dtype):
+        return field.with_type(pa.struct([_in_microseconds(child, leaves) for child in dtype]))
+    if pa.types.is_map(dtype):
+        key = _in_microseconds(dtype.key_field, leaves)
+        return field.with_type(pa.map_(key, _in_microseconds(dtype.item_field, leaves)))
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        kind = pa.list_ if pa.types.is_list(dtype) else pa.large_list
+        return field.with_type(kind(_in_microseconds(dtype.value_field, leaves)))
+    if pa.types.is_fixed_size_list(dtype):
+        value = _in_microseconds(dtype.value_field, leaves)
+        return field.with_type(pa.list_(value, dtype.list_size))
+    if next(leaves) == "INT96":
+        return field.with_type(pa.timestamp("us", dtype.tz))
+    return field
 
 
 def difference(first: pa.Schema, other: pa.Schema) -> str:

@@ -12,15 +12,13 @@ Parts: `settings` and `plan` and `verdict` are pure; `cluster` alone knows the K
 
 What it asks of the API server, all within the namespace of its job; a role needs no more:
 
-    trainjobs          get
+    trainjobs          get           (and update of their finalizers, which is never called:
+                                      OpenShift asks it of who makes objects that block deletion)
     serviceaccounts    get create delete
     services           get create delete
     statefulsets       get create delete list watch
     pods               get list watch    (get: of its own pod, where POD_NAME is set)
     events             list              (only while pods are missing that should be there)
-
-Where the admission plugin OwnerReferencesPermissionEnforcement is on, as in OpenShift, an owner
-that blocks deletion needs ``update`` of ``trainjobs/finalizers`` besides; it is never called.
 
 Nothing of the environment of this pod is passed on to the cache pods, and no secret is read: they
 get `spec.initializer.dataset` of the TrainJob as it stands there.

@@ -34,19 +34,21 @@ from tenacity import (
     sleep_using_event,
     stop_before_delay,
     stop_when_event_set,
-    wait_random_exponential,
 )
 from urllib3.exceptions import HTTPError
 
+from protos.backoff import backoff
 from protos.errors import CacheError, ConfigError, NotReadyError
 from runtimes.initializer.plan import TRAINER_GROUP, TRAINER_VERSION, Json, Kind
+from runtimes.initializer.verdict import may_pass
 
 _CONFLICT = 409
 _GONE = 410
 _NOT_FOUND = 404
 _FORBIDDEN = (401, 403)
+_REFUSED_BY_ADMISSION = 403
 _TRANSIENT = (0, 429, 500, 502, 503, 504)
-_BACK_OFF = wait_random_exponential(multiplier=0.2, max=5.0)
+_BACK_OFF = backoff(0.2, 5.0)
 _MAX_RETRY_AFTER_S = 15.0
 _CONNECT_TIMEOUT_S = 5.0
 _CALL_TIMEOUT_S = 10.0
@@ -119,6 +121,9 @@ def connect(kubeconfig: str | None) -> ApiClient:
             config.load_kube_config(kubeconfig, client_configuration=configuration)
         else:
             config.load_incluster_config(client_configuration=configuration)
+            # HTTPS_PROXY of this pod is there for the source. The client would ask it for the API
+            # server too, whatever NO_PROXY says.
+            configuration.proxy = None
     except config.ConfigException as error:
         place = f"KUBECONFIG={kubeconfig!r}" if kubeconfig else "this is no pod of a cluster"
         raise ConfigError(f"no way to the API server: {place}: {error}") from None
@@ -256,7 +261,7 @@ class Cluster:
         except ApiException as error:
             if error.status in none_at:
                 return None
-            if error.status not in _TRANSIENT:
+            if not _is_transient(error):
                 raise call.refused(error) from None
             reason = _message(error)
         except HTTPError as error:
@@ -309,6 +314,8 @@ def _of_train_jobs(read: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, ApiException):
+        if error.status == _REFUSED_BY_ADMISSION and may_pass(_message(error)):
+            return True
         return error.status in _TRANSIENT
     return isinstance(error, HTTPError)
 

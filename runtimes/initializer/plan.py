@@ -30,6 +30,7 @@ PLAN_ANNOTATION = "trainer-data-cache/plan"
 JOB_LABEL = "trainer-data-cache/train-job"
 FLIGHT_PORT = 50_051
 CONTROL_PORT = 50_052  # gRPC, health too
+HTTP_PORT = 8080  # status page and metrics
 _USER = 1000  # of the server image
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
@@ -104,8 +105,14 @@ class Names:
         )
 
 
-def plan_objects(settings: Settings, train_job: Json) -> tuple[Planned, ...]:
+def plan_objects(
+    settings: Settings, train_job: Json, own_pod: Json | None = None
+) -> tuple[Planned, ...]:
     """The objects of the cache of ``train_job``, in the order in which they are made.
+
+    Args:
+        own_pod: of the initializer, if it is known. The cache pods may be where it may be, and
+            their image is pulled as its was, which is the same.
 
     Raises:
         ConfigError: the TrainJob's settings of the dataset are not what this pod was given, or
@@ -136,7 +143,10 @@ def plan_objects(settings: Settings, train_job: Json) -> tuple[Planned, ...]:
                         "karpenter.sh/do-not-disrupt": "true",
                     },
                 },
-                "spec": _pod_spec(settings, names, _environment(settings, names, train_job)),
+                "spec": {
+                    **_pod_spec(settings, names, _environment(settings, names, train_job)),
+                    **_allowed_as(own_pod),
+                },
             },
         },
     }
@@ -308,6 +318,12 @@ def _pod_spec(settings: Settings, names: Names, environment: Json) -> Json:
     }
 
 
+def _allowed_as(pod: Json | None) -> Json:
+    """What of a pod lets it onto a node and its image into it, and demands nothing."""
+    spec = (pod or {}).get("spec") or {}
+    return {name: spec[name] for name in ("imagePullSecrets", "tolerations") if spec.get(name)}
+
+
 def _one_zone(names: Names) -> Json:
     """Towards the pods of the JobSet: this one, and the trainers, which come after it."""
     term = {
@@ -341,6 +357,7 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
         "ports": [
             {"name": "flight", "containerPort": FLIGHT_PORT, "protocol": "TCP"},
             {"name": "control", "containerPort": CONTROL_PORT, "protocol": "TCP"},
+            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
         ],
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": {

@@ -64,8 +64,9 @@ def _make_and_stay(
     if settings.head_variables:
         logger.info("%s: not used, there is no head", ", ".join(settings.head_variables))
     uid = train_job["metadata"]["uid"]
-    made = [make(cluster, one, uid, patience) for one in plan_objects(settings, train_job)]
-    pods = made[-1]
+    own_pod = _own_pod(settings, cluster, patience, otherwise="without pull secrets or tolerations")
+    planned = plan_objects(settings, train_job, own_pod)
+    pods = [make(cluster, one, uid, patience) for one in planned][-1]
     pace = Pace(failure_grace_s=settings.failure_grace_s, progress_s=settings.progress_s)
     with Watcher(cluster, names, pods["metadata"]["uid"], pace, patience.stop) as watcher:
         watcher.wait_until_ready(patience)
@@ -78,6 +79,19 @@ def _show(ready_file: Path, ready: bool) -> None:
         ready_file.touch()
     else:
         ready_file.unlink(missing_ok=True)
+
+
+def _own_pod(
+    settings: Settings, cluster: Cluster, patience: Patience, *, otherwise: str
+) -> Json | None:
+    """This pod; None where its name is not given, and where it cannot be read, which is told."""
+    if settings.pod_name is None:
+        return None
+    try:
+        return cluster.get(Kind.POD, settings.pod_name, patience)
+    except CacheError as error:
+        logger.warning("%s, since this pod cannot be read: %s", otherwise, error)
+        return None
 
 
 def _train_job(settings: Settings, cluster: Cluster, patience: Patience) -> Json:
@@ -114,14 +128,8 @@ def _disruption(settings: Settings, cluster: Cluster) -> str | None:
     sent, those of a kubelet (a machine short of memory or disk) often only after it: such a one
     counts as the end of the job, and the next pod makes the cache anew.
     """
-    if settings.pod_name is None:
-        return None
-    try:
-        patience = Patience.lasting(REMOVAL_BUDGET_S / 3, threading.Event())
-        pod = cluster.get(Kind.POD, settings.pod_name, patience)
-    except CacheError as error:
-        logger.warning("taken for the end of the job, since this pod cannot be read: %s", error)
-        return None
+    patience = Patience.lasting(REMOVAL_BUDGET_S / 3, threading.Event())
+    pod = _own_pod(settings, cluster, patience, otherwise="taken for the end of the job")
     return is_disrupted(pod) if pod is not None else None
 
 

@@ -3,7 +3,8 @@
     variable                          default       meaning
     TRAIN_JOB_NAME                    required      whose cache this is
     POD_NAMESPACE                     the pod's     where the job is
-    POD_NAME                          none          this pod: tells its eviction from the job's end
+    POD_NAME                          none          this pod: what the cache pods are allowed as it
+                                                    is; tells its eviction from the job's end
     CACHE_IMAGE                       required      of the cache pods
     CLUSTER_SIZE                      3             the ancestor's head counts, and is no node here
     WORKER_CPU, WORKER_MEM            2, 2Gi        of each cache pod, requests and limits

@@ -24,10 +24,14 @@ _STUCK = (
     *("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError"),
     *("RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError"),
 )
-# What keeps a StatefulSet from making pods: a quota may be raised, an account be made; the rest
-# (Pod Security, a webhook, a limit range, a field that is not valid) stays as it is.
+# What keeps an object from being made: a quota may be raised, or be so new that nobody counted yet,
+# an account be made, a server that has just started learn its rules; the rest (Pod Security, a
+# webhook, a limit range, a field that is not valid) stays as it is.
 _REFUSED = re.compile(r"is forbidden:|denied (the )?request|is invalid:")
-_MAY_PASS = re.compile(r"exceeded quota|error looking up service account|being terminated")
+_MAY_PASS = re.compile(
+    r"exceeded quota|status unknown for quota|error looking up service account|being terminated"
+    r"|not yet ready to handle request"
+)
 
 
 class Hope(Enum):
@@ -107,6 +111,11 @@ def lacks_pods(stateful_set: Json, pods: Iterable[Json]) -> bool:
     return len(pods_of(stateful_set, pods)) < wanted
 
 
+def may_pass(message: str) -> bool:
+    """Whether an admission that says this may let the same object through later."""
+    return _MAY_PASS.search(message) is not None
+
+
 def is_disrupted(pod: Json) -> str | None:
     """Why a pod is taken from its node (eviction, preemption, ...), if it is."""
     for condition in (pod.get("status") or {}).get("conditions") or ():
@@ -169,7 +178,7 @@ def _refusals(stateful_set: Json, events: Iterable[Json]) -> Iterator[Problem]:
     ]
     for event in sorted(own, key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "")[-1:]:
         message = _words(event.get("message"))
-        refused = bool(_REFUSED.search(message)) and not _MAY_PASS.search(message)
+        refused = bool(_REFUSED.search(message)) and not may_pass(message)
         hope = Hope.NONE if refused else Hope.WAITING
         yield Problem((uid, "create"), f"a pod cannot be made: {message}", hope)
 

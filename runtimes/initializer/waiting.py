@@ -97,6 +97,7 @@ class Watcher:
         self._pace = pace
         self._stop = stop
         self._closed = threading.Event()
+        self._is_used = False
         self._news: queue.SimpleQueue[_Listed | _Changed | Exception] = queue.SimpleQueue()
         self._view = _View()
         self._events: list[Json] = []
@@ -139,20 +140,25 @@ class Watcher:
             if not patience.left_s:
                 waited_s = time.monotonic() - began
                 told = verdict if verdict is not None else "its state could not be read"
-                raise NotReadyError(f"the cache is not ready after {waited_s:.0f} s: {told}")
+                raise NotReadyError(
+                    f"the cache is not ready after {waited_s:.0f} s, see CACHE_READY_DEADLINE_S: "
+                    f"{told}"
+                )
 
     def stay(self, tell: Callable[[bool], None]) -> NoReturn:
         """Watches on, and never returns.
 
         A pod that is away is waited for, however long its image cannot be pulled: the others serve
-        on, and trainers wait.
+        on, and trainers wait. So is a cluster that refuses to be asked, as while a role is made
+        anew: what is known of the cache counts until then.
 
         Args:
             tell: is told whether every pod is ready, first and at every change.
 
         Raises:
-            As `wait_until_ready`, but for the deadline and what may pass.
+            As `wait_until_ready`, but for the deadline, a refusal to be asked and what may pass.
         """
+        self._is_used = True
         was_ready: bool | None = None
         for verdict in self._verdicts(Patience(_FOREVER, self._stop), _FOREVER):
             if verdict is not None and verdict.is_ready is not was_ready:
@@ -213,7 +219,9 @@ class Watcher:
         try:
             page = self._cluster.list(Kind.EVENT, {"field_selector": selector}, soon)
             self._events = page.items
-        except NotReadyError as error:
+        except (NotReadyError, ClusterError) as error:
+            if isinstance(error, ClusterError) and not self._is_used:
+                raise
             logger.warning("%s", error)
         self._events_due = time.monotonic() + _EVENTS_EVERY_S
 
@@ -256,6 +264,11 @@ class Watcher:
                 continue  # it ended by itself
             except WatchExpiredError as error:
                 logger.info("listing %s again: %s", kind.plural, error)
+                version = None
+            except ClusterError as error:
+                if not self._is_used:
+                    raise
+                logger.warning("listing %s again in %.1f s: %s", kind.plural, back_off_s, error)
                 version = None
             except OSError as error:
                 logger.info("watching %s again in %.1f s: %s", kind.plural, back_off_s, error)

@@ -52,8 +52,10 @@ def spec(name: str, source: Path | str, **changes: object) -> pb.DatasetSpec:
     return pb.DatasetSpec(**{**fields, **changes})
 
 
-def create(stub: CoordinatorStub, dataset: pb.DatasetSpec) -> pb.DatasetInfo:
-    request = pb.CreateDatasetRequest(spec=dataset)
+def create(
+    stub: CoordinatorStub, dataset: pb.DatasetSpec, *, refresh: bool = False
+) -> pb.DatasetInfo:
+    request = pb.CreateDatasetRequest(spec=dataset, refresh=refresh)
     return stub.CreateDataset(request, timeout=TIMEOUT_S).dataset
 
 
@@ -216,14 +218,16 @@ def test_more_replicas_are_the_same_version_and_only_add_copies(
     assert files.items() <= shard_files(cluster, dataset_name).items()
 
 
-def test_fewer_replicas_drop_copies_and_the_dataset_stays_ready(
+def test_a_refresh_with_fewer_replicas_drops_copies_and_the_dataset_stays_ready(
     stub: CoordinatorStub, cluster: LocalCluster, dataset_name: str, tmp_path: Path
 ) -> None:
     source = write_numbered(tmp_path / "source", 40, files=4)
     load(stub, spec(dataset_name, source, replicas=2))
     wait_until(lambda: len(shard_files(cluster, dataset_name)) == 8, TIMEOUT_S, "two copies")
 
-    create(stub, spec(dataset_name, source, replicas=1))
+    assert create(stub, spec(dataset_name, source)).spec.replicas == 2  # of somebody else
+
+    create(stub, spec(dataset_name, source, replicas=1), refresh=True)
 
     wait_until(lambda: len(shard_files(cluster, dataset_name)) == 4, TIMEOUT_S, "one copy")
     wait_until(

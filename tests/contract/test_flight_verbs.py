@@ -202,6 +202,39 @@ def test_a_command_for_columns_describes_and_reads_only_those_in_that_order(
     )
 
 
+@pytest.mark.parametrize("columns", [("row",), ("label", "b", "row")])
+def test_the_bytes_of_columns_of_fixed_width_are_those_of_their_values(
+    served: Served, columns: tuple[str, ...]
+) -> None:
+    info = served.describe(flight.FlightDescriptor.for_command(served.command(columns=columns)))
+
+    assert info.total_bytes == expected_rows(0, NUM_ROWS).select(columns).nbytes
+    assert info.total_bytes == read_all(info).nbytes
+
+
+def test_the_bytes_of_a_part_are_those_of_its_values(
+    served: Served, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "fixed", 10)
+    client.load(DatasetSpec(dataset_name, source, columns=["row", "label"]))
+
+    info = served.path(dataset_name, "0", "3")
+
+    assert (info.total_records, info.total_bytes) == (3, read_all(info).nbytes)
+    assert served.path(dataset_name, "0", "11").total_bytes == 0
+    assert (
+        served.path(dataset_name, "0", "1").total_bytes == client.describe(dataset_name).num_bytes
+    )
+
+
+def test_the_bytes_of_some_strings_are_not_known(served: Served) -> None:
+    by_column = flight.FlightDescriptor.for_command(served.command(columns=("row", "text")))
+
+    assert served.describe(by_column).total_bytes == -1
+    assert served.path(served.info.name, "0", "2").total_bytes == -1
+    assert served.path(served.info.name, "0", "1003").total_bytes == 0
+
+
 def test_a_path_of_the_name_is_the_same_as_the_command(served: Served) -> None:
     by_path = served.path(served.info.name)
     by_command = served.describe(flight.FlightDescriptor.for_command(served.command()))
@@ -646,7 +679,7 @@ BAD_ROW_IDS: dict[str, tuple[pa.RecordBatch, tuple[str, ...]]] = {
     "negative": (_batch(pa.array([5, -1], pa.int64())), ("row id -1", "[0, 1000)")),
     "too large": (_batch(pa.array([5, 1000], pa.int64())), ("row id 1000", "[0, 1000)")),
     "far too large": (_batch(pa.array([2**63 - 1], pa.int64())), (f"row id {2**63 - 1}",)),
-    "null": (_batch(pa.array([1, None], pa.int64())), ("without nulls", "1 null(s)")),
+    "null": (_batch(pa.array([1, None], pa.int64())), ("without nulls", "1 null")),
     "of another type": (_batch(pa.array([1, 2], pa.int32())), ("one int64 column", "int32")),
     "of another name": (_batch(pa.array([1, 2], pa.int64()), "id"), ("'row'", "id: int64")),
     "as text": (_batch(pa.array(["1"])), ("one int64 column", "string")),

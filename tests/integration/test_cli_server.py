@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pyarrow as pa
@@ -25,7 +27,7 @@ from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
-FREE_PORTS = ["--flight-port", "0", "--control-port", "0"]
+FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
 ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
@@ -91,7 +93,7 @@ def test_a_signal_ends_a_node_in_order_and_what_it_printed_was_one_line(
         ready = node.wait_until_listening()
         code, output, errors = node.end(number)
 
-    assert set(ready) == {"event", "flight", "control", "node_id", "pid"}
+    assert set(ready) == {"event", "flight", "control", "http", "node_id", "pid"}
     assert (code, output) == (0, "")
     assert "drained=True" in errors
     assert "Traceback" not in errors
@@ -210,14 +212,13 @@ def test_a_port_in_use_is_named_and_exits_with_78(tmp_path: Path) -> None:
     cache_dir = ["--cache-dir", str(tmp_path / "cache")]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        flight_line = refused(
-            "serve", *cache_dir, "--flight-port", port, "--control-port", "0", code=78
-        )
-        control_line = refused(
-            "serve", *cache_dir, "--flight-port", "0", "--control-port", port, code=78
-        )
-    assert f"Flight port 127.0.0.1:{port}" in flight_line
-    assert f"control port 127.0.0.1:{port}" in control_line
+        lines = {
+            kind: refused("serve", *cache_dir, *FREE_PORTS, f"--{kind}-port", port, code=78)
+            for kind in ("flight", "control", "http")
+        }
+    assert f"Flight port 127.0.0.1:{port}" in lines["flight"]
+    assert f"control port 127.0.0.1:{port}" in lines["control"]
+    assert f"HTTP port 127.0.0.1:{port}" in lines["http"]
 
 
 def test_a_cache_dir_that_cannot_be_used_is_named_and_exits_with_78(tmp_path: Path) -> None:
@@ -260,6 +261,8 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
         nodes = node_processes(local.process.pid)
         directories = cache_dirs(nodes)
         assert CacheClient(str(ready["endpoint"])).head("table", 3).num_rows == 3
+        with urlopen(str(ready["page"]), timeout=WAIT_S) as page:
+            assert b"<td>table</td><td>ready</td>" in page.read()
         assert {node.pid for node in nodes} == {node["pid"] for node in ready["nodes"]}  # type: ignore[attr-defined]
         assert all(directory.exists() for directory in directories)
 
@@ -268,6 +271,36 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
     assert (code, output, errors) == (0, "", "")
     assert all_gone(nodes)
     assert not any(directory.parent.exists() for directory in directories)
+
+
+def test_a_local_cache_shows_on_a_terminal_how_far_its_load_is(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(f"name: table\nsource: {write_numbered(tmp_path / 'source', 20)}\n")
+    terminal, standard_error = os.openpty()
+    command = [sys.executable, "-m", "cache_server", "local", "--load", str(spec)]
+    screen = bytearray()
+
+    def read_screen() -> None:
+        with suppress(OSError):  # as Linux says that nobody has the terminal open any more
+            while piece := os.read(terminal, 4096):
+                screen.extend(piece)
+
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=standard_error
+    ) as process:
+        os.close(standard_error)
+        reader = threading.Thread(target=read_screen)
+        reader.start()
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"] == "listening"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(WAIT_S) == 0
+        finally:
+            process.kill()
+    reader.join(WAIT_S)
+    os.close(terminal)
+    assert b"load table" in screen and b"1/1" in screen and b"20 rows" in screen
 
 
 def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path: Path) -> None:

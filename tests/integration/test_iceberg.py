@@ -505,6 +505,20 @@ def test_the_place_of_the_store_may_come_from_the_environment(
     assert read_table(spec, iceberg.pin(spec)).num_rows == 7
 
 
+def test_a_line_break_in_a_variable_of_s3_matters_to_tables_in_s3_alone(
+    catalog: SqlCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = _evolve(catalog)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}\n")
+    by_name = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
+    for spec in (_spec(table.metadata_location), _spec("ns.t", catalog=by_name)):
+        assert_same_rows(read_table(spec, iceberg.pin(spec)), table.scan().to_arrow())
+
+    with pytest.raises(RequestError, match="AWS_SECRET_ACCESS_KEY must have no") as caught:
+        iceberg.pin(_spec("s3a://lake/v1.metadata.json"))
+    assert SECRET not in str(caught.value)
+
+
 def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
     for location in ("s3://lake/none.metadata.json", "s3://absent/v1.metadata.json"):
         with pytest.raises(LoadError) as caught:

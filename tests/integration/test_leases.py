@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
-from cache_client.reader import Reader
+from cache_client.reader import REQUEST_TIMEOUT_S, Reader
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import files_below, wait_until
@@ -111,3 +112,23 @@ def test_a_lease_is_renewed_by_another_node_when_the_endpoint_is_gone(tmp_path: 
             wait_until(read_until_it_would_be_over, WAIT_S, "three leases of reading")
             assert versions_on_disk(cluster, "table") == {old, new}
         wait_until(lambda: versions_on_disk(cluster, "table") == {new}, WAIT_S, "the new version")
+
+
+def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed(
+    tmp_path: Path,
+) -> None:
+    source = write_numbered(tmp_path / "source", NUM_ROWS)
+    with LocalCluster(1) as cluster:
+        load(cluster, "table", source)
+        # As if it were time to renew the lease before every fetch.
+        shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)
+        with Reader(cluster.endpoint, shards, local=LocalShards(shards, ())) as reader:
+            node = psutil.Process(cluster.nodes[0].pid)
+            node.suspend()
+            try:
+                begun = time.monotonic()
+                for _ in range(3):
+                    assert [piece.num_rows for piece in reader.fetch(np.arange(3))] == [3]
+                assert time.monotonic() - begun < REQUEST_TIMEOUT_S / 2
+            finally:
+                node.resume()

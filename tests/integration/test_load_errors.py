@@ -107,6 +107,13 @@ def _columns_that_differ(directory: Path) -> Path:
     return directory
 
 
+def _columns_of_one_name(directory: Path) -> Path:
+    path = directory / "twice.parquet"
+    directory.mkdir()
+    pq.write_table(pa.table([[1], [2], [3]], names=["a", "b", "a"]), path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "quotes"),
     [
@@ -117,6 +124,7 @@ def _columns_that_differ(directory: Path) -> Path:
         (_truncated, ["part-000.parquet", "footer"]),
         (_empty_file, ["empty.parquet", "footer"]),
         (_columns_that_differ, ["part-001.parquet", "label", "missing"]),
+        (_columns_of_one_name, ["twice.parquet", "several columns are named 'a'"]),
     ],
     ids=lambda value: getattr(value, "__name__", "")[1:],
 )
@@ -237,7 +245,7 @@ def test_nulls_in_an_integer_column_fail_the_load_with_a_coalesce_that_mends_it(
     reason = failed_load(client, DatasetSpec(dataset_name, path))
 
     assert str(path) in reason
-    assert "column 'x' holds 2 null(s)" in reason
+    assert "column 'x' holds 2 nulls" in reason
     unharmed(dataset_name)
     (hint,) = re.findall(r'COALESCE\("x", .*\) AS "x"', reason)
     mended = client.load(DatasetSpec(dataset_name, path, sql=f"SELECT {hint} FROM source"))

@@ -243,11 +243,10 @@ def test_nodes_that_do_not_join_in_time_are_named_and_the_exit_code_is_1(
     assert "grpc://127.0.0.2:" in line
 
 
-def test_a_dataset_that_is_lost_later_ends_the_coordinator_with_65_if_its_node_stays_away(
+def test_a_dataset_that_is_lost_later_is_whole_again_once_its_node_is_back(
     tmp_path: Path, source: Path
 ) -> None:
-    arguments = ("--node-timeout-s", "1", "--join-timeout-s", "3")
-    with env_nodes(tmp_path, 2, *arguments, **of_folder(source)) as nodes:
+    with env_nodes(tmp_path, 2, "--node-timeout-s", "1", **of_folder(source)) as nodes:
         for node in nodes:
             node.start()
         nodes[0].wait_until_ready()
@@ -260,12 +259,45 @@ def test_a_dataset_that_is_lost_later_ends_the_coordinator_with_65_if_its_node_s
         wait_until(lambda: client.describe("table").state == "ready", WAIT_S, "it is whole again")
         assert rows(nodes[0]) == [*range(NUM_ROWS)]
 
+
+def test_a_dataset_that_is_lost_later_ends_the_coordinator_with_65_if_its_node_stays_away(
+    tmp_path: Path, source: Path
+) -> None:
+    # As long as both may take to join, on a machine that is busy.
+    arguments = ("--node-timeout-s", "1", "--join-timeout-s", "8")
+    with env_nodes(tmp_path, 2, *arguments, **of_folder(source)) as nodes:
+        for node in nodes:
+            node.start()
+        nodes[0].wait_until_ready()
+        shutil.rmtree(source)
+
         nodes[1].end(signal.SIGKILL)
         code, line = nodes[0].wait_for_exit()
 
     assert code == 65
     assert line.startswith("cache-server: LoadError: dataset 'table': ")
     assert str(source) in line
+
+
+def test_a_load_that_does_not_fit_while_a_node_is_away_is_done_again_when_it_is_back(
+    tmp_path: Path, store: HeldStore
+) -> None:
+    store.hold("part-")
+    arguments = ("--node-timeout-s", "2", "--memory-limit", "16000")  # 5 of 8 shards
+    with env_nodes(tmp_path, 2, *arguments, **of_store(store)) as nodes:
+        for node in nodes:
+            node.start()
+        client = CacheClient(nodes[0].endpoint)
+        wait_until(lambda: len(client.datasets()) == 1, WAIT_S, "a dataset")
+        nodes[1].end(signal.SIGKILL)
+        store.release()
+        nodes[0].wait_for_log("load failed dataset=table")
+        assert "of the memory limit of 16000" in nodes[0].log()
+
+        nodes[1].start()
+
+        nodes[0].wait_until_ready()
+        assert rows(nodes[0]) == [*range(NUM_ROWS)]
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -290,9 +322,9 @@ def test_sigterm_ends_a_node_in_time_though_its_source_hangs(
         wait_until(lambda: max(store._asked.values(), default=0) > after, WAIT_S, "a read hangs")
         begun = time.monotonic()
 
-        code, line = node.end(signal.SIGTERM, 15.0)
+        code, line = node.end(signal.SIGTERM, 40.0)
 
-    assert time.monotonic() - begun < 8
+    assert time.monotonic() - begun < 20  # a read of the store may take 30
     assert code == 0
     assert "drained=False" in line
 

@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pyarrow.flight as flight
 import pytest
@@ -38,6 +40,49 @@ def test_the_endpoint_is_the_coordinators_and_every_node_is_a_process(
     listed = {node.id: node for node in CacheClient(cluster.endpoint).nodes()}
     assert set(listed) == {node.node_id for node in cluster.nodes}
     assert all(node.alive for node in listed.values())
+
+
+@pytest.mark.parametrize("bad", ["2", 1.0, True, None])
+def test_a_number_of_nodes_and_a_directory_of_another_type_are_quoted(bad: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LocalCluster(bad, 5)  # type: ignore[arg-type]
+    assert f"num_nodes must be a number of nodes, got {bad!r}" in str(caught.value)
+    assert "cache_dir must be a path, got 5" in str(caught.value)
+
+
+def test_every_bad_setting_of_the_nodes_is_quoted_before_a_process_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalNode, "start", lambda node: pytest.fail("a node was started"))
+    with pytest.raises(ConfigError) as caught:
+        LocalCluster(0, "", memory_limit_bytes=2.5, node_timeout_s="x", lease_s=-1)  # type: ignore
+    for words in (
+        "num_nodes must be at least 1, got 0",
+        "cache_dir must be a path, got ''",
+        "memory_limit_bytes must be a size in bytes such as 64MiB, got 2.5",
+        "node_timeout_s must be a number of seconds, got 'x'",
+        "lease_s: Input should be greater than or equal to 0, got -1",
+    ):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [None, True, [1], 0, -1.0, float("nan"), float("inf"), 10**400])
+def test_a_time_limit_of_the_nodes_that_is_none_is_quoted(bad: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LocalCluster(node_timeout_s=bad)  # type: ignore[arg-type]
+    assert "node_timeout_s" in str(caught.value) and f"got {bad!r:.100}" in str(caught.value)
+
+
+def test_integers_of_numpy_make_a_cluster() -> None:
+    limit, seconds = np.int64(10**9), np.float32(7.5)
+    with LocalCluster(
+        np.int64(1),  # type: ignore[arg-type]
+        memory_limit_bytes=limit,  # type: ignore[arg-type]
+        node_timeout_s=seconds,  # type: ignore[arg-type]
+        lease_s=np.int8(0),  # type: ignore[arg-type]
+    ) as cluster:
+        (node,) = CacheClient(cluster.endpoint).nodes()
+        assert node.memory_limit_bytes == 10**9
 
 
 def test_a_temporary_directory_and_the_processes_are_gone_when_it_closes() -> None:
@@ -118,6 +163,11 @@ def test_a_cluster_of_no_nodes_is_refused_with_the_number(num_nodes: int) -> Non
         LocalCluster(num_nodes=num_nodes)
 
 
+def test_an_empty_directory_name_is_refused_and_is_not_the_working_directory() -> None:
+    with pytest.raises(ConfigError, match="cache_dir must be a path, got ''"):
+        LocalCluster(cache_dir="")
+
+
 def test_a_directory_that_cannot_be_made_is_refused_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"cannot use cache_dir {tmp_path}/file/cache"):
@@ -146,6 +196,23 @@ def test_the_memory_limit_is_that_of_each_node() -> None:
     with LocalCluster(num_nodes=1, memory_limit_bytes=123_456) as cluster:
         (node,) = CacheClient(cluster.endpoint).nodes()
     assert node.memory_limit_bytes == 123_456
+
+
+def test_an_interrupt_just_after_a_node_was_started_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+    real = subprocess.Popen
+
+    def interrupted(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(real(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LocalCluster()
+    assert started[0].poll() == -signal.SIGKILL
 
 
 def test_an_error_inside_the_block_ends_the_processes() -> None:

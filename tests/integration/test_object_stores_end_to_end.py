@@ -497,6 +497,41 @@ def written(table: pa.Table, kind: str) -> bytes:
     return sink.getvalue()
 
 
+def test_csv_objects_with_quoted_newlines_are_loaded_also_beyond_the_bytes_that_tell_the_columns(
+    store: Store, cluster: LocalCluster
+) -> None:
+    client = CacheClient(cluster.endpoint)
+    texts = [f"line {i}\n" + 'second, "line"\r\n' * 400 for i in range(900)]
+    tables = [pa.table({"row": range(900), "text": texts}), pa.table({"row": [900], "text": ["a"]})]
+    for index, table in enumerate(tables):
+        store.put(BUCKET, f"quoted/{index}.csv", written(table, "csv"))
+    assert len(written(tables[0], "csv")) > 5_000_000
+
+    client.load(spec_of(store, "quoted", "quoted"))
+
+    assert cached(client, "quoted") == [row for table in tables for row in table.to_pylist()]
+    client.drop("quoted")
+
+
+def test_an_object_with_an_escape_that_would_be_read_as_another_character_is_named(
+    store: Store, cluster: LocalCluster
+) -> None:
+    rows = [{"row": i, "text": "plain"} for i in range(1000)] + [
+        {"row": 1000, "text": "\U00020bb7"}
+    ]
+    data = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    store.put(BUCKET, "escapes/a.jsonl", data)
+
+    with pytest.raises(LoadError) as caught:
+        CacheClient(cluster.endpoint).load(spec_of(store, "escapes", "escapes"))
+
+    place = data.index(b"\\ud842")
+    assert f"s3://{BUCKET}/escapes/a.jsonl: byte {place} begins the escape \\ud842" in str(
+        caught.value
+    )
+    CacheClient(cluster.endpoint).drop("escapes")
+
+
 def put_partitioned(store: Store, prefix: str) -> list[dict[str, Any]]:
     rows = []
     for day, part in itertools.product(range(4), range(3)):

@@ -253,6 +253,26 @@ def test_a_join_with_a_small_table_goes_split_by_split(
     assert "every node reads 'names' whole" in forecast.why
 
 
+def test_a_join_is_foretold_and_cut_by_the_columns_that_come_of_it(
+    client: CacheClient, table: Path, tmp_path: Path, dataset_name: str
+) -> None:
+    wide = {f"f{n}": np.random.default_rng(n).uniform(size=100) for n in range(50)}
+    pq.write_table(pa.table({"small": np.arange(100), **wide}), tmp_path / "wide.parquet")
+    spec = DatasetSpec(
+        dataset_name,
+        sources={"big": str(table), "wide": str(tmp_path / "wide.parquet")},
+        sql="SELECT b.whole, w.* EXCLUDE (small) FROM big b JOIN wide w ON b.small = w.small",
+        allow_unordered=True,
+        target_shard_bytes=1024**2,
+    )
+
+    forecast = client.plan(spec)
+    info = client.load(spec)
+
+    assert forecast.num_bytes == pytest.approx(info.num_bytes, rel=0.10)
+    assert info.num_bytes / info.num_shards < 2 * 1024**2
+
+
 def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cache_client", *map(str, arguments)],

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import typer
 
-from cache_client import CacheClient
+from cache_client import CacheClient, DatasetSpec, LoadError
+from cache_client.__main__ import app as client_app
 from cache_server import LocalCluster
+from cache_server.__main__ import app as server_app
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
@@ -31,7 +37,7 @@ def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_node_prints_its_ports_in_one_line_and_ends_in_order_on_sigterm(tmp_path: Path) -> None:
-    ports = ["--flight-port", "0", "--control-port", "0"]
+    ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
     with subprocess.Popen(
         [*SERVER, "serve", "--cache-dir", str(tmp_path / "c"), *ports],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -112,6 +118,54 @@ def test_cachectl_loads_lists_shows_and_drops(
     run(*CACHECTL, "drop", dataset_name, *at)
     missing = run(*CACHECTL, "describe", dataset_name, *at, code=65)
     assert missing.stderr.count("\n") == 1 and dataset_name in missing.stderr
+
+
+def test_a_list_with_a_dataset_that_failed_says_where_the_reason_is(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    at = ["--endpoint", cluster.endpoint]
+    hint = f"cachectl describe {dataset_name} has the reason"
+    assert hint not in run(*CACHECTL, "ls", *at).stdout
+    pq.write_table(pa.table({"x": pa.array([1, None])}), tmp_path / "t.parquet")
+    with pytest.raises(LoadError, match="column 'x' holds 1 null, and int64 has no value for it"):
+        client.load(DatasetSpec(dataset_name, tmp_path / "t.parquet"))
+    assert f"{dataset_name} failed: {hint}" in run(*CACHECTL, "ls", *at).stdout
+    assert "1 null" in run(*CACHECTL, "describe", dataset_name, *at).stdout
+
+
+def test_floats_of_32_bits_are_shown_as_such(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"x": pa.array([0.1], pa.float32())}), tmp_path / "t.parquet")
+    client.load(DatasetSpec(dataset_name, tmp_path / "t.parquet"))
+    at = ["--endpoint", cluster.endpoint]
+    assert run(*CACHECTL, "head", dataset_name, *at).stdout.split() == ["x", "0.1"]
+    assert "float32" in run(*CACHECTL, "describe", dataset_name, *at).stdout
+
+
+@pytest.mark.parametrize(("program", "name"), [(SERVER, "cache-server"), (CACHECTL, "cachectl")])
+def test_both_programs_say_their_version(program: list[str], name: str) -> None:
+    shown = run(*program, "--version").stdout
+    assert re.fullmatch(rf"{name} \d+\.\d+\.\d+\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("program", "app"), [(SERVER, server_app), (CACHECTL, client_app)], ids=["server", "cachectl"]
+)
+def test_help_at_80_columns_cuts_nothing_off(
+    program: list[str], app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    overview = run(*program, "--help").stdout
+    assert "..." not in overview.partition("Commands:")[2]
+    for name, command in commands.items():
+        text = run(*program, name, "--help").stdout
+        assert max(map(len, text.splitlines())) <= 80
+        assert "…" not in text
+        for parameter in command.params:
+            for option in (*parameter.opts, *parameter.secondary_opts):
+                assert option in text
 
 
 @pytest.mark.parametrize(

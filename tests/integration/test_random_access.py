@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -34,6 +38,7 @@ from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 
 ROWS = 1_000
+WAIT_S = 30.0
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "reading.md"
 
 
@@ -73,6 +78,7 @@ def test_it_is_the_version_and_the_row_ids_of_the_iterable_dataset(
 ) -> None:
     iterable = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=ROWS)
     assert (dataset.fingerprint, dataset.num_rows) == (iterable.fingerprint, iterable.num_rows)
+    assert dataset.name == iterable.name == table
     (whole,) = iterable
     batch = dataset.fetch(range(ROWS))
     assert list(batch) == list(whole)
@@ -268,6 +274,32 @@ def test_it_reads_again_after_it_was_closed_and_may_be_dropped_open(
     gc.collect()
 
 
+def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    source = write_numbered(tmp_path / "t", ROWS)
+    with LocalCluster(num_nodes=1) as nodes:
+        CacheClient(nodes.endpoint).load(DatasetSpec("t", source))
+        dataset = CacheDataset("t", endpoint=nodes.endpoint, local=False, deadline_s=WAIT_S)
+        assert int(dataset[1]["row"]) == 1
+        node = psutil.Process(nodes.nodes[0].pid)
+        node.suspend()
+        try:
+            begun = time.monotonic()
+            with pytest.raises(KeyboardInterrupt) as kept:  # and with it all that it holds
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+                dataset[2]
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            assert time.monotonic() - begun < WAIT_S / 4
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            node.resume()
+        assert kept.value is not None and int(dataset[3]["row"]) == 3
+        dataset.close()
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
@@ -297,29 +329,51 @@ def test_what_is_not_there_is_named(
 # -- the guide -------------------------------------------------------------------------------------
 
 
-def test_the_examples_of_the_guide_run_as_they_stand(
+BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+GRAIN = [block for block in BLOCKS if "import grain" in block]
+OTHERS = [block for block in BLOCKS if block not in GRAIN]
+
+
+@pytest.fixture
+def run_block(
     cluster: LocalCluster,
     client: CacheClient,
     dataset_name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a table of its name, on the device that is here, and with Grain where that is."""
+) -> Callable[[str], list[Any]]:
+    """Runs a block of the guide, on a table of its name; gives what its training loop got."""
     columns = {name: np.arange(600, dtype=np.float32) for name in ("rooms", "area", "price")}
     pq.write_table(pa.table(columns), tmp_path / "houses.parquet")
     client.load(DatasetSpec(dataset_name, tmp_path / "houses.parquet"))
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
-    steps: list[Any] = []
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
-    assert len(blocks) == 5
-    for block in blocks:
-        if "import grain" in block and importlib.util.find_spec("grain") is None:
-            continue
-        if not torch.cuda.is_available():
-            block = block.replace('"cuda"', '"cpu"')
-        steps.clear()
+
+    def run(block: str) -> list[Any]:
+        steps: list[Any] = []
         source = block.replace('"houses"', repr(dataset_name))
         exec(compile(source, GUIDE.name, "exec"), {"train_step": lambda *a: steps.append(a)})
-        assert steps, block
+        return steps
+
+    return run
+
+
+def test_the_guide_has_its_examples() -> None:
+    assert (len(OTHERS), len(GRAIN)) == (4, 1)
+
+
+@pytest.mark.parametrize("block", OTHERS, ids=range(len(OTHERS)))
+def test_an_example_of_the_guide_runs_as_it_stands_on_the_device_that_is_here(
+    run_block: Callable[[str], list[Any]], block: str
+) -> None:
+    if not torch.cuda.is_available():
+        block = block.replace('"cuda"', '"cpu"')
+    assert run_block(block)
+
+
+def test_the_example_of_the_guide_with_grain_runs_as_it_stands(
+    run_block: Callable[[str], list[Any]],
+) -> None:
+    pytest.importorskip("grain", reason="grain is not installed")
+    batches = run_block(GRAIN[0])
+    assert sum(len(area) for area, _ in batches) == 600
+    assert sorted(np.concatenate([price for _, price in batches])) == list(range(600))

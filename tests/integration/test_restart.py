@@ -9,9 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache_client import CacheClient, DatasetInfo, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetInfo, DatasetSpec
 from cache_server import LocalCluster
+from cache_server.config import NodeConfig
 from cache_server.local import LocalNode
+from cache_server.server import CacheServer
+from protos.errors import ConfigError
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 
@@ -148,6 +151,28 @@ def test_a_damaged_shard_file_is_noticed_and_loaded_again_from_the_source(
     assert before.items() <= shard_files(restartable).items()  # the others were adopted
 
 
+def test_a_shard_that_is_damaged_while_it_is_served_is_made_anew_when_it_is_copied(
+    restartable: LocalCluster, loaded: DatasetInfo, source: Path
+) -> None:
+    damaged = next(restartable.nodes[1].cache_dir.glob("table/*/shard-*.arrow"))
+    intact = damaged.read_bytes()
+    with damaged.open("r+b") as file:  # in place: it is mapped
+        file.seek(len(intact) // 2)
+        file.write(b"rotten")
+
+    client = CacheClient(restartable.endpoint)
+    client.load(DatasetSpec("table", source, target_shard_bytes=1, replicas=2))
+    wait_until(
+        lambda: all(len(nodes) == 2 for nodes in client.describe("table").placement.values()),
+        WAIT_S,
+        "both nodes hold every shard",
+    )
+
+    assert damaged.read_bytes() == intact
+    assert "shard damaged" in restartable.nodes[1].log_tail(100_000)
+    assert rows(restartable).to_pylist() == numbered_table(NUM_ROWS).to_pylist()
+
+
 def test_a_damaged_shard_whose_source_is_gone_fails_the_dataset_with_the_path(
     restartable: LocalCluster, loaded: DatasetInfo, source: Path
 ) -> None:
@@ -241,3 +266,51 @@ def test_a_cluster_on_the_directory_of_an_earlier_one_adopts_its_datasets(
             "both replicas of each shard, adopted",
         )
     assert (tmp_path / "cache").exists()
+
+
+def test_a_node_whose_coordinator_is_forgotten_keeps_its_shards(
+    restartable: LocalCluster, loaded: DatasetInfo
+) -> None:
+    """Started without ``--coordinator`` it is its own, and knows of nothing that it holds."""
+    node, files = restartable.nodes[1], shard_files(restartable)
+    node.kill()
+    config = NodeConfig(
+        cache_dir=node.cache_dir, bind="127.0.0.1", flight_port=0, control_port=0, http_port=0
+    )
+
+    with pytest.raises(ConfigError, match=rf"{node.cache_dir} holds \d+ bytes.*coordinator"):
+        CacheServer(config)
+
+    assert shard_files(restartable) == files
+    node.start()
+    assert wait_for(restartable, "ready").num_rows == loaded.num_rows
+
+
+def test_a_coordinator_that_lost_its_disk_costs_no_reader_a_row_and_no_node_its_shards(
+    source: Path,
+) -> None:
+    spec = DatasetSpec("table", source, target_shard_bytes=1, replicas=2)
+    with LocalCluster(num_nodes=2) as cluster:
+        client = CacheClient(cluster.endpoint)
+        loaded = client.load(spec)
+        expected = rows(cluster).column("row").to_pylist()
+        files = {
+            path: inode for path, inode in shard_files(cluster).items() if "node-1" in str(path)
+        }
+        dataset = CacheIterableDataset(
+            "table", endpoint=cluster.endpoint, batch_size=1, prefetch_batches=1, message_bytes=1,
+            local=False,
+        )  # fmt: skip
+        found: list[int] = []
+        for batch in dataset:
+            found += batch["row"].tolist()
+            if len(found) == 3:  # its pod was replaced by one on another machine
+                cluster.nodes[0].kill()
+                shutil.rmtree(cluster.nodes[0].cache_dir)
+                cluster.nodes[0].start()
+        assert found == expected
+
+        again = client.load(spec)
+
+        assert (again.fingerprint, again.num_rows) == (loaded.fingerprint, loaded.num_rows)
+        assert files.items() <= shard_files(cluster).items()

@@ -336,12 +336,14 @@ def test_a_sidecar_with_a_hook_before_its_stop_serves_until_the_hook_is_over(
 def test_commands_of_hooks_find_the_volumes(tmp_path: Path) -> None:
     sidecar = container(
         "cache",
-        "trap 'test -f /cache/asked && echo asked first; exit 0' TERM; sleep 1000 & wait",
+        "trap 'test -f /cache/asked && echo asked first; exit 0' TERM\n"
+        "touch /cache/up; sleep 1000 & wait",
         restartPolicy="Always",
         volumeMounts=MEMORY["volumeMounts"],
         lifecycle={"preStop": {"exec": {"command": ["touch", "/cache/asked"]}}},
     )
-    code, seen = run(tmp_path, runtime(node("true", initContainers=[sidecar], **MEMORY)))
+    trainer = "until test -f /cache/up; do sleep 0.01; done"
+    code, seen = run(tmp_path, runtime(node(trainer, initContainers=[sidecar], **MEMORY)))
     assert (code, seen.of("cache")) == (0, ["asked first"])
 
 

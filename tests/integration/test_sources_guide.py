@@ -403,6 +403,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         },
         "one dataset has one format, found several": {"source": f"{root}/mixed"},
         "has other columns than": {"source": f"{root}/grown"},
+        "several columns are named 'rooms'": {"source": f"{root}/twice.csv"},
         "is a Delta table: say format: delta": {"source": f"{root}/trips"},
         "snapshot 7 is for iceberg and delta tables": {"source": path, "snapshot": 7},
         "has no version 7; its versions go up to 0": {
@@ -417,6 +418,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "Invalid function 'random'": {"source": path, "sql": "SELECT random() AS r FROM source"},
         "DML not supported": {"source": path, "sql": "DELETE FROM source"},
         "needs one of table and query, got none": {"source": "postgresql://db.example.org/shop"},
+        "would be read as another character": {"source": f"{root}/escapes.jsonl"},
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
         "Cast error": {
             "source": f"{root}/text.parquet",
@@ -437,7 +439,9 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
 ) -> None:
     write_deltalake(str(lake.root / "one-version"), houses())
     pq.write_table(pa.table({"rooms": pa.array([1, None])}), lake.root / "nulls.parquet")
+    (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
+    (lake.root / "escapes.jsonl").write_text(json.dumps({"town": "\U00020bb7"}))
     client = CacheClient(nodes.endpoint)
     section = PAGE.partition("## What is refused")[2]
     on_page = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", section, re.M))

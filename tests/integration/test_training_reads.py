@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import pickle
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,25 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cache_client import (
     CacheClient,
+    CacheError,
     CacheIterableDataset,
     ConfigError,
     DatasetSpec,
     NodeUnavailableError,
 )
+from cache_client.arguments import BatchFormat
+from cache_client.connections import Connection
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
-# torch advises against more workers than cores; the order must not depend on it.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    # torch advises against more workers than cores; the order must not depend on it.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    # One worker: each would start every cluster of `endpoint`.
+    pytest.mark.xdist_group("training-reads"),
+]
 
 ROWS = 2_003
 SHARD_BYTES = 4_000  # many small shards, so that placement really varies
@@ -191,6 +200,26 @@ def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
     assert dataset.steps_left == len(list(loader)) == whole
 
 
+def test_what_is_set_before_the_first_batch_of_an_iterator_counts(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+) -> None:
+    """As Lightning does it: it makes the iterator, then tells the epoch."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+    )
+    order = EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
+    batches = iter(DataLoader(dataset, batch_size=None))
+    dataset.set_epoch(1)
+    assert next(batches)["row"].tolist() == order[:64]
+    state = dataset.state_dict(steps=3)
+    again = iter(dataset)
+    dataset.load_state_dict(state)
+    rows = [row for batch in again for row in batch["row"].tolist()]
+    assert rows == order[3 * 64 :]
+    assert dataset.state_dict()["epoch"] == 2
+
+
 @pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
 def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
     cluster: LocalCluster,
@@ -214,6 +243,66 @@ def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
         next(second)
     state = dataset.state_dict(steps=3)
     assert (state["epoch"], state["rows_consumed"]) == (0, 30)
+
+
+@pytest.mark.parametrize("taken", [None, 1], ids=["a whole pass", "a pass broken off"])
+def test_a_second_pass_that_torch_is_seeded_alike_for_is_refused_or_begins_at_the_beginning(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, taken: int | None
+) -> None:
+    """Its workers cannot tell it from the first, which began where the state stood."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"]
+    )
+    state = dataset.state_dict(steps=15)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    whole, rest = list(range(0, ROWS, 100))[:taken], list(range(1_500, ROWS, 100))[:taken]
+
+    def first_rows(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        return [batch["row"][0].item() for batch in itertools.islice(loader, taken)]
+
+    with torch.random.fork_rng(devices=[]):
+        assert first_rows(0) == first_rows(0) == whole
+        dataset.load_state_dict(state)
+        assert first_rows(0) == rest and first_rows(1) == whole
+        dataset.load_state_dict(state)
+        assert first_rows(0) == rest
+        # Last: what an error leaves behind would be collected in workers that are forked later.
+        with pytest.raises(ConfigError, match="torch was seeded alike"):
+            first_rows(0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_without_a_step_ends_at_the_next_epoch_whoever_reads(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int
+) -> None:
+    """Where fewer rows are left than a step has, and a short one is left out."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=10, columns=["row"], drop_last=True
+    )
+    dataset.load_state_dict({**dataset.state_dict(), "epoch": 4, "rows_consumed": ROWS - 3})
+    assert rows_of(dataset, workers) == []
+    state = dataset.state_dict(steps=0)
+    assert (state["epoch"], state["rows_consumed"]) == (5, 0)
+
+
+def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+    )
+    dataset.set_epoch(3)
+    dataset.load_state_dict(dataset.state_dict(steps=2))
+    duplicate = copy.copy(dataset)
+    duplicate.set_epoch(5)
+    assert (dataset.epoch, dataset.steps_left) == (3, 19)
+    for each, epoch, consumed in ((dataset, 3, 200), (duplicate, 5, 0)):
+        order = EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+        assert list(itertools.chain(*rows_of(each, workers=0))) == order[consumed:]
 
 
 def test_reading_leaves_the_random_numbers_of_the_program_alone(
@@ -254,6 +343,94 @@ def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whol
     dataset.set_epoch(2)
     order = EpochOrder(ROWS, shuffle=True, epoch=2).row_ids(np.arange(ROWS)).tolist()
     assert list(itertools.chain(*(b["row"].tolist() for b in loader))) == order
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("before", ["an earlier epoch", "batches looked at", "a resumed pass"])
+def test_a_checkpoint_after_one_batch_of_a_later_pass_loses_and_repeats_no_row(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    workers: int,
+    before: str,
+) -> None:
+    """A worker tells its first state before its first batch: it is that of the pass it begins."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+
+    def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
+        dataset = CacheIterableDataset(
+            dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        )
+        live_on = before == "an earlier epoch"
+        return dataset, StatefulDataLoader(
+            dataset, batch_size=None, num_workers=workers, persistent_workers=live_on
+        )
+
+    dataset, loader = make()
+    epoch = 0
+    if before == "an earlier epoch":
+        epoch = 1
+        assert len(list(loader)) == 32
+        dataset.set_epoch(epoch)
+    elif before == "batches looked at":
+        list(itertools.islice(dataset, 2))
+    else:
+        dataset.load_state_dict(dataset.state_dict(steps=5))
+        assert len(list(loader)) == 27
+    steps = iter(loader)
+    rows = next(steps)["row"].tolist()
+    state = loader.state_dict()
+    del steps
+
+    dataset, loader = make()
+    dataset.set_epoch(epoch)
+    loader.load_state_dict(state)
+    rows += [row for batch in loader for row in batch["row"].tolist()]
+
+    assert rows == EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+
+
+@pytest.fixture
+def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | Connection]:
+    """The threads and connections that this thread begins; what others do, is theirs."""
+    begun: list[threading.Thread | Connection] = []
+    here, start, connect = threading.current_thread(), threading.Thread.start, Connection.__init__
+
+    def noting_start(thread: threading.Thread) -> None:
+        if threading.current_thread() is here:
+            begun.append(thread)
+        start(thread)
+
+    def noting_connect(connection: Connection, location: str) -> None:
+        if threading.current_thread() is here:
+            begun.append(connection)
+        connect(connection, location)
+
+    monkeypatch.setattr(threading.Thread, "start", noting_start)
+    monkeypatch.setattr(Connection, "__init__", noting_connect)
+    return begun
+
+
+def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_batch(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    begun_here: list[threading.Thread | Connection],
+) -> None:
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], local=False
+    )
+    assert len(list(dataset)) == 32 and begun_here
+    begun_here.clear()
+
+    steps = iter(dataset)
+
+    assert (dataset.state_dict()["epoch"], dataset.state_dict()["rows_consumed"]) == (0, 0)
+    assert not begun_here
+    assert next(steps)["row"].tolist() == list(range(64)) and begun_here
 
 
 @pytest.mark.parametrize(
@@ -307,6 +484,42 @@ class _StateOf(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         self._dataset.load_state_dict(self._state)
         return iter(self._dataset)
+
+
+class _GoesOn(IterableDataset[Any]):
+    """Hands out the rest of an iterator that was begun before, in whichever process."""
+
+    def __init__(self, begun: Iterator[Any]) -> None:
+        self._begun = begun
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begun
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_an_iterator_that_goes_on_in_a_child_of_a_fork_is_refused_and_the_parent_goes_on(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    device: str | None,
+    local: bool,
+) -> None:
+    """The threads that fetch are in the parent alone: the child waited for them for ever."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], device=device,
+        local=local, message_bytes=1, prefetch_batches=1,
+    )  # fmt: skip
+    steps = iter(dataset)
+    rows = next(steps)["row"].tolist()
+    child = DataLoader(
+        _GoesOn(steps), batch_size=None, num_workers=1, timeout=60, multiprocessing_context="fork"
+    )
+    with pytest.raises(CacheError, match=f"begun in process {os.getpid()}"):
+        next(iter(child))
+    assert rows + [row for batch in steps for row in batch["row"].tolist()] == list(range(ROWS))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
@@ -387,6 +600,68 @@ def test_a_worker_sends_of_a_batch_no_more_memory_than_the_batch(wide_source: Pa
     sent = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert len(batch) == 251 and sorted(sent.values()) == [100 * 8, 100 * 8 * 250]
     assert torch.equal(batch["row"], torch.arange(100)) and not batch["c249"].any()
+
+
+@pytest.mark.parametrize("batch_format", ["torch", "numpy"])
+def test_a_worker_sends_a_column_of_lists_as_one_tensor(
+    cluster: LocalCluster, tmp_path: Path, batch_format: BatchFormat
+) -> None:
+    """A tensor a row is a file descriptor a row: a worker that had none left hung the loop."""
+    lists = [None if row % 7 == 3 else [row] * (row % 5) for row in range(2_000)]
+    source = tmp_path / "lists.parquet"
+    pq.write_table(pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))}), source)
+    CacheClient(cluster.endpoint).load(DatasetSpec("lists", source))
+    dataset = CacheIterableDataset(
+        "lists", endpoint=cluster.endpoint, batch_size=1_500, batch_format=batch_format
+    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=1)
+    batches = [batch["tokens"] for batch in loader]
+    CacheClient(cluster.endpoint).drop("lists")
+    rows = [row for batch in batches for row in batch]
+    assert [None if row is None else row.tolist() for row in rows] == lists
+    for batch in batches:
+        tensors = [row for row in batch if row is not None]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_loader_makes_tensors_of_arrays_unless_it_is_told_to_leave_batches_alone(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int
+) -> None:
+    client.load(DatasetSpec(dataset_name, source))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=10, batch_format="numpy"
+    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+    assert type(next(iter(loader))["row"]) is torch.Tensor
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=workers, collate_fn=lambda batch: batch
+    )
+    assert type(next(iter(loader))["row"]) is np.ndarray
+
+
+def test_an_error_of_a_transform_that_is_kept_keeps_no_thread(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    begun_here: list[threading.Thread | Connection],
+) -> None:
+    client.load(DatasetSpec(dataset_name, source))
+
+    def fail(batch: Any) -> Any:
+        raise ValueError("a bad batch")
+
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=10, transform=fail
+    )
+    begun_here.clear()
+    with pytest.raises(ValueError, match="a bad batch") as kept:
+        next(iter(dataset))
+    threads = [begun for begun in begun_here if isinstance(begun, threading.Thread)]
+    assert [thread for thread in threads if thread.name.startswith("cache-fetch")]
+    wait_until(lambda: not any(t.is_alive() for t in threads), 30.0, "no thread is left")
+    assert kept.value.__traceback__ is not None
 
 
 def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,7 +67,9 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Watches:
 @pytest.fixture
 def client(watches: Watches, tmp_path: Path) -> Iterator[CacheClient]:
     """Of a node in this process, with those watches."""
-    config = NodeConfig.build(cache_dir=tmp_path / "cache", flight_port=0, control_port=0)
+    config = NodeConfig.build(
+        cache_dir=tmp_path / "cache", flight_port=0, control_port=0, http_port=0
+    )
     with CacheServer(config) as server:
         yield CacheClient(server.endpoints.flight_location)
 
@@ -139,3 +144,28 @@ def test_a_caller_whose_every_watch_ends_early_keeps_its_deadline_and_asks_seldo
         client.load(spec, timeout_s=4.0)
 
     assert 2 <= watches.num_asked <= 20
+
+
+def test_who_interrupts_cachectl_is_told_that_the_load_goes_on(
+    spec: DatasetSpec, tmp_path: Path
+) -> None:
+    file = tmp_path / "spec.yaml"
+    file.write_text(f"name: table\nsource: {spec.source[0]}\ntarget_shard_bytes: 1\n")
+    with LocalCluster(num_nodes=2, node_timeout_s=600.0) as cluster:
+        client = CacheClient(cluster.endpoint)
+        away = psutil.Process(cluster.nodes[1].pid)
+        away.suspend()
+        command = [sys.executable, "-m", "cache_client", "load", str(file)]
+        with subprocess.Popen(
+            [*command, "--endpoint", cluster.endpoint],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            wait_until(client.datasets, WAIT_S, "a dataset that is loading")
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, output) == (130, "")
+        assert "a load that began goes on; it ends with: cachectl drop table" in errors
+        assert "Traceback" not in errors
+
+        away.resume()
+        wait_until(lambda: client.describe("table").state == "ready", WAIT_S, "it is loaded")

@@ -55,6 +55,23 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("order", ["", " ORDER BY id, value"])
+def test_a_join_with_a_function_that_makes_rows_has_them_all(
+    client: CacheClient, lake: Path, dataset_name: str, order: str
+) -> None:
+    sql = f"SELECT id, value FROM source CROSS JOIN generate_series(1, 3){order}"
+    spec = DatasetSpec(
+        dataset_name, lake / "orders", sql=sql, allow_unordered=not order, target_shard_bytes=4000
+    )
+
+    info = client.load(spec)
+
+    rows = client.head(dataset_name, info.num_rows).to_pylist()
+    found = [(row["id"], row["value"]) for row in rows]
+    wanted = [*itertools.product(range(NUM_ORDERS), range(1, 4))]
+    assert (found if order else sorted(found)) == wanted
+
+
 def test_the_same_join_under_several_names_is_loaded_at_once(
     cluster: LocalCluster, lake: Path
 ) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from cache_server.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.planning import VersionKey
 from cache_server.versions import VersionPlan, plan_version
+from protos.errors import ConfigError
 from protos.spec import DatasetSpec
 
 
@@ -149,6 +151,54 @@ def test_a_write_that_a_crash_cut_short_changes_nothing(
 
     assert read_one(tmp_path / "cache").plan == plan
     assert catalogue.read_members() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "codec can't decode"),
+        (b"[]", "'list' object"),
+        (b'{"newField": 3}', 'no field named "newField"'),
+        (b'{"format": 2, "newField": 3}', "a newer release wrote it, in format 2"),
+        (b'{"format": "new"}', "not supported"),
+        (b'{"plan": {"dataset": "x"}}', "bad dataset spec"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_named_with_the_reason(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan, content: bytes, reason: str
+) -> None:
+    catalogue.write(plan, 0, [])
+    path = tmp_path / "cache" / ".catalogue" / "x@f.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        catalogue.read()
+
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_entry_that_names_no_format_is_read(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [])
+    (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
+    content = json.loads(path.read_text())
+    assert content.pop("format") == 1
+    path.write_text(json.dumps(content))
+
+    assert read_one(tmp_path / "cache").plan == plan
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'["a", "'])
+def test_members_that_cannot_be_read_are_forgotten_and_the_log_says_so(
+    tmp_path: Path, catalogue: Catalogue, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalogue.write_members(["a"])
+    (tmp_path / "cache" / ".members.json").write_bytes(content)
+
+    assert catalogue.read_members() == []
+    assert str(tmp_path / "cache" / ".members.json") in caplog.text
 
 
 def test_a_node_of_the_same_directory_sees_no_dataset_in_it(

@@ -37,6 +37,7 @@ def problem_of(**values: Any) -> str:
         ("node_timeout_s", float("nan")),
         ("drain_timeout_s", "soon"),
         ("cache_dir", 7),
+        ("cache_dir", ""),
         ("bind", ""),
         ("advertise", ""),
     ],
@@ -215,3 +216,18 @@ def test_an_ipv6_address_stands_in_brackets_before_a_port() -> None:
     assert config(bind="fd00::1").listen_host == "[fd00::1]"
     assert config(bind="fd00::1").host == "[fd00::1]"
     assert config(bind="127.0.0.2").listen_host == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "address"),
+    [
+        ({"advertise": "cache-0.job"}, "cache-0.job:50051"),
+        ({"advertise": "::1", "flight_port": 1234}, "[::1]:1234"),
+        ({"advertise": "cache-0.job", "flight_port": 0}, None),
+        ({"bind": "10.0.0.7"}, None),
+    ],
+)
+def test_a_node_has_a_lasting_address_where_one_is_given(
+    tmp_path: Path, changes: dict[str, Any], address: str | None
+) -> None:
+    assert NodeConfig(cache_dir=tmp_path, **changes).lasting_address == address

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from cache_client.convert import Converter
-from cache_client.errors import ConfigError
 from cache_client.reader import Rows
+from protos.errors import ConfigError
 from protos.layout import Layout
 
 LOGICAL = pa.schema(
@@ -127,6 +128,36 @@ def test_arrow_batches_have_the_logical_columns() -> None:
     assert batch["c"].to_pylist() == [5, 8]
     assert batch["image"].to_pylist()[0] == [[6, 7, 8], [9, 10, 11]]
     assert batch["ragged"].to_pylist() == [[], None]
+
+
+def test_an_arrow_batch_that_is_sent_is_its_own_rows_and_not_those_of_its_window() -> None:
+    count = 3_000
+    numbers = range(count)
+    window = pa.table(
+        {
+            "packed": np.arange(count, dtype=np.float32),
+            "beside": np.arange(count, dtype=np.float32),
+            "image": pa.FixedSizeListArray.from_arrays(np.arange(6 * count, dtype=np.int16), 6),
+            "text": [None if n % 3 == 1 else f"some text of row {n}" for n in numbers],
+            "lists": [None if n % 3 == 1 else [[n] * (n % 4), None] for n in numbers],
+            "pairs": pa.array([[f"a {n}", None] for n in numbers], pa.list_(pa.string(), 2)),
+        }
+    ).combine_chunks()
+    layout = Layout(window.schema)
+    matrices = {
+        layout.place("packed")[0]: np.column_stack([window["packed"], window["beside"]]),
+        layout.place("image")[0]: np.arange(6 * count, dtype=np.int16).reshape(count, 6),
+    }
+    names = ("text", "lists", "pairs")
+    arrays = {layout.place(name)[0]: window[name].chunk(0) for name in names}
+    batch = Converter(layout, None, "arrow")(
+        Rows(layout, matrices, arrays, count).slice(1_003, 1_013)
+    )
+
+    sent = pickle.dumps(batch)
+
+    assert len(sent) < 4_000
+    assert pickle.loads(sent).to_pylist() == window.slice(1_003, 10).to_pylist()
 
 
 @pytest.mark.parametrize(

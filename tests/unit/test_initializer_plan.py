@@ -219,6 +219,19 @@ def test_pods_spread_over_machines_within_the_zone_of_the_job() -> None:
     assert wanted == {"jobset.sigs.k8s.io/jobset-name": "train-1"}
 
 
+def test_what_lets_the_pod_of_the_initializer_be_where_it_is_the_cache_pods_have_too() -> None:
+    allowed = {
+        "imagePullSecrets": [{"name": "registry"}],
+        "tolerations": [{"key": "training", "operator": "Exists"}],
+    }
+    own_pod = {"spec": {**allowed, "nodeName": "node-1", "priority": 0}}
+    *_, stateful_set = plan_objects(settings_of(), TRAIN_JOB, own_pod)
+    pod = stateful_set.body["spec"]["template"]["spec"]
+    assert pod == {**pod_template()["spec"], **allowed}
+    *_, without = plan_objects(settings_of(), TRAIN_JOB, {"spec": {"tolerations": []}})
+    assert without.body["spec"]["template"] == pod_template()
+
+
 def test_a_pod_has_no_token_of_the_cluster() -> None:
     assert pod_template()["spec"]["automountServiceAccountToken"] is False
     account = planned()[Kind.SERVICE_ACCOUNT, "train-1-cache"].body
@@ -523,6 +536,8 @@ def test_an_unschedulable_pod_waits_and_says_why() -> None:
         ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Hope.NONE),
         ('Pod "p" is invalid: spec.containers[0].image: Required value', Hope.NONE),
         ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Hope.WAITING),
+        ('pods "p" is forbidden: status unknown for quota: q, resources: cpu', Hope.WAITING),
+        ('pods "p" is forbidden: not yet ready to handle request', Hope.WAITING),
         ('pods "p" is forbidden: error looking up service account a/b: x', Hope.WAITING),
         ('failed calling webhook "w": connection refused', Hope.WAITING),
     ],

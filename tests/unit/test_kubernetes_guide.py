@@ -11,11 +11,13 @@ import yaml
 
 import runtimes
 from protos.job_settings import VARIABLES
+from runtimes.initializer.settings import from_env
 from runtimes.local import read_manifests, render
 from runtimes.local.pods import pods
-from tests.manifests import env_of, pod_of
+from tests.manifests import env_of, job_named, memory_bytes, pod_of, read
 
 ROOT = Path(__file__).resolve().parents[2]
+WITH_CACHE = read(runtimes.MANIFESTS / "torch-distributed-with-cache/runtime.yaml")
 GUIDE = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
 
 
@@ -38,6 +40,19 @@ def test_its_table_of_variables_is_whole() -> None:
     named = set(re.findall(r"`([A-Z][A-Z_]+)`", section("What to cache")))
     assert set(VARIABLES) <= named
     assert named - set(VARIABLES) == {"CACHE_SQ"}  # the slip of the pen that it shows
+
+
+def test_the_sizes_it_names_have_the_defaults_that_it_says() -> None:
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", GUIDE, flags=re.MULTILINE)
+    told = {"TRAIN_JOB_NAME": "train-1", "POD_NAMESPACE": "team-a", "CACHE_IMAGE": "server:1"}
+    defaults = from_env(told)
+    assert from_env(told | dict(rows)) == defaults
+    assert dict(rows).keys() == {
+        *("CLUSTER_SIZE", "WORKER_CPU", "WORKER_MEM", "CACHE_READY_DEADLINE_S"),
+    }
+    assert defaults.shard_bytes == memory_bytes("1Gi")
+    backoff_limit = job_named(WITH_CACHE, "dataset-initializer")["template"]["spec"]["backoffLimit"]
+    assert backoff_limit + 1 == 3
 
 
 def test_the_runtimes_it_names_are_shipped() -> None:

@@ -1,5 +1,7 @@
 import datetime
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -189,6 +191,20 @@ def test_a_file_that_is_not_of_its_format_is_named(tmp_path: Path, format: str, 
         infer_schema(path, format, str(path))
     assert f"cannot read {path} as {format}: " in str(caught.value)
     assert "bug in DataFusion" not in str(caught.value)
+
+
+@pytest.mark.parametrize("open_writer", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_an_arrow_file_with_two_columns_of_one_name_is_refused_by_name(
+    tmp_path: Path, open_writer: Callable[..., Any]
+) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table([[1], [2], [3]], names=["a", "b", "a"])
+    with open_writer(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+    with pytest.raises(LoadError, match="several columns are named 'a'") as caught:
+        infer_schema(path, "arrow", str(path))
+    assert f"cannot read {path} as arrow: " in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_server.config import NodeConfig
 from runtimes import MANIFESTS
 from runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
 from tests.manifests import (
@@ -270,6 +271,7 @@ def test_the_role_of_the_initializer_is_all_that_it_asks_and_no_more() -> None:
     }
     assert granted == {
         ("trainer.kubeflow.org", "trainjobs", "get"),
+        ("trainer.kubeflow.org", "trainjobs/finalizers", "update"),  # of blockOwnerDeletion
         *(("", "serviceaccounts", verb) for verb in ("create", "delete", "get")),
         *(("", "services", verb) for verb in ("create", "delete", "get")),
         *(("apps", "statefulsets", verb) for verb in ("create", "delete", "get", "list", "watch")),
@@ -311,6 +313,20 @@ def test_the_objects_of_the_shared_cache_fit_together() -> None:
     host = f"{shared['service']['metadata']['name']}.{namespace['name']}"
     (initializer,) = pod_of(job_named(SHARED, "dataset-initializer"))["spec"]["containers"]
     assert f"--endpoint=grpc://{host}:50051" in initializer["args"]
+
+
+def test_a_pod_of_the_shared_cache_is_replaced_only_once_the_others_hold_their_shards() -> None:
+    shared = {path.stem: read(path) for path in (MANIFESTS / "shared").glob("*.yaml")}
+    (container,) = CACHE["spec"]["template"]["spec"]["containers"]
+    probe = container["readinessProbe"]
+    seen_after_s = probe["failureThreshold"] * (probe["periodSeconds"] + probe["timeoutSeconds"])
+    lost_after_s = NodeConfig.model_fields["node_timeout_s"].default
+
+    assert probe["grpc"]["service"] == "ready"
+    assert CACHE["spec"]["minReadySeconds"] > lost_after_s + seen_after_s
+    assert shared["disruption-budget"]["spec"]["unhealthyPodEvictionPolicy"] == "IfHealthyBudget"
+    for name in ("service", "nodes-service"):  # to join, and to ask how far a load is
+        assert shared[name]["spec"]["publishNotReadyAddresses"] is True
 
 
 def test_every_kind_of_ancestor_is_among_the_runtimes() -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_server import loader, loading
-from cache_server import node as node_module
+from cache_server import serving as serving_module
 from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.loader import LocalFile
@@ -268,11 +268,16 @@ def test_a_source_that_vanished_fails_the_load_with_its_path(
     wait_until(lambda: harness.files() == [], WAIT_S, "nothing is left")
 
 
+class Panic(BaseException):
+    """As that of a library in Rust: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Panic])
 def test_a_defect_in_a_load_is_a_failure_that_names_the_split(
-    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     def broken(*arguments: object) -> Iterator[pa.RecordBatch]:
-        raise ZeroDivisionError("by a defect")
+        raise kind("by a defect")
 
     monkeypatch.setattr(loader, "read_split", broken)
     harness.coordinator.create(spec(source))
@@ -281,7 +286,7 @@ def test_a_defect_in_a_load_is_a_failure_that_names_the_split(
     info = harness.wait(pb.DATASET_STATE_FAILED)
 
     assert "part-00" in info.error.message
-    assert "ZeroDivisionError('by a defect')" in info.error.message
+    assert f"{kind.__name__}('by a defect')" in info.error.message
 
 
 def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error(
@@ -400,7 +405,7 @@ def test_a_dataset_that_is_loaded_again_while_a_load_of_a_dropped_one_hangs_has_
 def test_a_copy_for_which_there_was_no_room_is_tried_again(
     harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_module, "_COPY_AGAIN_S", 0.0)
+    monkeypatch.setattr(serving_module, "_COPY_AGAIN_S", 0.0)
     answer, tries = harness.coordinator.heartbeat, itertools.count()
 
     def replicas(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -463,6 +468,35 @@ def test_a_failed_dataset_that_is_asked_for_while_its_loads_still_run_is_loaded_
 
     info = harness.wait(pb.DATASET_STATE_READY)
     assert row_ids(harness.node, info) == [*range(10 * FILES)]
+
+
+def test_what_is_sealed_of_a_dropped_dataset_makes_room_while_its_last_load_hangs(
+    harness: Harness, source: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = gate.read_split
+
+    def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+        read = slow if file.path.name.endswith("3.parquet") else gate.read
+        return read(file, sql, table)
+
+    monkeypatch.setattr(loader, "read_split", read_split)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(1)
+    wait_until(
+        lambda: harness.coordinator.get("table").progress.shards_done == FILES - 1,
+        WAIT_S,
+        "all shards but one are sealed",
+    )
+
+    harness.coordinator.delete("table")
+
+    wait_until(lambda: not harness.store.stored_bytes, WAIT_S, "nothing is stored")
+    wait_until(
+        lambda: not harness.coordinator.nodes()[0].stored_bytes, WAIT_S, "the coordinator knows"
+    )
+    gate.open.set()
+    wait_until(lambda: not harness.files(), WAIT_S, "nothing is left behind")
 
 
 def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(

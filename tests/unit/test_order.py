@@ -9,7 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
@@ -516,7 +516,7 @@ def test_batches_over_steps_and_ranks_concatenate_to_the_epoch_order(
     for step in range(plan.num_steps):
         owned, _ = split_step(plan, step)
         rows += order.row_ids(np.array(owned, np.int64)).tolist()
-        assert len(rows) == plan.rows_consumed_after(step)
+        assert len(rows) == min((step + 1) * plan.rows_per_step, plan.num_rows)
     assert rows == all_rows(order)[: len(rows)]
     assert plan.drop_last or len(rows) == plan.num_rows
 
@@ -526,11 +526,6 @@ def test_batches_over_steps_and_ranks_concatenate_to_the_epoch_order(
 def test_the_number_of_steps_is_the_quotient_rounded_as_drop_last_says(plan: StepPlan) -> None:
     exact = plan.num_rows / plan.rows_per_step
     assert plan.num_steps == (math.floor(exact) if plan.drop_last else math.ceil(exact))
-
-
-def test_rows_consumed_after_the_last_step_is_at_most_num_rows() -> None:
-    plan = StepPlan(11, world_size=2, batch_size=3, rows_consumed=1)
-    assert [plan.rows_consumed_after(step) for step in range(plan.num_steps)] == [7, 11]
 
 
 @pytest.mark.parametrize("batch_size", [10**8, 2**32, sys.maxsize])
@@ -586,7 +581,8 @@ def test_resuming_with_other_ranks_batches_and_workers_loses_and_repeats_nothing
             owned, _ = split_step(plan, step)
             seen += order.row_ids(np.array(owned, np.int64)).tolist()
         restored = OrderState.from_dict(json.loads(json.dumps(state.to_dict())))
-        state = restored.after(plan, stop)
+        epoch, rows_consumed = next_cursor(plan, restored.epoch, stop)
+        state = replace(restored, epoch=epoch, rows_consumed=rows_consumed)
         if state.epoch == 1:
             break
     assert seen == all_rows(order)
@@ -596,27 +592,22 @@ def test_resuming_with_other_ranks_batches_and_workers_loses_and_repeats_nothing
 # -- Workers --------------------------------------------------------------------------------------
 
 
-def in_round_robin(num_steps: int, num_workers: int, first_step: int = 0) -> list[int]:
+def in_round_robin(num_steps: int, num_workers: int) -> list[int]:
     """The order in which a DataLoader hands out what its workers yield."""
-    queues = [
-        list(worker_steps(num_steps, worker, num_workers, first_step))
-        for worker in range(num_workers)
-    ]
+    queues = [list(worker_steps(num_steps, worker, num_workers)) for worker in range(num_workers)]
     return [step for turn in itertools.zip_longest(*queues) for step in turn if step is not None]
 
 
 @examples
-@given(st.data(), st.integers(0, 200), st.integers(1, 12))
+@given(st.integers(0, 200), st.integers(1, 12))
 def test_round_robin_over_workers_gives_the_steps_in_order(
-    data: st.DataObject, num_steps: int, num_workers: int
+    num_steps: int, num_workers: int
 ) -> None:
-    first = data.draw(st.integers(0, num_steps))
-    assert in_round_robin(num_steps, num_workers, first) == list(range(first, num_steps))
+    assert in_round_robin(num_steps, num_workers) == list(range(num_steps))
 
 
 def test_a_worker_yields_every_nth_step() -> None:
     assert list(worker_steps(10, worker=1, num_workers=3)) == [1, 4, 7]
-    assert list(worker_steps(10, worker=1, num_workers=3, first_step=4)) == [5, 8]
     assert list(worker_steps(2, worker=5, num_workers=8)) == []
 
 
@@ -718,15 +709,6 @@ def test_the_cursor_counts_on_from_where_the_plan_starts() -> None:
     plan = StepPlan(100, world_size=2, batch_size=5, rows_consumed=37)
     assert next_cursor(plan, 0, 0) == (0, 37)
     assert next_cursor(plan, 0, 3) == (0, 67)
-    assert plan.rows_consumed_after(2) == 67
-
-
-def test_a_state_moves_only_along_a_plan_that_starts_at_it() -> None:
-    state = OrderState.from_dict(STATE)
-    after = state.after(StepPlan(10_000, 4, 32, rows_consumed=4096), 2)
-    assert after.to_dict() == STATE | {"rows_consumed": 4096 + 2 * 4 * 32}
-    with pytest.raises(ValueError, match="plan starts at rows_consumed=0, state at 4096"):
-        state.after(StepPlan(10_000, 4, 32), 2)
 
 
 # -- Wrong arguments ------------------------------------------------------------------------------
@@ -801,14 +783,12 @@ def test_a_state_moves_only_along_a_plan_that_starts_at_it() -> None:
         (lambda: StepPlan(5, 2, 1).positions(-1, 0), "step must be in [0, 3), got -1"),
         (lambda: StepPlan(5, 2, 1).positions(0, 2), "rank must be in [0, 2), got 2"),
         (lambda: StepPlan(5, 2, 1).positions(0, -1), "rank must be in [0, 2), got -1"),
-        (lambda: StepPlan(5, 2, 1).rows_consumed_after(3), "step must be in [0, 3), got 3"),
         (lambda: next_cursor(StepPlan(5, 2, 1), 0, 4), "steps_done must be in [0, 3], got 4"),
         (lambda: next_cursor(StepPlan(5, 2, 1), -1, 0), "epoch must be at least 0, got -1"),
         (lambda: worker_steps(-1, 0, 1), "num_steps must be at least 0, got -1"),
         (lambda: worker_steps(5, 0, 0), "num_workers must be at least 1, got 0"),
         (lambda: worker_steps(5, 2, 2), "worker must be in [0, 2), got 2"),
         (lambda: worker_steps(5, -1, 2), "worker must be in [0, 2), got -1"),
-        (lambda: worker_steps(5, 0, 2, 6), "first_step must be in [0, 5], got 6"),
     ],
 )
 def test_a_wrong_argument_is_quoted(call: Callable[[], object], message: str) -> None:

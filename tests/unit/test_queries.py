@@ -207,6 +207,80 @@ def test_what_is_said_of_a_function_that_ignores_it_is_refused_by_name(sql: str,
     assert f"{word} is not supported with a function of single rows" in refusal(sql)
 
 
+@pytest.mark.parametrize(
+    ("expression", "name"),
+    [
+        ("lag(DISTINCT a) OVER (ORDER BY a)", "lag"),
+        ("LEAD( DISTINCT a, 2) IGNORE NULLS OVER (ORDER BY a)", "lead"),
+        ("nth_value(DISTINCT a, 2)", "nth_value"),
+        ("approx_percentile_cont(DISTINCT b, 0.5)", "approx_percentile_cont"),
+        ("regr_count(DISTINCT a, b)", "regr_count"),
+    ],
+)
+def test_distinct_of_a_function_that_passes_over_it_is_refused_by_name(
+    expression: str, name: str
+) -> None:
+    expected = f"DISTINCT is not supported with {name}, which would ignore it"
+    assert expected in refusal(f"SELECT {expression} AS x FROM source")
+
+
+@pytest.mark.parametrize(
+    ("expression", "ignored"),
+    [
+        ("abs(1)(a)", "abs(1)"),
+        ("abs('(') /* of */ (a)", "abs('(')"),
+        ("sum(a + (1))(a)", "sum(a + (1))"),
+        ("round(2, (3))(b)", "round(2, (3))"),
+    ],
+)
+def test_arguments_before_the_arguments_are_refused(expression: str, ignored: str) -> None:
+    expected = f"{ignored} before other arguments is not supported"
+    assert expected in refusal(f"SELECT 1 + {expression} AS x FROM source")
+
+
+@pytest.mark.parametrize(
+    ("expression", "name", "instead"),
+    [
+        ("text SIMILAR TO 'n%'", "SIMILAR TO", "LIKE"),
+        ("text NOT similar\n to 'n%'", "similar to", "~"),
+        ("CAST(text AS VARCHAR(2))", "VARCHAR(2)", "left(text, n)"),
+        ("TRY_CAST(text AS varchar (2))", "varchar (2)", "left(text, n)"),
+        ("text::VARCHAR(2 CHARACTERS)", "VARCHAR(2 CHARACTERS)", "left(text, n)"),
+        ("CAST(['x'] AS VARCHAR(2)[])", "VARCHAR(2)", "left(text, n)"),
+        ("text::char(9)", "char(9)", "left(text, n)"),
+        ("text::CHAR", "CHAR", "left(text, n)"),
+        ("CAST(text AS char)", "char", "left(text, n)"),
+        ("CAST(text AS STRING(2))", "STRING(2)", "left(text, n)"),
+        ("CAST(b AS FLOAT(53))", "FLOAT(53)", "DOUBLE"),
+        ("b::FLOAT(5, 2)", "FLOAT(5, 2)", "DOUBLE"),
+    ],
+)
+def test_what_would_mean_something_else_is_refused_with_what_to_write(
+    expression: str, name: str, instead: str
+) -> None:
+    for sql in (f"SELECT {expression} AS x FROM source", f"SELECT a, {expression} FROM source"):
+        refused = refusal(sql)
+
+        assert f"{name} is not supported: " in refused and instead in refused
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT CAST(a AS NUMERIC(5, 2)) AS x, CAST(a AS DECIMAL(4)) AS y FROM source",
+        "SELECT CAST(a AS VARCHAR) AS x, a::STRING AS y, CAST(a AS TEXT) AS z FROM source",
+        "SELECT CAST(a AS FLOAT) AS x, a::FLOAT(24) AS y, a::DOUBLE AS z FROM source",
+        "SELECT CAST(a AS TIMESTAMP(3)) AS x, CAST(a AS BIGINT(20)) AS y FROM source",
+        "SELECT char.char AS string, char FROM (SELECT a AS char FROM source) char",
+        "WITH char AS (SELECT a FROM source) SELECT a FROM source",
+        "SELECT similar to FROM (SELECT a AS similar FROM source) q",
+        "SELECT 'x SIMILAR TO y' AS x, 'CAST(a AS VARCHAR(2))' AS y FROM source -- ::CHAR",
+    ],
+)
+def test_types_that_are_heeded_and_names_that_look_like_types_are_harmless(sql: str) -> None:
+    check_query(sql, {"source": WORDS}, allow_unordered=True)
+
+
 DIM = pa.schema([("a", pa.int64()), ("name", pa.string())])
 
 
@@ -238,6 +312,24 @@ def test_a_join_may_be_split_on_the_side_whose_rows_it_handles_one_by_one(
 
     assert query.drivers == drivers
     assert bool(query.why_whole) == (not drivers)
+
+
+@pytest.mark.parametrize(
+    ("sql", "drivers"),
+    [
+        ("SELECT a, value FROM source CROSS JOIN generate_series(1, 3)", {"source"}),
+        ("SELECT g.value FROM range(1, 3) g JOIN source ON a = value", {"source"}),
+        ("SELECT x.value FROM range(1, 3) x, range(1, 3) y, source", {"source"}),
+        ("SELECT a FROM source WHERE a IN (SELECT value FROM generate_series(1, 3))", {"source"}),
+        ("SELECT a FROM source, (VALUES (1), (2)) v (x)", {"source"}),
+        ("SELECT g.value FROM generate_series(1, 3) g LEFT JOIN source ON a = value", set()),
+    ],
+)
+def test_a_function_that_makes_rows_is_no_table_to_split(sql: str, drivers: set[str]) -> None:
+    query = check_query(sql, {"source": SCHEMA}, allow_unordered=True)
+
+    assert query.drivers == drivers
+    assert set(query.columns) == {"source"}
 
 
 def test_the_columns_that_a_query_reads_are_known() -> None:
@@ -302,6 +394,8 @@ WORDS = pa.schema([(name, pa.int64()) for name in ("a", "sample", "partition", "
         "SELECT sample FROM source GROUP BY CUBE (sample)",
         "SELECT DISTINCT (a) FROM source",
         "SELECT DISTINCT ON (a) a, sample FROM source ORDER BY a, sample",
+        "SELECT DISTINCT ON (a) (sample) FROM source ORDER BY a",
+        "WITH s AS (SELECT a FROM source) (SELECT a FROM s)",
         "WITH unused AS (SELECT count(DISTINCT a) FILTER (WHERE a > 1) FROM source) "
         "SELECT a FROM source",
         "SELECT filter, (a) over FROM source WHERE abs(over) > abs(filter)",
@@ -329,6 +423,38 @@ def test_no_aggregate_and_no_window_function_loses_what_is_said_of_it() -> None:
                 check_query(sql, {"source": WORDS}, allow_unordered=True)
             except RequestError as error:  # of its arguments
                 assert "is not supported with" not in str(error)
+
+
+def test_distinct_is_heeded_wherever_it_is_let_in() -> None:
+    """Of any version of DataFusion: the names of those that pass over it may be others."""
+    context = SessionContext(SessionConfig().with_information_schema(True))
+    routines = context.sql("SELECT * FROM information_schema.routines").to_pylist()
+    pairs = [(5.0, 1.0), (5.0, 1.0), (5.0, 1.0), (6.0, 4.0), (9.0, 2.0)]
+    table = pa.table({"x": [x for x, _ in pairs], "y": [y for _, y in pairs]})
+    context.from_arrow(table, "source")
+    of_an_order = {"any_value", "array_agg", "first_value", "last_value", "string_agg"}
+
+    def answer(sql: str) -> object:
+        """None where there is no such call, or it is refused."""
+        try:
+            check_query(sql, {"source": table.schema}, allow_unordered=True)
+            (column,) = context.sql(sql).to_pydict().values()
+        except Exception:  # DataFusion raises bare Exceptions
+            return None
+        return column[0]
+
+    seen = set()
+    for name in {row["routine_name"] for row in routines if row["function_type"] == "AGGREGATE"}:
+        if name in of_an_order:
+            continue
+        for arguments in ("x", "x, y", "x, 2", "x, 0.5"):
+            once = answer(f"SELECT {name}({arguments}) FROM (SELECT DISTINCT * FROM source) q")
+            for over in ("", " OVER ()"):
+                found = answer(f"SELECT {name}(DISTINCT {arguments}){over} FROM source")
+                if once is not None and found is not None:
+                    assert found == pytest.approx(once), (name, arguments, over)
+                    seen.add(name)
+    assert {"sum", "count", "median"} <= seen
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_client.errors import ConfigError
 from cache_client.ranks import SOURCES, Rank, Source, find_endpoint, find_rank, find_rank_in
+from protos.errors import ConfigError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
 TRAINER = {"PET_NODE_RANK": "1", "PET_NNODES": "2"}
@@ -240,7 +240,7 @@ def test_a_step_that_is_no_number_is_quoted() -> None:
         (None, {"TRAIN_JOB_NAME": "job-1"}, "grpc://job-1-dataset-initializer-0-0.job-1:50051"),
         (None, {"CACHE_ENDPOINT": "", "TRAIN_JOB_NAME": "j"},
          "grpc://j-dataset-initializer-0-0.j:50051"),
-        ("grpc+tls://cache.prod.svc:65535", {}, "grpc+tls://cache.prod.svc:65535"),
+        ("grpc+tcp://cache.prod.svc:65535", {}, "grpc+tcp://cache.prod.svc:65535"),
         ("grpc://[::1]:50051/", {}, "grpc://[::1]:50051/"),
     ],
 )  # fmt: skip
@@ -273,6 +273,11 @@ def test_a_bad_endpoint_is_quoted_with_where_it_comes_from(value: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_endpoint(None, {"CACHE_ENDPOINT": value, "TRAIN_JOB_NAME": "job"})
     assert str(caught.value) == f"CACHE_ENDPOINT must be grpc://HOST:PORT, got {value!r}"
+
+
+def test_tls_which_nodes_do_not_serve_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint .* no TLS, got 'grpc\+tls://host:1'"):
+        find_endpoint("grpc+tls://host:1", {})
 
 
 @pytest.mark.parametrize("name", ["Job", "1job", "-job", "job-", "a.b", "a b", "job\n", "a" * 64])

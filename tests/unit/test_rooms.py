@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,16 +23,22 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
+    "cache_server/csv_sample.py",
     "cache_server/flight_messages.py",
+    "cache_server/decimals.py",
+    "cache_server/null_advice.py",
     "cache_server/planning.py",
     "cache_server/pinned.py",
     "cache_server/quoting.py",
+    "cache_server/redaction.py",
     "cache_server/object_stores/options.py",
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/layout.py",
     "protos/memory.py",
+    "protos/values.py",
     "protos/row_index.py",
+    "protos/sizes.py",
     "runtimes/initializer/plan.py",
     "runtimes/initializer/verdict.py",
     "runtimes/local/handlers.py",
@@ -43,10 +50,11 @@ PURE_MODULES = (
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
-    *("re", "statistics", "string", "struct", "textwrap", "types", "typing"),
+    *("csv", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *("base64", "json", "numpy", "pyarrow", "urllib.parse", "protos.errors", "protos.layout"),
     *("cache_client.permutation", "cache_server.pinned", "cache_server.quoting"),
     *("kubernetes.utils.quantity", "pathlib.PurePath", "protos.memory"),
+    "protos.values",
     "protos.row_index",
     *("runtimes.initializer.plan", "runtimes.initializer.settings"),
     *("runtimes.local.patches", "runtimes.local.render"),
@@ -110,6 +118,8 @@ BARRIERS = (
     Barrier("cache_server", "obstore", ("cache_server/object_stores/",)),
     Barrier("cache_server", "boto3", ("cache_server/object_stores/aws_credentials.py",)),
     Barrier("cache_server", "botocore", ("cache_server/object_stores/aws_credentials.py",)),
+    Barrier("cache_server", "prometheus_client", ("cache_server/web/metrics.py",)),
+    Barrier("cache_server", "http.server", ("cache_server/web/service.py",)),
     Barrier("cache_server", "fsspec", _HUB),
     Barrier("cache_server", "huggingface_hub", _HUB),
     Barrier("cache_server", "pyiceberg", ("cache_server/tables/iceberg.py",)),
@@ -140,6 +150,15 @@ BARRIERS = (
     Barrier("runtimes", "asyncio", tuple(f"runtimes/local/{n}.py" for n in _RUN_PODS)),
     Barrier("cache_server", "torch"),
     Barrier("protos", "torch"),
+    # Training scripts seed it: pauses by chance are those of `protos.backoff`.
+    *(
+        Barrier(room, module, ("protos/backoff.py", "runtimes/local/run.py"))
+        for room in ROOMS
+        for module in (
+            *("random", "tenacity.wait_random", "tenacity.wait_random_exponential"),
+            "tenacity.wait_exponential_jitter",
+        )
+    ),
     # Before Python 3.12 it has a lock, which a fork in another thread would leave locked.
     Barrier("cache_client", "functools.cached_property"),
     Barrier("protos", "functools.cached_property"),
@@ -272,6 +291,7 @@ def python_files(room: str) -> Iterator[str]:
             yield path.relative_to(ROOT).as_posix()
 
 
+@cache  # every barrier asks
 def uses_of(file: str) -> list[Use]:
     path = Path(file)
     return uses_in((ROOT / path).read_text(encoding="utf-8"), ".".join(path.parent.parts))
@@ -382,6 +402,20 @@ def test_whoever_only_loads_datasets_needs_no_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "import cache_client, cache_client.__main__\n"
         "assert cache_client.CacheClient"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "later"),
+    [("cache_client.dataset", {"pydantic", "rich"}), ("cache_server.server", {"rich"})],
+)
+def test_what_most_processes_never_use_is_imported_when_it_is_used(
+    module: str, later: set[str]
+) -> None:
+    run_python(
+        f"import sys, {module}\n"
+        f"found = {later} & sys.modules.keys()\n"
+        f"assert not found, f'import {module} imports {{found}}'"
     )
 
 

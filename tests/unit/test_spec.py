@@ -3,6 +3,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +69,10 @@ def yaml_problem(tmp_path: Path, text: str) -> str:
         ("replicas", True, "True"),
         ("replicas", "2", "'2'"),
         ("replicas", 2**32, "4294967296"),
+        ("replicas", np.float64(2), "np.float64(2.0)"),
+        ("snapshot", -1, "-1"),
+        ("snapshot", True, "True"),
+        ("snapshot", 2**63, "9223372036854775808"),
         ("target_shard_bytes", 0, "0"),
         ("target_shard_bytes", -1, "-1"),
         ("target_shard_bytes", 1.5, "1.5"),
@@ -81,6 +86,37 @@ def test_a_bad_field_is_named_and_quoted(field: str, bad: object, quoted: str) -
 
     assert field in problem
     assert quoted in problem
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["source", "sql", "columns", "filter", "ignore", "storage_options", "catalog"],
+)
+def test_a_text_that_no_message_can_carry_is_refused_by_the_name_of_its_field(field: str) -> None:
+    """As of a file whose name is no UTF-8: half of a pair of surrogates."""
+    text = "a\udc80"
+    bad = {
+        **{"columns": [text], "ignore": ["*.txt", text], "source": ["/data", text]},
+        **{"storage_options": {"key": text}, "catalog": {"uri": text}},
+    }
+    problem = problem_of(**{field: bad.get(field, text)})
+    assert f"{field} must be text in UTF-8" in problem
+    assert ("a\\udc80'" in problem) == (field not in ("storage_options", "catalog"))
+
+
+@pytest.mark.parametrize("field", ["format", "missing_columns", "columns"])
+def test_an_array_of_numpy_in_place_of_a_text_is_quoted(field: str) -> None:
+    assert "got array(" in problem_of(**{field: np.array(["null", "csv"]).reshape(1, 2)})
+    assert "got array(" in problem_of(**{field: np.array("a")})
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    given = {"replicas": 2, "snapshot": 7, "target_shard_bytes": 10**6}
+    of_numpy = {name: np.int64(value) for name, value in given.items()}
+    spec = DatasetSpec("t", "/data", **of_numpy)  # type: ignore[arg-type]
+    assert spec == DatasetSpec("t", "/data", **given)  # type: ignore[arg-type]
+    assert {type(n) for n in (spec.replicas, spec.target_shard_bytes)} == {int}
+    assert spec.to_proto().tables[0].snapshot == 7
 
 
 def test_every_bad_field_is_quoted_at_once() -> None:
@@ -231,6 +267,19 @@ def test_unknown_keys_come_with_the_known_ones(tmp_path: Path) -> None:
     problem = yaml_problem(tmp_path, "name: t\nsource: /data\ncolumn: [a]")
 
     assert "known keys: name, source, format, sql, columns, filter, " in problem
+
+
+def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Path) -> None:
+    problem = yaml_problem(
+        tmp_path, "name: a b\nreplica: 2\nreplicas: 0\ncolumns: x\nsnapshot: new"
+    )
+
+    for words in (
+        *("unknown key 'replica'", "lacks source", "letter or digit, got 'a b'"),
+        *("at least 1, got 0", "column names, got 'x'", "snapshot or version, got 'new'"),
+    ):
+        assert words in problem
+    assert "'missing'" not in problem and "source must be" not in problem
 
 
 def test_a_yaml_file_of_another_encoding_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 import errno
 import os
+import resource
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -8,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_server import adoption
 from cache_server import store as store_module
 from cache_server.checksums import file_checksum
 from cache_server.packing import ShardBuilder
@@ -30,12 +33,13 @@ from tests.stored_rows import (
     stored,
 )
 
+WAIT_S = 20.0
 OTHER = VersionKey("table", "f2")
 
 
 def files_of(store: ShardStore) -> list[str]:
-    paths = (path for path in store.cache_dir.rglob("*") if not path.name.startswith("."))
-    return sorted(str(path.relative_to(store.cache_dir)) for path in paths)
+    names = (str(path.relative_to(store.cache_dir)) for path in store.cache_dir.rglob("*"))
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def indices(store: ShardStore, key: VersionKey = KEY) -> list[int]:
@@ -64,6 +68,18 @@ def three_shards(cache_dir: Path) -> Path:
 
 def shard_path(cache_dir: Path, index: int, key: VersionKey = KEY) -> Path:
     return cache_dir / key.dataset / key.fingerprint / shard_file_name(index)
+
+
+def test_a_node_with_an_address_is_the_same_after_it_lost_its_directory(tmp_path: Path) -> None:
+    def node_id(name: str, address: str | None) -> str:
+        with ShardStore(tmp_path / name, address=address) as opened:
+            return opened.node_id
+
+    first = node_id("first", "cache-0.job:50051")
+    assert node_id("second", "cache-0.job:50051") == first
+    assert node_id("third", "cache-1.job:50051") != first
+    assert node_id("first", "elsewhere:50051") == first
+    assert node_id("fourth", None) != node_id("fifth", None)
 
 
 # -- seal ------------------------------------------------------------------------------------------
@@ -297,6 +313,20 @@ def test_a_restarted_store_adopts_what_was_sealed(cache_dir: Path) -> None:
                 assert shard.batch.equals(before[key][index].batch)
 
 
+def test_shards_are_hashed_by_several_threads(
+    three_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(3)
+
+    def hashed(path: Path) -> str:
+        together.wait(WAIT_S)
+        return file_checksum(path)
+
+    monkeypatch.setattr(adoption, "file_checksum", hashed)
+    with ShardStore(three_shards, adopt_threads=3) as store:
+        assert list(store.versions()[KEY]) == [0, 1, 2]
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -338,7 +368,7 @@ def test_a_sound_shard_that_cannot_be_opened_is_kept_and_the_store_says_why(
         raise OSError(reason, os.strerror(reason), str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module, "file_checksum", refuse)
+        patched.setattr(adoption, "file_checksum", refuse)
         with pytest.raises(ConfigError, match=rf"shard-00000.*{os.strerror(reason)}"):
             ShardStore(three_shards)
 
@@ -355,6 +385,28 @@ def test_a_torn_manifest_line_costs_its_own_shard_only(three_shards: Path) -> No
         store.seal(KEY, 3, stored(range(30, 40)))
     with ShardStore(three_shards) as store:
         assert indices(store) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("room", [0, 20])
+def test_a_manifest_line_for_which_there_is_no_room_costs_no_other_shard(
+    cache_dir: Path, room: int
+) -> None:
+    manifest = cache_dir / "table" / "f1" / "manifest.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ShardStore(cache_dir) as store:
+        store.seal(KEY, 0, stored(range(10)))
+        with manifest.open("a") as file:
+            file.write("x" * 100_000 + "\n")  # so that of all files it is the one that is too long
+        resource.setrlimit(resource.RLIMIT_FSIZE, (manifest.stat().st_size + room, limits[1]))
+        try:
+            with pytest.raises(LoadError, match="cannot write shard 1"):
+                store.seal(KEY, 1, stored(range(10, 20)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert indices(store) == [0]
+        store.seal(KEY, 2, stored(range(20, 30)))
+    with ShardStore(cache_dir) as store:
+        assert indices(store) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -566,6 +618,29 @@ def test_a_node_id_that_was_never_written_out_is_made_anew(cache_dir: Path) -> N
         assert len(store.node_id) == 12
 
 
+@pytest.mark.parametrize("damage", ["name", "directory"])
+def test_a_node_id_that_cannot_be_read_is_named(cache_dir: Path, damage: str) -> None:
+    path = cache_dir / ".node-id"
+    cache_dir.mkdir()
+    if damage == "name":
+        path.write_bytes(b"\xff\xfe")
+    else:
+        path.mkdir()
+
+    with pytest.raises(ConfigError, match="cannot use the name of the node") as caught:
+        ShardStore(cache_dir)
+    assert str(path) in str(caught.value)
+
+
+def test_a_manifest_that_cannot_be_read_is_named(cache_dir: Path) -> None:
+    path = cache_dir / "table" / "f1" / "manifest.jsonl"
+    path.mkdir(parents=True)
+
+    with pytest.raises(ConfigError, match="Is a directory") as caught:
+        ShardStore(cache_dir)
+    assert str(path) in str(caught.value)
+
+
 # -- drop ------------------------------------------------------------------------------------------
 
 
@@ -585,6 +660,33 @@ def test_a_dropped_shard_is_gone_for_good(three_shards: Path) -> None:
         assert indices(store) == [0, 2]
 
 
+@pytest.mark.parametrize("indices", [(1,), (0, 2), (0, 1, 2)])
+def test_a_dropped_shard_is_no_damaged_one_after_a_restart(
+    three_shards: Path, indices: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with ShardStore(three_shards) as store:
+        store.drop(KEY, *indices)
+    with ShardStore(three_shards) as store:
+        assert sorted(store.versions().get(KEY, {})) == sorted({0, 1, 2} - set(indices))
+    assert not caplog.records
+
+
+def test_shards_that_are_sealed_while_others_are_dropped_last(three_shards: Path) -> None:
+    with ShardStore(three_shards) as store:
+        sealing = [
+            threading.Thread(target=store.seal, args=(KEY, index, stored(range(10))))
+            for index in range(3, 20)
+        ]
+        for thread in sealing:
+            thread.start()
+        for index in range(3):
+            store.drop(KEY, index)
+        for thread in sealing:
+            thread.join()
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [*range(3, 20)]
+
+
 def test_a_dropped_version_leaves_no_directory_behind(three_shards: Path) -> None:
     with ShardStore(three_shards) as store:
         store.seal(OTHER, 0, stored(range(10)))
@@ -598,6 +700,64 @@ def test_a_dropped_version_leaves_no_directory_behind(three_shards: Path) -> Non
         store.drop_version(OTHER)
         assert files_of(store) == []
         assert store.stored_bytes == 0
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Everything counts as large, and is freed when the event is set."""
+    go_on, remove = threading.Event(), store_module.remove
+
+    def wait_and_remove(path: Path) -> None:
+        if path.name.startswith(".removed-"):
+            assert go_on.wait(WAIT_S)
+        remove(path)
+
+    monkeypatch.setattr(store_module, "remove", wait_and_remove)
+    monkeypatch.setattr(store_module, "_AT_ONCE_BYTES", 0)
+    yield go_on
+    go_on.set()
+
+
+def test_whoever_drops_something_large_does_not_wait_until_it_is_freed(
+    three_shards: Path, held_up: threading.Event
+) -> None:
+    with ShardStore(three_shards) as store:
+        store.drop(KEY, 0)
+        assert files_of(store) == [
+            *("table", "table/f1", "table/f1/manifest.jsonl"),
+            *("table/f1/shard-00001.arrow", "table/f1/shard-00002.arrow"),
+        ]
+        store.drop_version(KEY)
+        assert files_of(store) == [] and store.stored_bytes == 0
+        assert len(list(three_shards.glob(".removed-*/*"))) == 2
+    held_up.set()
+    with ShardStore(three_shards) as store:
+        assert store.versions() == {} and not list(three_shards.glob(".removed-*"))
+
+
+def test_a_shard_that_needs_the_room_of_what_was_dropped_waits_until_it_is_freed(
+    three_shards: Path, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(three_shards)._replace(free=0)
+    usage = {False: free, True: free._replace(free=free.total)}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage[held_up.is_set()])
+    with ShardStore(three_shards) as store:
+        store.drop_version(KEY)
+        threading.Timer(0.1, held_up.set).start()
+        store.seal(OTHER, 0, stored(range(10)))
+        assert indices(store, OTHER) == [0]
+
+
+def test_what_cannot_be_moved_away_is_removed_where_it_lies(
+    three_shards: Path, held_up: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ShardStore(three_shards) as store:
+        monkeypatch.setattr(Path, "mkdir", full)
+        store.drop_version(KEY)
+        assert files_of(store) == []
 
 
 def test_dropping_shard_by_shard_leaves_nothing_to_adopt(three_shards: Path) -> None:

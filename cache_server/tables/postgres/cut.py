@@ -39,6 +39,7 @@ class Cutting:
 
     Attributes:
         columns: name -> SQL expression.
+        schema: of these columns.
         key: the SQL expression that ranges are of; empty: there is one split.
         estimate: of the rows.
         is_counted: rows are counted, by a scan or two; else estimated, from the sizes of ranges.
@@ -47,6 +48,7 @@ class Cutting:
     session: Session
     relation: Relation
     columns: Mapping[str, str]
+    schema: pa.Schema
     key: str
     estimate: int
     is_counted: bool
@@ -118,7 +120,11 @@ class Cutting:
         return [buckets.get(index, 0) for index in range(len(bounds) + 1)], buckets.get(None, 0)
 
     def _row_bytes(self, stored: pa.Schema) -> float:
-        """Decoded bytes of a row; texts and lists as long as in a sample of the table."""
+        """Decoded bytes of a row; texts and lists as long as in a sample of the table.
+
+        Args:
+            stored: the columns that are kept, of which a query may have made some.
+        """
         layout = Layout(stored)
         plain = [column.field for column in layout.columns if column.kind == "plain"]
         if not plain:
@@ -132,6 +138,9 @@ class Cutting:
         )
 
     def _average_bytes(self, field: pa.Field) -> str:
+        own = self.schema.field(field.name).type if field.name in self.columns else None
+        if own is None or _kind(own) != _kind(field.type):
+            return str(GUESSED_VALUE_BYTES)
         column = self.columns[field.name]
         if pa.types.is_list(field.type):
             size = f"{_value_bytes(field.type.value_type)} * pg_catalog.cardinality({column})"
@@ -147,6 +156,10 @@ class Cutting:
         if not self.relation.is_stored or num_rows <= wanted:
             return source
         return f"{source} TABLESAMPLE SYSTEM ({100 * wanted / num_rows:.6f}) REPEATABLE (0)"
+
+
+def _kind(dtype: pa.DataType) -> str:
+    return "list" if pa.types.is_list(dtype) else str(dtype)
 
 
 def _value_bytes(dtype: pa.DataType) -> int:

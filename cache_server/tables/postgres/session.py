@@ -18,6 +18,7 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
 from cache_server.quoting import literal
+from cache_server.redaction import redacted
 from protos.errors import CacheError, LoadError, RequestError
 
 DEFAULT_CONNECT_TIMEOUT_S = 10
@@ -273,10 +274,7 @@ class Session:
             if found:
                 text = rest
                 break
-        for value in self._secrets.values():
-            if value:
-                text = text.replace(value, "***").replace(quote(value, safe=""), "***")
-        text = " ".join(text.split())
+        text = redacted(text, self._secrets.values())
         return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
     def _fail(self, error: BaseException) -> NoReturn:

@@ -184,7 +184,7 @@ def _pin(session: Session, address: Address, wanted: Mapping[str, str]) -> Pin:
     schema = _schema(session, reading, relation)
     estimate = estimated_rows(session, relation)
     is_counted = relation.is_stored and estimate <= MAX_COUNTED_ROWS
-    cutting = Cutting(session, relation, columns, key, estimate, is_counted)
+    cutting = Cutting(session, relation, columns, schema, key, estimate, is_counted)
     return Pin(
         schema=schema,
         content=[

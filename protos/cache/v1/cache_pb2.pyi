@@ -479,6 +479,7 @@ class Node(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     STORED_SHARDS_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     flight_location: _builtins.str
     """grpc://host:port"""
@@ -490,6 +491,8 @@ class Node(_message.Message):
     stored_bytes: _builtins.int
     stored_shards: _builtins.int
     alive: _builtins.bool
+    process: _builtins.str
+    """another one whenever the node starts"""
     def __init__(
         self,
         *,
@@ -501,10 +504,11 @@ class Node(_message.Message):
         stored_bytes: _builtins.int = ...,
         stored_shards: _builtins.int = ...,
         alive: _builtins.bool = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -839,6 +843,7 @@ class LoadForecast(_message.Message):
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     NODES_NEEDED_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
+    LARGEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     schema: _builtins.bytes
     """logical columns, storage types"""
@@ -863,6 +868,8 @@ class LoadForecast(_message.Message):
     """for that limit; 0: no number of nodes is enough"""
     load_s: _builtins.float
     """about; by the rate of the last load of this cache"""
+    largest_shard_bytes: _builtins.int
+    """before any filter; 0 of a whole query"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -890,10 +897,11 @@ class LoadForecast(_message.Message):
         memory_limit_bytes: _builtins.int = ...,
         nodes_needed: _builtins.int = ...,
         load_s: _builtins.float | None = ...,
+        largest_shard_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "load_s", b"load_s", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "largest_shard_bytes", b"largest_shard_bytes", "load_s", b"load_s", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
     _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
@@ -1464,11 +1472,14 @@ class DesiredDataset(_message.Message):
     RUN_WHOLE_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     SECRETS_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     rows_fixed: _builtins.bool
     """every shard is sealed somewhere, so row ids and num_rows are known"""
     num_rows: _builtins.int
     run_whole: _builtins.bool
     """this node runs the whole query, and keeps what of it is missing"""
+    num_shards: _builtins.int
+    """of the result of a whole query, once it is known"""
     @_builtins.property
     def plan(self) -> Global___LoadPlan: ...
     @_builtins.property
@@ -1489,12 +1500,15 @@ class DesiredDataset(_message.Message):
         run_whole: _builtins.bool = ...,
         missing: _abc.Iterable[_builtins.int] | None = ...,
         secrets: Global___Secrets | None = ...,
+        num_shards: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "secrets", b"secrets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing", "num_rows", b"num_rows", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_shards: _TypeAlias = _typing.Literal["num_shards"]  # noqa: Y015
+    _WhichOneofArgType__num_shards: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_shards) -> _WhichOneofReturnType__num_shards | None: ...
 
 Global___DesiredDataset: _TypeAlias = DesiredDataset  # noqa: Y015
 
@@ -1515,7 +1529,7 @@ class ActualDataset(_message.Message):
     attempt: _builtins.int
     """unset of a node that was not told of the version since it started"""
     num_shards: _builtins.int
-    """Of a whole query that this node ran: how many shards came of it, once it is through."""
+    """Of a whole query that this node ran, or was told of: how many shards came of it."""
     failure: _builtins.str
     """the whole query failed for good"""
     rows_loaded: _builtins.int
@@ -1588,26 +1602,54 @@ class HeartbeatResponse(_message.Message):
     DATASETS_FIELD_NUMBER: _builtins.int
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """when to send the next one, if nothing changes before"""
     @_builtins.property
     def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
     @_builtins.property
     def coordinator(self) -> Global___CoordinatorEndpoints: ...
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionName]:
+        """What this node holds and a coordinator with a new catalogue does not know: it stays as it is."""
+
     def __init__(
         self,
         *,
         datasets: _abc.Iterable[Global___DesiredDataset] | None = ...,
         interval_s: _builtins.float = ...,
         coordinator: Global___CoordinatorEndpoints | None = ...,
+        kept: _abc.Iterable[Global___VersionName] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+
+@_typing.final
+class VersionName(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    dataset: _builtins.str
+    fingerprint: _builtins.str
+    def __init__(
+        self,
+        *,
+        dataset: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionName: _TypeAlias = VersionName  # noqa: Y015
 
 @_typing.final
 class CatalogueEntry(_message.Message):
@@ -1622,10 +1664,13 @@ class CatalogueEntry(_message.Message):
     SEALED_FIELD_NUMBER: _builtins.int
     CREATED_FIELD_NUMBER: _builtins.int
     WAS_READY_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     keeps_every_row: _builtins.bool
     created: _builtins.int
     """grows with each request: the largest is the newest version"""
     was_ready: _builtins.bool
+    format: _builtins.int
+    """of the entry; larger than a release knows: a newer one wrote it"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -1646,10 +1691,11 @@ class CatalogueEntry(_message.Message):
         sealed: _abc.Iterable[Global___SealedShard] | None = ...,
         created: _builtins.int = ...,
         was_ready: _builtins.bool = ...,
+        format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

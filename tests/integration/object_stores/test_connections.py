@@ -36,7 +36,7 @@ def test_an_unknown_option_is_named_without_its_value(s3: S3Server) -> None:
     assert "hush" not in str(caught.value)
     with pytest.raises(RequestError, match="'max_retries' must be a number"):
         expand("s3://lake/a", PARQUET, {"max_retries": "many"}, s3.secrets)
-    for endpoint in ("localhost:9000", "not a url", "ftp://host"):
+    for endpoint in ("localhost:9000", "not a url", "ftp://host", "http://hôst", "http://h%"):
         with pytest.raises(RequestError, match="endpoint of a store must be an http"):
             expand("s3://lake/a", PARQUET, {"endpoint": endpoint}, s3.secrets)
     with pytest.raises(RequestError, match=r"gs store \(application_credentials\) are not right"):
@@ -48,3 +48,11 @@ def test_an_unknown_option_is_named_without_its_value(s3: S3Server) -> None:
 def test_an_unknown_scheme_is_named() -> None:
     with pytest.raises(RequestError, match="the scheme 'ftp' is not served"):
         expand("ftp://host/a", PARQUET, {}, {})
+
+
+@pytest.mark.parametrize(
+    "source", ["s3://la ke/a", "s3://la`ke/a", "gs://la\nke/a", "az://la ke/a"]
+)
+def test_a_bucket_that_cannot_be_is_named(s3: S3Server, source: str) -> None:
+    with pytest.raises(RequestError, match=r"'la.+ke' cannot be the name of a bucket"):
+        expand(source, PARQUET, {"skip_signature": "true"}, {})

@@ -10,9 +10,9 @@ import pytest
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
-from protos.errors import LoadError
+from protos.errors import LoadError, RequestError
 from tests.integration.object_stores.conftest import PARQUET, assert_no_secret, found, one
-from tests.object_store import ACCESS_KEY_ID, S3Server
+from tests.object_store import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 
 
 @pytest.mark.parametrize("source", ["s3://lake/a.parquet", "s3://lake/a/*"])
@@ -73,6 +73,34 @@ def test_the_environment_counts_where_the_dataset_says_nothing(
     (file,) = expand("s3://lake/env.parquet", PARQUET, {}, {})
     assert read_tail(file, 4, {}, {}) == b"rows"
     assert {(r.access_key_id, r.session_token) for r in s3.requests} == {("ENVKEY", "ENVTOKEN")}
+
+
+@pytest.mark.parametrize("name", ["access_key_id", "secret_access_key", "session_token", "region"])
+@pytest.mark.parametrize("place", ["options", "environment"])
+def test_a_line_break_in_a_setting_is_named_without_the_setting(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+) -> None:
+    keys = {"access_key_id": ACCESS_KEY_ID, "secret_access_key": SECRET_ACCESS_KEY, name: "Valu\n"}
+    options = {**s3.options, **keys}
+    if place == "environment":
+        for key in keys:
+            monkeypatch.setenv(f"AWS_{key.upper()}", options.pop(key))
+    with pytest.raises(RequestError, match="no line break") as caught:
+        expand("s3://lake/a.parquet", PARQUET, options, {})
+    assert (name if place == "options" else f"AWS_{name.upper()}") in str(caught.value)
+    assert "Valu" not in str(caught.value)
+    assert not s3.requests
+
+
+def test_a_variable_that_an_option_beats_may_be_anything(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3.put("lake", "beaten.parquet", b"rows")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other\n")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "other\n")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "other\n")
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "of another store\n")
+    assert one(s3, "s3://lake/beaten.parquet").size == 4
 
 
 def test_a_profile_of_the_environment_counts(

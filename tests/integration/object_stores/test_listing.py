@@ -108,6 +108,20 @@ def test_one_object_needs_no_listing(tree: S3Server) -> None:
     assert tree.counts() == {("HEAD", "tree/t/b.parquet"): 1}
 
 
+@pytest.mark.parametrize("name", ["part[1].parquet", "part*.parquet", "part?.parquet"])
+def test_an_object_whose_name_is_a_glob_is_that_object_alone(s3: S3Server, name: str) -> None:
+    for key in (name, "part1.parquet"):
+        s3.put("magic", f"t/{key}", b"rows")
+    assert found(s3, f"s3://magic/t/{name}") == [f"s3://magic/t/{name}"]
+
+
+def test_brackets_in_a_glob_stand_for_themselves_within_brackets(s3: S3Server) -> None:
+    for key in ("part[1].parquet", "part[2].parquet", "part1.parquet"):
+        s3.put("brackets", key, b"rows")
+    pattern = "s3://brackets/part[[]*.parquet"
+    assert found(s3, pattern) == [f"s3://brackets/part[{n}].parquet" for n in (1, 2)]
+
+
 @pytest.mark.parametrize("source", ["s3://tree/nothing", "s3://tree/t/nothing.parquet"])
 def test_a_missing_source_is_named(tree: S3Server, source: str) -> None:
     with pytest.raises(LoadError, match=re.escape(f"{source!r} does not exist")):

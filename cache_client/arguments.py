@@ -1,0 +1,89 @@
+"""What is wrong with the arguments of a caller, each quoted; looked at before anything is asked.
+
+Needs no torch: whoever only loads datasets has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, KeysView, Mapping, Set
+from typing import Literal
+
+from protos.values import as_number, is_text
+
+BatchFormat = Literal["torch", "numpy", "arrow"]
+BATCH_FORMATS: tuple[BatchFormat, ...] = ("torch", "numpy", "arrow")
+
+
+def argument_problems(
+    dataset: object,
+    columns: object,
+    stack: object,
+    deadline_s: object,
+    *,
+    batch_format: object,
+    transform: object,
+    local: object,
+) -> list[str]:
+    """What is wrong with the arguments that every way of reading takes, each quoted."""
+    problems: list[str] = []
+    if not is_text(dataset) or not dataset:
+        problems.append(f"dataset must be a name, got {dataset!r}")
+    if columns is not None and not _are_names(columns):
+        problems.append(f"columns must be a list of names, got {columns!r}")
+    elif isinstance(columns, Collection) and len(columns) == 0:
+        problems.append(f"columns must name a column, or be left out for all, got {columns!r}")
+    elif isinstance(columns, Collection) and len(set(columns)) < len(columns):
+        problems.append(f"columns must not repeat a name, got {columns!r}")
+    if isinstance(stack, Mapping) and all(isinstance(name, str) for name in stack):
+        problems += [
+            f"stack {name!r} must be a list of columns, got {names!r}"
+            for name, names in stack.items()
+            if not _are_names(names)
+        ]
+    elif stack is not None:
+        problems.append(f"stack must be a dict from name to columns, got {stack!r}")
+    problems += seconds_problems("deadline_s", deadline_s)
+    problems += format_problems(batch_format)
+    problems += function_problems("transform", transform)
+    problems += switch_problems("local", local)
+    return problems
+
+
+def format_problems(batch_format: object) -> list[str]:
+    """What is wrong with a batch format, quoted; empty where nothing is."""
+    if isinstance(batch_format, str) and batch_format in BATCH_FORMATS:
+        return []
+    return [f"batch_format must be one of {', '.join(BATCH_FORMATS)}, got {batch_format!r}"]
+
+
+def seconds_problems(name: str, value: object) -> list[str]:
+    """What is wrong with a time limit, quoted; empty where nothing is."""
+    if (as_number(value) or 0.0) > 0:
+        return []
+    return [f"{name} must be a number, more than 0, got {value!r}"]
+
+
+def switch_problems(name: str, value: object) -> list[str]:
+    """What is wrong with what is to be True or False, quoted; empty where nothing is."""
+    return [] if isinstance(value, bool) else [f"{name} must be True or False, got {value!r}"]
+
+
+def function_problems(name: str, value: object) -> list[str]:
+    """What is wrong with a function that may be left out, quoted; empty where nothing is."""
+    if value is None or callable(value):
+        return []
+    return [f"{name} must be a function, got {value!r}"]
+
+
+def _are_names(value: object) -> bool:
+    """Whether it is several texts in an order of theirs.
+
+    One alone would be taken for its letters, and the order of a set differs from run to run; that
+    of the keys of a dict does not.
+    """
+    return (
+        isinstance(value, Collection)
+        and getattr(value, "ndim", 1) == 1  # an array of none cannot be gone through
+        and (not isinstance(value, (str, Set, Mapping)) or isinstance(value, KeysView))
+        and all(map(is_text, value))
+    )

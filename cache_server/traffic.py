@@ -1,0 +1,66 @@
+"""What a node has served and refused since it started: plain counters, for whoever watches it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Read(NamedTuple):
+    """Of whom, and how: ``exchange`` (rows by number), ``get`` (a range), ``file`` (a copy)."""
+
+    dataset: str
+    verb: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """Sums since the node started; ``rows`` is 0 of files."""
+
+    rows: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The counters at one moment.
+
+    Attributes:
+        served: by dataset and verb.
+        errors: how often a call ended in an error, by its name in `protos.errors`.
+    """
+
+    served: Mapping[Read, Served]
+    errors: Mapping[str, int]
+
+
+class Traffic:
+    """Thread-safe. Counting costs a lock and two additions a message."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: Counter[Read] = Counter()
+        self._bytes: Counter[Read] = Counter()
+        self._errors: Counter[str] = Counter()
+
+    def note(self, read: Read, *, rows: int, num_bytes: int) -> None:
+        """Adds what was handed to the wire."""
+        with self._lock:
+            self._rows[read] += rows
+            self._bytes[read] += num_bytes
+
+    def note_error(self, name: str) -> None:
+        """Adds a call that ended in an error."""
+        with self._lock:
+            self._errors[name] += 1
+
+    def counts(self) -> Counts:
+        """The sums so far."""
+        with self._lock:
+            served = {
+                read: Served(self._rows[read], num_bytes) for read, num_bytes in self._bytes.items()
+            }
+            return Counts(served, dict(self._errors))

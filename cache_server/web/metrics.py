@@ -1,0 +1,107 @@
+"""A `Status` in the text formats of Prometheus.
+
+Imported at the first scrape, since that takes a while.
+
+Names follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` of counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from cache_server.status import Cache, Status
+from protos.states import STATE_NAMES
+
+
+def exposition(status: Status, accept: str) -> tuple[bytes, str]:
+    """The body and the content type of an answer, in the format that an Accept header asks for."""
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    registry.register(_StatusCollector(status))
+    encoder, content_type = choose_encoder(accept)
+    return encoder(registry), content_type
+
+
+class _StatusCollector(Collector):
+    def __init__(self, status: Status) -> None:
+        self._status = status
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _of_node(self._status)
+        if self._status.cache is not None:
+            yield from _of_cache(self._status.cache)
+
+
+def _of_node(status: Status) -> Iterator[Metric]:
+    yield _gauge("ready", "1 while readiness probes are answered with yes.", float(status.ready))
+    yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
+    if status.node.memory_limit_bytes:
+        limit = status.node.memory_limit_bytes
+        yield _gauge("memory_limit_bytes", "Bytes that the shard files may take.", limit)
+    shards = GaugeMetricFamily(
+        "data_cache_shards",
+        "Shards of a version on this node: sealed on disk, of these served, loading, failed.",
+        labels=["dataset", "fingerprint", "state"],
+    )
+    for held in status.held:
+        for state in ("sealed", "served", "loading", "failed"):
+            shards.add_metric([held.key.dataset, held.key.fingerprint, state], getattr(held, state))
+    yield shards
+    rows = CounterMetricFamily(
+        "data_cache_served_rows",
+        "Rows sent, by Flight verb. Trainers on the same machine read files instead.",
+        labels=["dataset", "verb"],
+    )
+    sent = CounterMetricFamily(
+        "data_cache_served_bytes",
+        "Bytes of the columns and files sent.",
+        labels=["dataset", "verb"],
+    )
+    for read, served in status.counts.served.items():
+        rows.add_metric(read, served.rows)
+        sent.add_metric(read, served.num_bytes)
+    yield rows
+    yield sent
+    errors = CounterMetricFamily(
+        "data_cache_errors", "Flight calls that ended in an error, by its name.", labels=["error"]
+    )
+    for name, times in status.counts.errors.items():
+        errors.add_metric([name], times)
+    yield errors
+
+
+def _of_cache(cache: Cache) -> Iterator[Metric]:
+    nodes = GaugeMetricFamily(
+        "data_cache_nodes", "Nodes that belong to the cache.", labels=["state"]
+    )
+    alive = sum(node.alive for node in cache.nodes)
+    nodes.add_metric(["alive"], alive)
+    nodes.add_metric(["lost"], len(cache.nodes) - alive)
+    yield nodes
+    state = GaugeMetricFamily(
+        "data_cache_dataset_state",
+        "1 of the state that a dataset is in.",
+        labels=["dataset", "state"],
+    )
+    rows = GaugeMetricFamily(
+        "data_cache_dataset_rows", "Rows; while it loads, those loaded so far.", labels=["dataset"]
+    )
+    size = GaugeMetricFamily(
+        "data_cache_dataset_bytes", "Bytes of the sealed shards, one replica.", labels=["dataset"]
+    )
+    for info in cache.datasets:
+        name = info.spec.name
+        for code, word in STATE_NAMES.items():
+            state.add_metric([name, word], float(info.state == code))
+        rows.add_metric([name], info.num_rows or info.progress.rows_done)
+        size.add_metric([name], info.num_bytes)
+    yield from (state, rows, size)
+
+
+def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"data_cache_{name}", what, value)

@@ -1,0 +1,117 @@
+"""The HTTP port of a node: ``/`` for people, ``/metrics`` for Prometheus, ``/ready`` for probes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import socketserver
+import sys
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from cache_server.status import Status
+from cache_server.web.page import page
+from protos.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 10.0  # that a caller may take for its request
+_POLL_S = 0.1  # the most that stopping takes
+_TEXT = "text/plain; charset=utf-8"
+_HTML = "text/html; charset=utf-8"
+
+
+class WebService:
+    """Listens from construction, answers from `start` on, in a thread a call.
+
+    Args:
+        bind: host to listen on.
+        port: 0 picks a free one; see ``.port``.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+
+    def __init__(self, bind: str, port: int) -> None:
+        try:
+            self._server = _Server(bind.strip("[]"), port)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on HTTP port {bind}:{port}: {error.strerror or error}"
+            ) from None
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True
+        )
+
+    def start(self, status: Callable[[], Status], is_ready: Callable[[], bool]) -> None:
+        """Begins to answer, each call with the status of its moment, or for a probe with less."""
+        self._server.status, self._server.is_ready = status, is_ready
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops listening; calls under way end by themselves."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    status: Callable[[], Status]
+    is_ready: Callable[[], bool]
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, address = found[0]
+        super().__init__((str(address[0]), port), _Handler)
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's, which asks the name service for the name of this machine.
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        # A caller that went away is not this node's failure.
+        level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
+        logger.log(level, "HTTP call failed from=%s", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _IDLE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/":
+            self._answer(HTTPStatus.OK, page(self.server.status()).encode(), _HTML)
+        elif path == "/metrics":
+            from cache_server.web.metrics import exposition
+
+            accept = self.headers.get("Accept", "")
+            self._answer(HTTPStatus.OK, *exposition(self.server.status(), accept))
+        elif path == "/ready":
+            ready = self.server.is_ready()
+            code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
+            self._answer(code, b"ready\n" if ready else b"not ready\n", _TEXT)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"there are /, /metrics and /ready\n", _TEXT)
+
+    do_HEAD = do_GET
+
+    def _answer(self, code: HTTPStatus, body: bytes, content_type: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def version_string(self) -> str:
+        return "cache-server"
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        logger.debug(format, *arguments)

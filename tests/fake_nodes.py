@@ -1,0 +1,187 @@
+"""Cache nodes as a coordinator sees them, and a clock that stands still until a test moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from cache_server.catalogue import Catalogue
+from cache_server.coordinator import Coordinator
+from cache_server.planning import VersionKey
+from protos.cache.v1 import cache_pb2 as pb
+from protos.spec import DatasetSpec
+
+TIMEOUT_S, LEASE_S = 10.0, 100.0
+FILES, ROWS_PER_FILE = 8, 5  # each file becomes a shard
+SHARDS = frozenset(range(FILES))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeNode:
+    """A node as the coordinator sees it: it holds what it was told to, at once and perfectly.
+
+    Attributes:
+        sealed: version -> shard -> what the node holds of it.
+        starts: version -> shard -> the first row id that it was told.
+        failing: (dataset, shard) -> the reason why this node cannot load it.
+        rows_of: shard -> rows that come out of it, where not those of its footer.
+        idle_s: since rows were read here; None: never.
+        loads: how many shards it has loaded so far.
+    """
+
+    def __init__(self, coordinator: Coordinator, node_id: str, *, limit_bytes: int = 0) -> None:
+        self.coordinator = coordinator
+        self.id = node_id
+        self.location = f"grpc://{node_id}:1"
+        self.limit_bytes = limit_bytes
+        self.sealed: dict[VersionKey, dict[int, pb.SealedShard]] = {}
+        self.starts: dict[VersionKey, dict[int, int]] = {}
+        self.attempts: dict[VersionKey, int] = {}
+        self.failing: dict[tuple[str, int], str] = {}
+        self.failed: dict[VersionKey, dict[int, str]] = {}
+        self.loads = 0
+        self.rows_of: dict[int, int] = {}
+        self.shard_bytes = 100
+        self.idle_s: float | None = None
+
+    def report(self) -> pb.HeartbeatRequest:
+        request = pb.HeartbeatRequest(
+            node=pb.Node(
+                id=self.id,
+                flight_location=self.location,
+                memory_limit_bytes=self.limit_bytes,
+                stored_bytes=self.shard_bytes * sum(map(len, self.sealed.values())),
+            )
+        )
+        for key in {*self.sealed, *self.failed}:
+            actual = request.datasets.add(
+                dataset=key.dataset,
+                fingerprint=key.fingerprint,
+                attempt=self.attempts.get(key),
+                idle_s=self.idle_s,
+            )
+            starts = self.starts.get(key, {})
+            for index, shard in self.sealed.get(key, {}).items():
+                actual.shards.add(
+                    index=index,
+                    sealed=True,
+                    num_rows=shard.num_rows,
+                    num_bytes=shard.num_bytes,
+                    checksum=shard.checksum,
+                    rows_fixed=index in starts,
+                    row_start=starts.get(index, 0),
+                )
+            for index, reason in self.failed.get(key, {}).items():
+                actual.shards.add(index=index, failure=reason)
+        return request
+
+    def beat(self, *, load: Iterable[int] = SHARDS) -> dict[str, set[int]]:
+        """Reports, then does what it is told; returns dataset -> shards it should hold.
+
+        Args:
+            load: the shards that this node gets done now, of those that it lacks.
+        """
+        answer = self.coordinator.heartbeat(self.report())
+        wanted: dict[str, set[int]] = {}
+        keys = {VersionKey(kept.dataset, kept.fingerprint) for kept in answer.kept}
+        for desired in answer.datasets:
+            key = VersionKey(desired.plan.dataset, desired.plan.fingerprint)
+            keys.add(key)
+            if self.attempts.get(key) not in (None, desired.plan.attempt):
+                self._forget(key)
+            self.attempts[key] = desired.plan.attempt
+            indices = {shard.index for shard in desired.shards}
+            wanted[key.dataset] = indices
+            held = self.sealed.setdefault(key, {})
+            for shard in desired.shards:
+                if shard.index in held or shard.index in self.failed.get(key, {}):
+                    continue
+                if reason := self.failing.get((key.dataset, shard.index)):
+                    self.failed.setdefault(key, {})[shard.index] = reason
+                elif shard.index in load and (shard.splits or shard.copy_from):
+                    rows = shard.num_rows or sum(split.num_rows for split in shard.splits)
+                    rows = self.rows_of.get(shard.index, rows)
+                    held[shard.index] = pb.SealedShard(
+                        num_rows=rows, num_bytes=self.shard_bytes, checksum=f"sum-{shard.index}"
+                    )
+                    self.loads += 1
+            for index in set(held) - indices:
+                del held[index]
+            self.starts[key] = (
+                {s.index: s.row_start for s in desired.shards if s.index in held}
+                if desired.rows_fixed
+                else {}
+            )
+        for key in {*self.sealed, *self.failed} - keys:
+            self._forget(key)
+        return wanted
+
+    def restart(self, coordinator: Coordinator | None = None) -> FakeNode:
+        """The node after a restart: it has its shards, and has been told nothing."""
+        again = FakeNode(coordinator or self.coordinator, self.id, limit_bytes=self.limit_bytes)
+        again.sealed = {key: dict(shards) for key, shards in self.sealed.items() if shards}
+        return again
+
+    def holds(self, dataset: str) -> set[int]:
+        return {
+            index for key, held in self.sealed.items() if key.dataset == dataset for index in held
+        }
+
+    def _forget(self, key: VersionKey) -> None:
+        for of_version in (self.sealed, self.starts, self.failed):
+            of_version.pop(key, None)
+        self.attempts.pop(key, None)
+
+
+def make_coordinator(directory: Path, clock: Clock) -> Coordinator:
+    """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
+    return Coordinator(
+        Catalogue(directory / "catalogue"),
+        endpoints=pb.CoordinatorEndpoints(control_location="here:1"),
+        heartbeat_interval_s=0.01,
+        node_timeout_s=TIMEOUT_S,
+        lease_s=LEASE_S,
+        clock=clock,
+    )
+
+
+def spec(source: Path, name: str = "table", **changes: object) -> DatasetSpec:
+    """A spec of `source` that makes a shard of each of its files."""
+    return DatasetSpec(name, source, target_shard_bytes=1, **changes)  # type: ignore[arg-type]
+
+
+def settle(*nodes: FakeNode) -> None:
+    """As many rounds as it takes: loads are reported, row ids told, and those reported."""
+    for _ in range(5):
+        for node in nodes:
+            node.beat()
+
+
+def told(coordinator: Coordinator, node: FakeNode) -> pb.DesiredDataset:
+    """What the node is told of its one dataset; it does nothing of it."""
+    (desired,) = coordinator.heartbeat(node.report()).datasets
+    return desired
+
+
+def failing(reason: str) -> dict[tuple[str, int], str]:
+    """What a node says that can load no shard of the dataset any more."""
+    return {("table", index): reason for index in SHARDS}
+
+
+def state(coordinator: Coordinator, name: str = "table") -> str:
+    """The state of a dataset in one word: loading, ready, failed."""
+    return pb.DatasetState.Name(coordinator.get(name).state).removeprefix("DATASET_STATE_").lower()
+
+
+def homes(coordinator: Coordinator, name: str = "table") -> list[list[str]]:
+    """For each shard the ids of the nodes that hold it, the one it belongs on first."""
+    return [list(shard.node_ids) for shard in coordinator.get(name).shards]

@@ -1,0 +1,31 @@
+"""What the tests of the initializer share: an API server, and pods that come up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.api_server import ApiServer
+from tests.initializer_world import World
+from tests.stateful_sets import StatefulSets
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with ApiServer() as server:
+        yield World(server, tmp_path)
+
+
+@pytest.fixture
+def pods(world: World) -> Iterator[StatefulSets]:
+    """A controller that brings every pod up."""
+    with StatefulSets(world.store) as controller:
+        yield controller

@@ -1,0 +1,40 @@
+"""How the initializer finds the API server of the cluster that it runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import urllib3
+from kubernetes.config import incluster_config
+
+from protos.errors import ConfigError
+from runtimes.initializer.cluster import connect
+
+
+@pytest.fixture
+def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """What a pod of a cluster is given."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
+    files = {"token": "SERVICE_TOKEN_FILENAME", "ca.crt": "SERVICE_CERT_FILENAME"}
+    for name, constant in files.items():
+        (tmp_path / name).write_text("there")
+        monkeypatch.setattr(incluster_config, constant, str(tmp_path / name))
+    return tmp_path
+
+
+def test_a_proxy_for_the_source_does_not_stand_before_the_api_server(
+    pod: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", ".svc,10.0.0.0/8")
+    api = connect(None)
+    assert api.configuration.host == "https://10.96.0.1:443"
+    assert not isinstance(api.rest_client.pool_manager, urllib3.ProxyManager)
+
+
+def test_without_a_token_there_is_no_way_and_the_reason_is_told(pod: Path) -> None:
+    (pod / "token").unlink()
+    with pytest.raises(ConfigError, match="this is no pod of a cluster: Service token file does"):
+        connect(None)

@@ -1,0 +1,274 @@
+"""Which files a path, a glob or a URI of this machine names, and how each is pinned."""
+
+import glob
+import itertools
+import os
+import re
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+
+from cache_server.pinned import SourceFile
+from cache_server.tables import files as sources
+from protos.errors import LoadError, RequestError
+from tests.table_files import find, paths_of, pinned, table_spec, touch
+
+
+def test_the_files_of_a_directory_come_by_name_with_those_of_its_directories(
+    tmp_path: Path,
+) -> None:
+    names = ["b.parquet", "a.parquet", "B.parquet", "sub/c.parquet", "sub/deep/a.pq", "10.parquet"]
+    for name in [*names, "2.parquet"]:
+        touch(tmp_path / name)
+
+    assert paths_of(tmp_path) == sorted(str(tmp_path / name) for name in [*names, "2.parquet"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".hidden.parquet", "_temporary.parquet", "_SUCCESS", ".part.parquet.crc"),
+        *("_temporary/0/a.parquet", ".git/a.parquet", "sub/.cache/a.parquet", "README.md"),
+    ],
+)
+def test_a_directory_passes_over_hidden_and_foreign_files(tmp_path: Path, name: str) -> None:
+    good = touch(tmp_path / "good.parquet")
+    touch(tmp_path / name)
+
+    assert paths_of(tmp_path) == [good]
+
+
+def test_hidden_parents_do_not_hide_a_directory(tmp_path: Path) -> None:
+    good = touch(tmp_path / ".cache" / "_data" / "a.parquet")
+
+    assert paths_of(tmp_path / ".cache" / "_data") == [good]
+    assert paths_of(tmp_path / ".cache" / "_data" / "*.parquet") == [good]
+
+
+def test_a_format_keeps_the_other_formats_of_a_directory_out(tmp_path: Path) -> None:
+    parquet, csv = touch(tmp_path / "a.parquet"), touch(tmp_path / "a.csv")
+
+    assert paths_of(tmp_path, format="parquet") == [parquet]
+    assert paths_of(tmp_path, format="csv") == [csv]
+
+
+def test_a_glob_gives_its_files_by_name(tmp_path: Path) -> None:
+    second, first = touch(tmp_path / "y=2/b.parquet"), touch(tmp_path / "y=1/c.parquet")
+    touch(tmp_path / "z/a.parquet")
+
+    assert paths_of(tmp_path / "y=*" / "*.parquet") == [first, second]
+    assert paths_of(tmp_path / "y=[2]" / "?.parquet") == [second]
+
+
+def test_a_recursive_glob_gives_the_files_of_every_directory(tmp_path: Path) -> None:
+    files = [touch(tmp_path / name) for name in ("a.parquet", "b/c.parquet", "b/d/e.parquet")]
+
+    assert paths_of(tmp_path / "**" / "*.parquet") == files
+
+
+def test_a_glob_passes_over_hidden_files_unless_it_names_them(tmp_path: Path) -> None:
+    good = touch(tmp_path / "a.parquet")
+    marked = touch(tmp_path / "_b.parquet")
+    nested = touch(tmp_path / "_temporary" / "c.parquet")
+
+    assert paths_of(tmp_path / "*.parquet") == [good]
+    assert paths_of(tmp_path / "**" / "*.parquet") == [good]
+    assert paths_of(tmp_path / "_*.parquet") == [marked]
+    assert paths_of(tmp_path / "_temporary" / "*.parquet") == [nested]
+
+
+def test_a_file_that_is_named_is_taken_whatever_its_name(tmp_path: Path) -> None:
+    names = ["_b.parquet", ".a.parquet", "a[1].parquet", "a*.parquet", "a b.parquet", "c.PARQUET"]
+    files = [touch(tmp_path / name) for name in names]
+
+    assert paths_of(*files) == files
+
+
+def test_several_sources_come_in_the_given_order(tmp_path: Path) -> None:
+    b, c, a = (touch(tmp_path / name) for name in ("b.parquet", "d/c.parquet", "a.parquet"))
+
+    assert paths_of(b, tmp_path / "d", a, b) == [b, c, a, b]
+
+
+@pytest.mark.parametrize("prefix", ["file://", "file://localhost", "FILE://"])
+def test_a_file_uri_is_a_path_with_its_escapes_undone(tmp_path: Path, prefix: str) -> None:
+    path = touch(tmp_path / "a b#1%.parquet")
+    uri = (tmp_path / "a b#1%.parquet").as_uri().replace("file://", prefix)
+
+    assert "%20" in uri
+    assert paths_of(uri) == [path]
+
+
+def test_a_file_uri_may_be_a_directory_or_a_glob(tmp_path: Path) -> None:
+    path = touch(tmp_path / "a.parquet")
+
+    assert paths_of(f"file://{tmp_path}", f"file://{tmp_path}/*.parquet") == [path, path]
+
+
+def test_a_file_is_pinned_by_size_and_mtime(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    touch(path, size=17)
+    os.utime(path, ns=(0, 1_234_567_890_123_456_789))
+
+    assert pinned(path) == SourceFile(str(path), 17, 1_234_567_890_123_456_789)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *(("a.parquet", "parquet"), ("a.pq", "parquet"), ("a.arrow", "arrow"), ("a.ipc", "arrow")),
+        *(("a.feather", "arrow"), ("a.csv", "csv"), ("a.json", "json"), ("a.jsonl", "json")),
+        *(("a.ndjson", "json"), ("a.PARQUET", "parquet"), ("a.tar.parquet", "parquet")),
+    ],
+)
+def test_the_name_tells_the_format(tmp_path: Path, name: str, format: str) -> None:
+    assert find(touch(tmp_path / name))[0] == format
+
+
+def test_a_name_that_does_not_tell_the_format_needs_it_given(tmp_path: Path) -> None:
+    path = touch(tmp_path / "table.dat")
+
+    with pytest.raises(RequestError, match="give format= one of arrow, csv, json, parquet") as e:
+        paths_of(path)
+    assert path in str(e.value)
+    assert find(path, format="csv")[0] == "csv"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.parquet", "nowhere/a.parquet"])
+def test_a_missing_path_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(LoadError, match="does not exist on the node") as caught:
+        paths_of(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+
+
+def test_one_missing_path_of_several_is_named(tmp_path: Path) -> None:
+    good = touch(tmp_path / "a.parquet")
+
+    with pytest.raises(LoadError, match=r"b\.parquet"):
+        paths_of(good, tmp_path / "b.parquet")
+
+
+@pytest.mark.parametrize("pattern", ["", "*.parquet", "**/*.parquet"])
+def test_a_source_without_files_is_named(tmp_path: Path, pattern: str) -> None:
+    touch(tmp_path / "_SUCCESS")
+
+    with pytest.raises(LoadError) as caught:
+        paths_of(tmp_path / pattern)
+    reason = "matches no file" if pattern else "holds no files of a known format"
+    assert reason in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_source_without_files_of_the_format_names_the_format(tmp_path: Path) -> None:
+    touch(tmp_path / "a.csv")
+
+    with pytest.raises(LoadError, match="holds no parquet files"):
+        paths_of(tmp_path, format="parquet")
+
+
+def test_mixed_formats_are_refused_with_a_file_of_each(tmp_path: Path) -> None:
+    csv, parquet = touch(tmp_path / "a.csv"), touch(tmp_path / "b.parquet")
+
+    with pytest.raises(RequestError, match="one dataset has one format") as caught:
+        paths_of(tmp_path)
+    assert f"{csv} (csv), {parquet} (parquet)" in str(caught.value)
+
+
+@pytest.mark.parametrize("uri", ["ftp://bucket/a.parquet", "file://other-host/a.parquet"])
+def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
+    with pytest.raises(RequestError, match=r"no file of the node's machine|not served") as caught:
+        paths_of(uri)
+    assert uri in str(caught.value)
+
+
+# -- globs, beside those of Python -----------------------------------------------------------------
+
+
+NAMES = ["a.pq", "b.pq", ".c.pq", "_d.pq", "x/a.pq", "x/y/a.pq", "x/.y/a.pq", "_x/a.pq", "x/a/b"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("*", "*.pq", "?.pq", "[ab].pq", ".*", "_*", "[_]*", "[.]*", "**", "**/*", "**/a.pq"),
+        *("*/*", "*/a.pq", "x*/y/*", "*/y/../*.pq", "**/y/*.pq", "**/.y/*", "**/x/**", "x**/*.pq"),
+        *("**/**/*.pq", "**/_x/*", "*/.y/a.pq", "x/../*.pq", "*/", "**/", "./*.pq", "x//*.pq"),
+        *("nowhere/*.pq", "a.pq/*", "*/nowhere/*", "*/a.pq/*", "*/[y]/*", "[x]/a", "*/a/b"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_glob_gives_what_globs_of_python_give_but_for_hidden_files(
+    tmp_path: Path, pattern: str, prefix: str
+) -> None:
+    for name in NAMES:
+        touch(tmp_path / name)
+    source = f"{tmp_path}/{pattern}"
+    if prefix:  # which leaves the path as it is written
+        source = prefix + quote(source, safe="/*")
+    spec = table_spec(source, format="csv")
+    written = unquote(spec.source[0].removeprefix(prefix))
+
+    try:
+        found = [file.path for file in sources.find_files(spec)[1]]
+    except LoadError as error:
+        assert re.search("matches no file|holds no csv files", str(error))
+        found = []
+    assert found == files_of_glob(written)
+
+
+def files_of_glob(pattern: str) -> list[str]:
+    """What Python's own `glob` finds, with the hidden files left out unless they are named."""
+
+    def is_hidden(path: Path) -> bool:
+        return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+
+    root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts))
+    found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    named = is_hidden(Path(pattern))
+    return sorted(str(Path(path)) for path in found if named or not is_hidden(Path(path)))
+
+
+# -- changes ---------------------------------------------------------------------------------------
+
+
+def test_an_unchanged_file_passes(tmp_path: Path) -> None:
+    touch(tmp_path / "a.parquet")
+
+    sources.check_unchanged(pinned(tmp_path / "a.parquet"))
+
+
+def test_another_size_is_a_change_with_both_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    touch(path, size=10)
+    file = pinned(path)
+
+    path.write_bytes(b"x" * 12)
+    os.utime(path, ns=(0, file.mtime_ns))
+
+    with pytest.raises(LoadError, match=r"it had 10 bytes .* now 12 bytes") as caught:
+        sources.check_unchanged(file)
+    assert str(path) in str(caught.value)
+
+
+def test_another_mtime_is_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    touch(path)
+    file = pinned(path)
+
+    os.utime(path, ns=(0, file.mtime_ns + 1))
+
+    with pytest.raises(LoadError, match=f"now 1 bytes and {file.mtime_ns + 1} ns"):
+        sources.check_unchanged(file)
+
+
+def test_a_removed_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    touch(path)
+    file = pinned(path)
+
+    path.unlink()
+
+    with pytest.raises(LoadError, match="No such file") as caught:
+        sources.check_unchanged(file)
+    assert str(path) in str(caught.value)
