@@ -28,7 +28,7 @@ from cache_client.reader import Reader
 from cache_client.rows import join
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
-from protos.control import DIRECT, MAX_MESSAGE_BYTES, from_rpc_error
+from protos.control import from_rpc_error, open_channel
 from protos.errors import ConfigError, LoadError, NotReadyError
 from protos.layout import schema_from_bytes
 from protos.load_bar import shown_progress
@@ -37,9 +37,6 @@ from protos.spec import DatasetSpec
 from protos.states import STATE_NAMES
 from protos.values import is_text
 from protos.watching import wait_until_settled
-
-# A coordinator that hangs is noticed even while a load without a time limit is watched.
-_KEEPALIVE_S = 10.0
 
 _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
 _MOST_S = 1e9  # of a call: gRPC takes more for none at all
@@ -288,14 +285,7 @@ class CacheClient:
             look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
         with Connection(self.endpoint) as connection:
             location = connection.coordinator(look_up_s).control_location
-        options = [
-            DIRECT,
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.keepalive_time_ms", int(_KEEPALIVE_S * 1000)),
-            ("grpc.keepalive_timeout_ms", int(_KEEPALIVE_S * 1000)),
-            ("grpc.http2.ping_timeout_ms", int(_KEEPALIVE_S * 1000)),
-        ]
-        with grpc.insecure_channel(location, options=options) as channel:
+        with open_channel(location) as channel:
             try:
                 yield cache_pb2_grpc.CoordinatorStub(channel)
             except grpc.RpcError as error:

@@ -12,7 +12,7 @@ import grpc
 
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
-from protos.control import DIRECT, MAX_MESSAGE_BYTES, from_rpc_error
+from protos.control import from_rpc_error, open_channel
 from protos.errors import (
     NodeUnavailableError,
     require_ready,
@@ -24,8 +24,6 @@ from protos.watching import wait_until_settled
 _CALL_TIMEOUT_S = 10.0
 _CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
 _PLAN_TIMEOUT_S = 600.0  # many footers to read
-# A coordinator that hangs is noticed even while a load without a time limit is watched.
-_KEEPALIVE_MS = 10_000
 
 
 class RemoteCoordinator:
@@ -45,17 +43,10 @@ class RemoteCoordinator:
         self._connect()
 
     def _connect(self) -> None:
-        self._channel = grpc.insecure_channel(
+        self._channel = open_channel(
             self._location,
-            options=[
-                DIRECT,
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_reconnect_backoff_ms", 2_000),
-                ("grpc.dns_min_time_between_resolutions_ms", 2_000),
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-                ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
-            ],
+            max_reconnect_backoff_ms=2_000,
+            dns_min_time_between_resolutions_ms=2_000,
         )
         self._connected_at = time.monotonic()
         self._stub = cache_pb2_grpc.CoordinatorStub(self._channel)
