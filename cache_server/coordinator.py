@@ -17,10 +17,11 @@ from dataclasses import replace
 
 from cache_server.capacity import check_room
 from cache_server.catalogue import Catalogue, SealedSummary
-from cache_server.forecast import forecast
+from cache_server.forecast import LoadRate, forecast
 from cache_server.holdings import Holdings
 from cache_server.membership import Membership
 from cache_server.planning import VersionKey
+from cache_server.unclaimed import Unclaimed
 from cache_server.version_record import Version
 from cache_server.versions import plan_version
 from protos.cache.v1 import cache_pb2 as pb
@@ -28,7 +29,6 @@ from protos.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
-    NotReadyError,
     StaleVersionError,
 )
 from protos.spec import DatasetSpec
@@ -36,7 +36,6 @@ from protos.spec import DatasetSpec
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_FEWEST_RATED_BYTES = 16 * 1024 * 1024  # of a smaller load most of the time is not reading
 
 
 class Coordinator:
@@ -73,12 +72,17 @@ class Coordinator:
         self._changes = 0  # so that one between two looks is not missed
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
-        self._node_rate = 0.0  # see `forecast`; 0 before the first load
+        self._load_rate = LoadRate()
         self._versions: dict[VersionKey, Version] = {}
         self._described: dict[VersionKey, tuple[object, pb.DatasetInfo]] = {}
         self._membership = Membership(catalogue, node_timeout_s, clock)
-        self._new_until = clock() + lease_s - catalogue.age_s()
-        self._dropped: set[VersionKey] = set()
+        self._unclaimed = Unclaimed(
+            self._versions,
+            self._membership,
+            lease_s=lease_s,
+            catalogue_age_s=catalogue.age_s(),
+            clock=clock,
+        )
         self._read_back()
 
     def close(self) -> None:
@@ -115,9 +119,10 @@ class Coordinator:
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
                 return self._attach(version, spec, fewer_replicas=refresh)
-            attempt = (
-                self._known_attempt(planned.plan.key) if version is None else version.attempt + 1
-            )
+            if version is None:
+                attempt = self._unclaimed.attempt(planned.plan.key)
+            else:
+                attempt = version.attempt + 1
             made = Version(
                 planned.plan,
                 self._created + 1,
@@ -187,7 +192,7 @@ class Coordinator:
                 names = [f"node-{index}" for index in range(num_nodes)]
             limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
             limit = memory_limit_bytes or min(limits, default=0)
-            return forecast(planned, names, limit, self._node_rate)
+            return forecast(planned, names, limit, self._load_rate.node_bytes_per_s)
 
     def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
@@ -279,10 +284,10 @@ class Coordinator:
             DatasetNotFoundError: listing the datasets there are.
         """
         with self._changed:
-            unknown = {key for key in self._unknown() if key.dataset == name}
-            if not unknown:
+            unclaimed = self._unclaimed.held(name)
+            if not unclaimed:
                 self._find(name)
-            self._dropped |= unknown
+            self._unclaimed.drop(*unclaimed)
             for key in [key for key in self._versions if key.dataset == name]:
                 self._forget(key)
             self._note_change()
@@ -332,7 +337,7 @@ class Coordinator:
             for version in self._versions.values():
                 if version.failure is None:
                     response.datasets.append(self._holdings(version).desired(node_id))
-            for key in member.actual.keys() & self._unknown():
+            for key in member.actual.keys() & self._unclaimed.held():
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             self._note_change()
             return response
@@ -359,43 +364,14 @@ class Coordinator:
             found = self._newest(named)
         if found is not None:
             return found
-        wanted, unknown = VersionKey(name, fingerprint), self._unknown()
+        self._unclaimed.require_none(name, fingerprint)
         others = [key.fingerprint for key in self._versions if key.dataset == name]
-        lost = wanted in unknown if fingerprint else any(key.dataset == name for key in unknown)
-        # Whoever names a version has read it; its nodes may not have reported yet.
-        read = fingerprint and not others and self._is_new() and wanted not in self._dropped
-        if lost or read:
-            raise NotReadyError(
-                f"dataset {name!r} is not known yet to a coordinator that was replaced: load its "
-                "spec again"
-            )
         if others:
             raise StaleVersionError(
                 f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
             )
         known = sorted({key.dataset for key in self._versions})
         raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
-
-    def _known_attempt(self, key: VersionKey) -> int:
-        """That of what nodes hold of a version which this coordinator does not know."""
-        if key not in self._unknown():
-            return 0
-        members = self._membership.members.values()
-        return max(member.actual[key].attempt for member in members if key in member.actual)
-
-    def _is_new(self) -> bool:
-        return self._clock() < self._new_until
-
-    def _unknown(self) -> set[VersionKey]:
-        """What nodes hold of a coordinator whose catalogue was lost, and may be wanted."""
-        is_new = self._is_new()
-        held = {
-            key
-            for member in self._membership.members.values()
-            for key, actual in member.actual.items()
-            if is_new or (actual.HasField("idle_s") and actual.idle_s < self._lease_s)
-        }
-        return held - self._versions.keys() - self._dropped
 
     def _settle(self) -> None:
         """Draws what follows from the latest heartbeats: fixed rows, readiness, old versions."""
@@ -423,21 +399,13 @@ class Coordinator:
                     version.was_ready = False
                     version.fail(error)
                     continue
-                self._note_rate(version)
+                if version.asked_at is not None:
+                    elapsed_s = self._clock() - version.asked_at
+                    self._load_rate.note(version.plan, elapsed_s, len(self._membership.alive()))
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
             for other in older:
                 if not self._is_leased(self._versions[other]):
                     self._forget(other)
-
-    def _note_rate(self, version: Version) -> None:
-        """How fast a load went, to foretell the next one by."""
-        # What a load is foretold by: all that is read, on the nodes that have something to read.
-        shards = version.plan.shards or ()
-        loaded = sum(shard.estimated_bytes for shard in shards)
-        if version.asked_at is not None and loaded >= _FEWEST_RATED_BYTES:
-            elapsed_s = max(self._clock() - version.asked_at, 1e-3)
-            readers = max(1, min(len(self._membership.alive()), len(shards)))
-            self._node_rate = loaded / elapsed_s / readers
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -458,7 +426,7 @@ class Coordinator:
     def _forget(self, key: VersionKey) -> None:
         self._versions.pop(key).release()
         self._described.pop(key, None)
-        self._dropped.add(key)
+        self._unclaimed.drop(key)
         self._catalogue.forget(key)
         logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
 
@@ -491,7 +459,7 @@ class Coordinator:
         """Whether the nodes remove a version at their next heartbeats."""
         version = self._versions.get(key)
         if version is None:
-            return key not in self._unknown()
+            return key not in self._unclaimed.held()
         return version.failure is not None
 
     def _write(self, version: Version) -> None:
@@ -514,11 +482,7 @@ class Coordinator:
     def _read_back(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
-            version = Version(entry.plan, entry.created, attempt=entry.attempt)
-            version.sealed = dict(enumerate(entry.sealed))
-            version.was_ready = entry.was_ready
-            if entry.was_ready or entry.sealed:
-                version.result_shards = len(entry.sealed)
+            version = Version.read_back(entry)
             if version.was_ready:  # who reads it now has had no time to say so
                 version.last_used = self._clock()
             self._versions[entry.plan.key] = version

@@ -17,20 +17,40 @@ from protos.errors import LoadError
 logger = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 20_000
+_FEWEST_RATED_BYTES = 16 * 1024 * 1024  # of a smaller load most of the time is not reading
+
+
+class LoadRate:
+    """How fast the latest load went, to foretell the next one by. One thread at a time.
+
+    Attributes:
+        node_bytes_per_s: decoded bytes that a node loads; 0 before the first load.
+    """
+
+    def __init__(self) -> None:
+        self.node_bytes_per_s = 0.0
+
+    def note(self, plan: VersionPlan, elapsed_s: float, num_nodes: int) -> None:
+        """Of a load that has ended: all that was read, by the nodes that had something to read."""
+        shards = plan.shards or ()
+        loaded = sum(shard.estimated_bytes for shard in shards)
+        if loaded >= _FEWEST_RATED_BYTES:
+            readers = max(1, min(num_nodes, len(shards)))
+            self.node_bytes_per_s = loaded / max(elapsed_s, 1e-3) / readers
 
 
 def forecast(
     planned: PlannedVersion,
     node_ids: Sequence[str],
     memory_limit_bytes: int,
-    node_rate: float = 0.0,
+    node_bytes_per_s: float = 0.0,
 ) -> pb.LoadForecast:
     """The forecast of a planned load.
 
     Args:
         node_ids: over which its shards would be spread.
         memory_limit_bytes: of each node; 0 for none.
-        node_rate: decoded bytes that a node loads a second, by experience; 0 where there is none.
+        node_bytes_per_s: decoded bytes that a node loads, by experience; 0 where there is none.
     """
     plan = planned.plan
     result = pb.LoadForecast(
@@ -72,8 +92,10 @@ def forecast(
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(plan.spec.replicas, result.nodes_needed):
         result.nodes_needed = len(node_ids)  # by luck; see `nodes_needed`
-    if node_rate and node_ids:
-        result.load_s = result.num_bytes / node_rate / min(len(node_ids), len(plan.shards) or 1)
+    if node_bytes_per_s and node_ids:
+        result.load_s = (
+            result.num_bytes / node_bytes_per_s / min(len(node_ids), len(plan.shards) or 1)
+        )
     filtered = _filtered_rows(planned, rows)
     if filtered is not None:
         result.filtered_rows = filtered

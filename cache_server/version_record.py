@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from cache_server.catalogue import SealedSummary
+from cache_server.catalogue import CatalogueEntry, SealedSummary
 from cache_server.pinned import Pin
 from cache_server.planning import row_starts
 from cache_server.versions import VersionPlan
@@ -37,6 +37,19 @@ class Version:
     result_shards: int | None = None
     last_used: float | None = None
     asked_at: float | None = None
+
+    @classmethod
+    def read_back(cls, entry: CatalogueEntry) -> Version:
+        """One that was there before a restart."""
+        has_run = entry.was_ready or bool(entry.sealed)
+        return cls(
+            entry.plan,
+            entry.created,
+            sealed=dict(enumerate(entry.sealed)),
+            attempt=entry.attempt,
+            was_ready=entry.was_ready,
+            result_shards=len(entry.sealed) if has_run else None,
+        )
 
     @property
     def num_shards(self) -> int | None:

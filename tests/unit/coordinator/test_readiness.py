@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_server import coordinator as coordinator_module
+from cache_server import forecast as forecast_module
 from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import NotReadyError, require_ready
@@ -90,7 +91,7 @@ def test_a_source_without_a_row_group_is_ready_without_a_node(
 def test_the_rate_of_a_load_is_that_of_the_nodes_that_had_something_to_read(
     coordinator: Coordinator, source: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "_FEWEST_RATED_BYTES", 1)
+    monkeypatch.setattr(forecast_module, "_FEWEST_RATED_BYTES", 1)
     nodes = [FakeNode(coordinator, f"node-{index}") for index in range(2 * FILES)]
     settle(*nodes)
 
