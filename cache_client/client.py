@@ -104,6 +104,9 @@ class CacheClient:
         _refuse(problems)
         self._timeout_s = float(timeout_s)
 
+    def __repr__(self) -> str:
+        return f"CacheClient({self.endpoint!r})"
+
     def load(
         self,
         spec: DatasetSpec | str | os.PathLike[str],

@@ -233,6 +233,21 @@ class CacheIterableDataset(IterableDataset[Any]):
         """Steps of the next pass, the same for every rank: fewer after a state was loaded."""
         return self._plan(self._cursor.next_offset).num_steps
 
+    def __repr__(self) -> str:
+        parts = {
+            "fingerprint": self.fingerprint,
+            "num_rows": self.num_rows,
+            "columns": self._shards.logical.names,
+            "batch_size": self.batch_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self.epoch,
+        }
+        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items())
+        return f"{type(self).__name__}({self.name!r}, {rest})"
+
     # -- epochs and states ---------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:

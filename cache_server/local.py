@@ -208,9 +208,13 @@ class LocalCluster:
         """Waits until the coordinator has heard from every node.
 
         Raises:
+            ConfigError: quoting a time that is no number of seconds.
             NodeUnavailableError: naming the nodes that did not report in time.
         """
-        deadline = time.monotonic() + timeout_s
+        limit = as_number(timeout_s)
+        if limit is None or not limit >= 0:
+            raise ConfigError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
+        deadline = time.monotonic() + limit
         with RemoteCoordinator(self.nodes[0].control_location) as coordinator:
             while True:
                 missing = {node.node_id for node in self.nodes} - _reported(coordinator)

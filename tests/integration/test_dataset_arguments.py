@@ -37,6 +37,20 @@ def table(client: CacheClient, dataset_name: str, tmp_path: Path) -> str:
     return dataset_name
 
 
+def test_what_is_shown_of_a_dataset_says_what_it_reads(table: str, cluster: LocalCluster) -> None:
+    dataset = CacheIterableDataset(
+        table, endpoint=cluster.endpoint, batch_size=7, rank=1, world_size=3, shuffle=True, seed=4
+    )
+    dataset.set_epoch(2)
+    names = CacheClient(cluster.endpoint).describe(table).schema.names
+    assert repr(dataset) == (
+        f"CacheIterableDataset({table!r}, fingerprint={dataset.fingerprint!r}, num_rows=100, "
+        f"columns={names!r}, batch_size=7, rank=1, world_size=3, "
+        "shuffle=True, seed=4, epoch=2)"
+    )
+    assert repr(CacheClient(cluster.endpoint)) == f"CacheClient({cluster.endpoint!r})"
+
+
 def test_every_bad_argument_is_quoted_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         CacheIterableDataset(

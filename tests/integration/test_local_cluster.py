@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def test_a_number_of_nodes_and_a_directory_of_another_type_are_quoted(bad: objec
         LocalCluster(bad, 5)  # type: ignore[arg-type]
     assert f"num_nodes must be a number of nodes, got {bad!r}" in str(caught.value)
     assert "cache_dir must be a path, got 5" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["2", None, True, -1, float("nan")])
+def test_a_time_to_wait_for_nodes_that_is_none_is_quoted(cluster: LocalCluster, bad: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"number of seconds, got {bad!r}")):
+        cluster.wait_for_nodes(bad)
 
 
 def test_every_bad_setting_of_the_nodes_is_quoted_before_a_process_is_started(
