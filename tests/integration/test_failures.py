@@ -15,6 +15,7 @@ import pyarrow.flight as flight
 import pytest
 
 import cache_client.client
+import protos.control
 from cache_client import (
     CacheClient,
     CacheError,
@@ -317,7 +318,7 @@ def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_lim
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_client.client, "_KEEPALIVE_S", 1.0)
+    monkeypatch.setattr(protos.control, "_KEEPALIVE_MS", 1_000)
     errors: list[Exception] = []
 
     def watch() -> None:
