@@ -20,7 +20,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench bench-quick proto venv clean
+.PHONY: help demo test soak check format bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ demo: $(STAMP)  ## cache a real table on two local nodes and train from it with 
 
 test: $(STAMP)  ## run the whole test suite
 	$(BIN)/pytest $(PYTEST_ARGS) $(ARGS)
+
+soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes, ARGS="--seed 1"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .
