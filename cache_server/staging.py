@@ -62,8 +62,12 @@ def stage(
 
 
 def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
-    """Writes batches as one Arrow IPC file that the loader reads."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    """Writes batches as one Arrow IPC stream that the loader reads.
+
+    Unlike the file format, it lets each batch have dictionaries of its own, and DataFusion reads it
+    batch by batch.
+    """
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
 

@@ -93,6 +93,42 @@ def test_the_same_join_under_several_names_is_loaded_at_once(
     assert len({(info.num_rows, info.fingerprint) for info in loaded}) == 1
 
 
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT id, kind FROM a ORDER BY id DESC",
+        "SELECT kind, count(*) AS n FROM a GROUP BY kind ORDER BY kind",
+        "SELECT a.id, b.kind FROM a JOIN b USING (id) WHERE a.kind <> 'x' ORDER BY a.id",
+        "SELECT a.id, b.kind FROM a LEFT JOIN b USING (id)",
+    ],
+)
+def test_categories_that_differ_between_files_and_row_groups(
+    client: CacheClient, tmp_path: Path, dataset_name: str, sql: str
+) -> None:
+    context = SessionContext()
+    for name, parts in {"a": ("xy", "yz", "ux"), "b": ("pq", "qr", "st")}.items():
+        for number, kinds in enumerate(parts):
+            encoded = [pa.array([kind] * 4).dictionary_encode() for kind in kinds]
+            ids = range(number * 8, number * 8 + 8)
+            table = pa.table({"id": ids, "kind": pa.chunked_array(encoded)})
+            (tmp_path / name).mkdir(exist_ok=True)
+            pq.write_table(table, tmp_path / name / f"{number}.parquet", row_group_size=4)
+        context.register_parquet(name, str(tmp_path / name))
+    wanted = [row for batch in context.sql(sql).collect() for row in batch.to_pylist()]
+
+    client.load(
+        DatasetSpec(
+            dataset_name,
+            sources={name: str(tmp_path / name) for name in "ab" if f" {name} " in f"{sql} "},
+            sql=sql,
+            allow_unordered=True,
+            target_shard_bytes=64,
+        )
+    )
+
+    assert multiset(cached(client, dataset_name)) == multiset(wanted)
+
+
 def sources(lake: Path) -> dict[str, object]:
     return {"orders": str(lake / "orders"), "customers": str(lake / "customers.parquet")}
 

@@ -46,7 +46,7 @@ def test_each_table_is_one_arrow_file_until_they_are_closed(
 ) -> None:
     paths = whole.paths(job, list(plan.tables))
 
-    assert {name: pa.ipc.open_file(path).read_all().num_rows for name, path in paths.items()} == {
+    assert {name: pa.ipc.open_stream(path).read_all().num_rows for name, path in paths.items()} == {
         "table": 20_000,
         "b": 20_000,
     }
