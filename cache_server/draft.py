@@ -125,8 +125,13 @@ def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
 
 
 def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
-    with pa.PythonFile(sink, "w") as file, pa.ipc.new_file(file, batch.schema) as writer:
+    with pa.PythonFile(sink, "w") as file, shard_writer(file, batch.schema) as writer:
         writer.write_batch(batch)
+
+
+def shard_writer(sink: pa.NativeFile, schema: pa.Schema) -> pa.ipc.RecordBatchFileWriter:
+    """Writes a shard file, in which a column may have 2**31 numbers and more."""
+    return pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(allow_64bit=True))
 
 
 class _Sink:

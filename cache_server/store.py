@@ -30,7 +30,7 @@ import pyarrow as pa
 from cache_server import adoption, manifest
 from cache_server.checksums import PieceDigests, file_checksum
 from cache_server.disk import fsync, remove, remove_empty, remove_file
-from cache_server.draft import ShardDraft
+from cache_server.draft import ShardDraft, shard_writer
 from cache_server.planning import VersionKey
 from protos.errors import (
     ConfigError,
@@ -369,7 +369,7 @@ class ShardStore:
 
 def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
     """Writes a stored batch as one Arrow IPC file."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+    with pa.OSFile(str(path), "wb") as sink, shard_writer(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 
