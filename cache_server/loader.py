@@ -22,7 +22,7 @@ from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, 
 
 from cache_server.csv_sample import read_sample
 from cache_server.json_escapes import check_escapes
-from cache_server.pinned import PinnedTable, Split, check_names
+from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -274,7 +274,7 @@ def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema
 
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
     context = open_session(1)
-    empty = pa.RecordBatch.from_pylist([], _stored(table, constants))
+    empty = no_rows(_stored(table, constants))
     context.register_record_batches(_FILE, [[empty]])
     _register_constants(context, table, constants)
     try:

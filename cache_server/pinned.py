@@ -182,3 +182,8 @@ def check_names(names: Iterable[str]) -> None:
     """Raises a ValueError where several columns have one name: a query finds but one of them."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")
+
+
+def no_rows(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows, of any types."""
+    return pa.RecordBatch.from_arrays([pa.nulls(0, dtype) for dtype in schema.types], schema=schema)

@@ -21,7 +21,7 @@ from datafusion import DataFrame, SessionContext
 
 from cache_server import ignored_sql
 from cache_server.loader import open_session, read_only, reason_of
-from cache_server.pinned import Condition
+from cache_server.pinned import Condition, no_rows
 from cache_server.quoting import identifier
 from protos.errors import RequestError
 from protos.spec import TABLE
@@ -164,7 +164,7 @@ def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:
     """A session with empty tables."""
     context: SessionContext = open_session(1)
     for name, schema in tables.items():
-        batch = pa.RecordBatch.from_pylist([], schema)
+        batch = no_rows(schema)
         context.register_record_batches(name, [[batch]])
     return context
 

@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from cache_server.pinned import no_rows
+
 _SEED = 0  # the same footers give the same estimate
 
 Group = tuple[pq.RowGroupMetaData, Mapping[str, pa.Scalar]]
@@ -39,7 +41,7 @@ def rows_like(
     rng = np.random.default_rng(_SEED)
     weights = np.array([group.num_rows for group, _ in groups], np.float64)
     if not weights.sum():
-        return pa.RecordBatch.from_pylist([], schema)
+        return no_rows(schema)
     counts = rng.multinomial(num_rows, weights / weights.sum())
     drawn = [
         (group, constants, int(count))

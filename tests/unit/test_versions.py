@@ -251,6 +251,8 @@ COLUMNS = {
     "fixed_size_binary": pa.array([b"ab", None, b"cd"], pa.binary(2)),
     "dictionary of string": pa.array(["a", None, "a"]).dictionary_encode(),
     "dictionary of int": pa.array([1, 2, 1]).dictionary_encode(),
+    "dictionary of date": pa.array([DAY, DAY, DAY], pa.date32()).dictionary_encode(),
+    "dictionary of time": pa.array([1, 2, 1], pa.timestamp("us", "UTC")).dictionary_encode(),
     "list": pa.array([[1, None], None, []], pa.list_(pa.int32())),
     "large_list": pa.array([["a", None], None, []], pa.large_list(pa.string())),
     "list of date": pa.array([[DAY], None, []], pa.list_(pa.date32())),
