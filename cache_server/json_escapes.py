@@ -12,6 +12,7 @@ goes past the end of one. Knows neither tables nor queries.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,22 @@ def check_escapes(path: Path, split: Split) -> None:
         LoadError: naming the file, the place and the escape.
         OSError: the file cannot be read.
     """
+    for offset, block in blocks_of_lines(path, split):
+        if (place := _find(block)) is not None:
+            escape = block[place : place + _ESCAPE_BYTES].decode("ascii", "replace")
+            raise LoadError(
+                f"cannot load {split}: byte {offset + place} begins the escape {escape}, which "
+                "would be read as another character; write such characters as UTF-8 "
+                "(in Python: json.dumps(..., ensure_ascii=False))"
+            )
+
+
+def blocks_of_lines(path: Path, split: Split) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in the byte range of a split, some at a time, and where each lot begins.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     part_bytes = math.ceil(split.file.size / split.parts)
     start = part_bytes * split.part
     stop = min(start + part_bytes, split.file.size)
@@ -51,14 +68,7 @@ def check_escapes(path: Path, split: Split) -> None:
             file.seek(start - 1)
             file.readline()
         while (offset := file.tell()) < stop:
-            block = file.read(min(_BLOCK_BYTES, stop - offset)) + file.readline()
-            if (place := _find(block)) is not None:
-                escape = block[place : place + _ESCAPE_BYTES].decode("ascii", "replace")
-                raise LoadError(
-                    f"cannot load {split}: byte {offset + place} begins the escape {escape}, which "
-                    "would be read as another character; write such characters as UTF-8 "
-                    "(in Python: json.dumps(..., ensure_ascii=False))"
-                )
+            yield offset, file.read(min(_BLOCK_BYTES, stop - offset)) + file.readline()
 
 
 def _find(block: bytes) -> int | None:

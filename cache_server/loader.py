@@ -22,6 +22,7 @@ from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, 
 
 from cache_server.csv_sample import read_sample
 from cache_server.json_escapes import check_escapes
+from cache_server.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from protos.errors import LoadError
 from protos.spec import TABLE
@@ -98,6 +99,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if plan.partition_count == parts:
             if file.format == "json":
                 check_escapes(file.path, split)
+                _check_integers(file, table)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
             return
@@ -257,6 +259,21 @@ def _register_table(context: SessionContext, file: LocalFile, table: PinnedTable
         return
     _register(context, _FILE, file.path, file.format, _stored(table, constants))
     _register_constants(context, table, constants)
+
+
+def _check_integers(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses rows of JSON that have other numbers where the table has integers."""
+    split = file.split
+    constants = table.partition_of(split)
+    read = pa.schema([field for field in table.read_schema if field.name not in constants])
+    wanted = integers_as_floats(read)
+    if not len(wanted) or not may_have_fractions(file.path, split):
+        return
+    context = open_session(split.parts)
+    _register(context, _FILE, file.path, file.format, wanted)
+    plan = context.sql(f"SELECT * FROM {_FILE}").execution_plan()
+    for batch in context.execute(plan, split.part):
+        check_integers(batch.to_pyarrow(), read, split)
 
 
 def _register_constants(

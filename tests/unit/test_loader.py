@@ -1,5 +1,7 @@
 import datetime
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,59 @@ def test_a_value_that_the_sample_did_not_foresee_fails_the_split(
             )
         )
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("first", "later", "value"),
+    [
+        ("1", "1.5", "1.5"),
+        ("1", "-0.25", "-0.25"),
+        ("1", "25e-1", "2.5"),
+        ("[1, null]", "[3, 1.5]", "1.5"),
+        ('{"deep": [1]}', '{"deep": [2, 2.5]}', "2.5"),
+    ],
+)
+def test_a_fraction_is_never_cut_to_the_integer_that_the_sample_foresaw(
+    tmp_path: Path, parts: int, first: str, later: str, value: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"a": {first}, "b": 0.5}}\n' * 1500 + f'{{"a": {later}, "b": 0.5}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    splits = [replace(whole(path), part=part, parts=parts) for part in range(parts)]
+
+    for split in splits[:-1]:
+        assert list(read_split(local(split, "json"), "SELECT * FROM source", table))
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(splits[-1], "json"), "SELECT * FROM source", table))
+
+    assert str(caught.value).startswith(
+        f"cannot load {splits[-1]}: column 'a' holds {value}, but it is of integers by the first"
+    )
+
+
+@pytest.mark.parametrize(
+    "later", ["2", "2.0", "1e3", "-10E+2", "null", "9223372036854775807", "9007199254740993"]
+)
+def test_an_integer_is_read_as_such_however_it_is_written(tmp_path: Path, later: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1, "s": "1.5"}\n' * 1500 + f'{{"a": {later}, "s": "1.5"}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+
+    batches = list(read_split(local(whole(path), "json"), "SELECT a FROM source", table))
+
+    assert batches[-1].column(0)[-1].as_py() == json.loads(later)
+
+
+def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1, "b": 1}\n' * 1500 + '{"a": 1.5, "b": 2}\n')
+    schema = infer_schema(path, "json", str(path))
+    table = PinnedTable("source", "json", schema, columns=("b",))
+
+    batches = list(read_split(local(whole(path), "json"), "SELECT b FROM source", table))
+
+    assert sum(batch.num_rows for batch in batches) == 1501
 
 
 def test_dates_and_times_pass_through_a_query(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Newline JSON whose numbers DataFusion would cut to integers.
+
+The first rows say which columns hold integers. arrow-json reads a later 1.5 there as 1, and says
+nothing. So where a number of a file may have a fraction, such columns are read as floats, too, and
+a value that is no integer is refused. Reads no JSON itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_server.json_escapes import blocks_of_lines
+from cache_server.pinned import Split
+from protos.errors import LoadError
+
+_IS_MARK = np.zeros(256, np.bool_)
+_IS_MARK[list(b".eE")] = True
+
+
+def integers_as_floats(schema: pa.Schema) -> pa.Schema:
+    """The columns that hold integers, at any depth, with floats in their place."""
+    fields = [pa.field(field.name, _with_floats(field.type)) for field in schema]
+    return pa.schema([new for new, old in zip(fields, schema, strict=True) if new.type != old.type])
+
+
+def may_have_fractions(path: Path, split: Split) -> bool:
+    """Whether a digit is followed by a point or an exponent anywhere in the lines of a split.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return any(_has_mark(block) for _, block in blocks_of_lines(path, split))
+
+
+def check_integers(rows: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
+    """Looks through rows of `integers_as_floats`.
+
+    Args:
+        schema: of the table.
+
+    Raises:
+        LoadError: naming the file, the column and the value that is no integer.
+    """
+    for name, values in zip(rows.schema.names, rows.columns, strict=True):
+        for value in _fractions(values, schema.field(name).type):
+            raise LoadError(
+                f"cannot load {split}: column {name!r} holds {value}, but it is of integers by the "
+                "first rows of the table; write a number with a fraction, such as 1.0, there"
+            )
+
+
+def _has_mark(block: bytes) -> bool:
+    data = np.frombuffer(block, np.uint8)
+    is_digit = data[:-1] - np.uint8(ord("0")) < 10
+    return bool((is_digit & _IS_MARK[data[1:]]).any())
+
+
+def _with_floats(dtype: pa.DataType) -> pa.DataType:
+    if pa.types.is_integer(dtype):
+        return pa.float64()
+    if pa.types.is_list(dtype):
+        return pa.list_(dtype.value_field.with_type(_with_floats(dtype.value_type)))
+    if pa.types.is_struct(dtype):
+        return pa.struct([field.with_type(_with_floats(field.type)) for field in dtype])
+    return dtype
+
+
+def _fractions(values: pa.Array, dtype: pa.DataType) -> Iterable[float]:
+    """What of the values stands for integers of ``dtype`` and is none."""
+    if pa.types.is_integer(dtype):
+        found: list[float] = values.filter(pc.not_equal(values, pc.trunc(values))).to_pylist()
+        return found
+    if pa.types.is_list(dtype):
+        return _fractions(values.flatten(), dtype.value_type)
+    if pa.types.is_struct(dtype):
+        fields = zip(values.flatten(), dtype, strict=True)
+        return [value for child, field in fields for value in _fractions(child, field.type)]
+    return []
