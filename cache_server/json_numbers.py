@@ -50,7 +50,7 @@ def check_integers(rows: pa.RecordBatch, schema: pa.Schema, split: Split) -> Non
         for value in _fractions(values, schema.field(name).type):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {value}, but it is of integers by the "
-                "first rows of the table; write a number with a fraction, such as 1.0, there"
+                "first rows of the table; write the first number with a fraction, too, such as 1.0"
             )
 
 

@@ -21,9 +21,11 @@ import pyarrow as pa
 from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
 
 from cache_server.csv_sample import read_sample
+from cache_server.csv_times import check_times, times_as_texts
 from cache_server.json_escapes import check_escapes
 from cache_server.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from cache_server.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.quoting import identifier
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -100,6 +102,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             if file.format == "json":
                 check_escapes(file.path, split)
                 _check_integers(file, table)
+            elif file.format == "csv":
+                _check_times(file, table)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
             return
@@ -274,6 +278,25 @@ def _check_integers(file: LocalFile, table: PinnedTable) -> None:
     plan = context.sql(f"SELECT * FROM {_FILE}").execution_plan()
     for batch in context.execute(plan, split.part):
         check_integers(batch.to_pyarrow(), read, split)
+
+
+def _check_times(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses rows of CSV with times that the types of the table's columns would cut."""
+    stored = _stored(table, table.partition_of(file.split))
+    texts = times_as_texts(stored)
+    read = set(table.read_schema.names)
+    names = [
+        identifier(old.name)
+        for old, new in zip(stored, texts, strict=True)
+        if new.type != old.type and old.name in read
+    ]
+    if not names:
+        return
+    context = open_session(1)
+    _register(context, _FILE, file.path, file.format, texts)
+    frame = context.sql(f"SELECT {', '.join(names)} FROM {_FILE}")
+    for batch in frame.execute_stream():
+        check_times(batch.to_pyarrow(), stored, file.split)
 
 
 def _register_constants(

@@ -420,6 +420,9 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "needs one of table and query, got none": {"source": "postgresql://db.example.org/shop"},
         "would be read as another character": {"source": f"{root}/escapes.jsonl"},
         "it is of integers by the first rows": {"source": f"{root}/fractions.jsonl"},
+        "by the first rows of the table, which cannot hold all of that": {
+            "source": f"{root}/times.csv"
+        },
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
         "Cast error": {
             "source": f"{root}/text.parquet",
@@ -443,6 +446,7 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
     (lake.root / "escapes.jsonl").write_text(json.dumps({"town": "\U00020bb7"}))
+    (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
     (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')
     client = CacheClient(nodes.endpoint)
     section = PAGE.partition("## What is refused")[2]

@@ -284,6 +284,65 @@ def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path)
     assert sum(batch.num_rows for batch in batches) == 1501
 
 
+def csv_with_a_late_value(path: Path, first: str, later: str) -> PinnedTable:
+    path.write_text('k,"a ""b"""\n' + f"0,{first}\n" * 1500 + f"1,{later}\n")
+    return PinnedTable("source", "csv", infer_schema(path, "csv", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("2024-01-01", "2024-01-01T10:20:30"),
+        ("2024-01-01", "2024-01-01 00:00:01"),
+        ("2024-01-01", "2024-01-01T00:00:00-05:00"),
+        ("2024-01-01T10:20:30", "2024-01-01T10:20:30.5"),
+        ("2024-01-01 10:20:30", "2024-01-01 10:20:30.000001Z"),
+        ("2024-01-01T10:20:30.123", "2024-01-01T10:20:30.123456"),
+        ("2024-01-01T10:20:30.123456", "2024-01-01T10:20:30.123456789"),
+    ],
+)
+def test_a_time_is_never_cut_to_what_the_sample_foresaw(
+    tmp_path: Path, first: str, later: str
+) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", first, later)
+    split = whole(tmp_path / "a.csv")
+
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(split, "csv"), "SELECT * FROM source", table))
+
+    assert str(caught.value).startswith(
+        f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
+        f"{table.schema.types[1]} by the first rows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("2024-01-01", "2024-01-02"),
+        ("2024-01-01", ""),
+        ("2024-01-01", "2024-01-02T00:00:00"),
+        ("2024-01-01", "2024-01-02 00:00:00.000Z"),
+        ("2024-01-01T10:20:30", "2024-01-02"),
+        ("2024-01-01T10:20:30", "9999-12-31T10:20:30.000"),
+        ("2024-01-01T10:20:30.123456", "2024-01-01T10:20:30.123456000"),
+        ("2024-01-01T10:20:30.123456789", "2024-01-01T10:20:30.987654321"),
+    ],
+)
+def test_a_time_that_fits_is_read(tmp_path: Path, first: str, later: str) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", first, later)
+
+    batches = list(
+        read_split(local(whole(tmp_path / "a.csv"), "csv"), "SELECT * FROM source", table)
+    )
+
+    found = batches[-1].column(1)[-1]
+    unit = getattr(found.type, "unit", "D")
+    wanted = np.datetime64(later.removesuffix("Z"), unit).astype(int) if later else None
+    assert found.type == table.schema.types[1]
+    assert getattr(found, "value", None) == wanted
+
+
 def test_dates_and_times_pass_through_a_query(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     table = pa.table({"day": [day], "at": pa.array([5], pa.timestamp("us", "UTC"))})

@@ -1,0 +1,56 @@
+"""Times in a CSV that DataFusion would cut to dates, or to coarser units. Pure.
+
+The first rows say in which unit a column counts. arrow-csv reads a later time in a column of dates
+as its date, one with more digits as fewer, and says nothing. So such columns are read as texts,
+too, and what would lose something is refused.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_server.pinned import Split
+from protos.errors import LoadError
+
+_TIME = r"[Tt ]\d"
+_MIDNIGHT = r"[Tt ]00:00(:00(\.0*)?)?Z?$"
+_DIGITS = {"s": 0, "ms": 3, "us": 6}  # behind the point
+
+
+def times_as_texts(schema: pa.Schema) -> pa.Schema:
+    """The same columns, with texts in the place of dates and times that may be cut."""
+    return pa.schema(
+        [field.with_type(pa.string()) if _may_be_cut(field.type) else field for field in schema]
+    )
+
+
+def check_times(texts: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
+    """Looks through columns of `times_as_texts`.
+
+    Args:
+        schema: of the table.
+
+    Raises:
+        LoadError: naming the file, the column and the value that would be cut.
+    """
+    for name, values in zip(texts.schema.names, texts.columns, strict=True):
+        dtype = schema.field(name).type
+        cut = values.filter(_is_cut(values, dtype))
+        if len(cut):
+            raise LoadError(
+                f"cannot load {split}: column {name!r} holds {cut[0].as_py()!r}, but it is of "
+                f"{dtype} by the first rows of the table, which cannot hold all of that; write the "
+                "first value in the same way"
+            )
+
+
+def _may_be_cut(dtype: pa.DataType) -> bool:
+    return pa.types.is_date32(dtype) or (pa.types.is_timestamp(dtype) and dtype.unit in _DIGITS)
+
+
+def _is_cut(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
+    if pa.types.is_date32(dtype):
+        has_time = pc.match_substring_regex(texts, _TIME)
+        return pc.and_not(has_time, pc.match_substring_regex(texts, _MIDNIGHT))
+    return pc.match_substring_regex(texts, rf"\.\d{{{_DIGITS[dtype.unit]}}}\d*[1-9]")
