@@ -27,8 +27,8 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
         threads: that hash them.
 
     Raises:
-        ConfigError: a manifest cannot be read; a shard cannot be opened, which says nothing about
-            the shard.
+        ConfigError: a manifest cannot be read or written; a shard cannot be opened, which says
+            nothing about the shard.
     """
     found = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="adopt") as pool:
@@ -39,8 +39,7 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
                 if path not in sound:
                     logger.warning("file removed path=%s reason=damaged or never sealed", path)
                     remove_file(path)
-            # Without torn lines, which would spoil the next one to be added.
-            manifest.write(directory / MANIFEST, [shard.sealed for shard in adopted])
+            _write_again(directory / MANIFEST, adopted)
             remove_empty(directory)
             if adopted:
                 key = VersionKey(directory.parent.name, directory.name)
@@ -53,6 +52,14 @@ def _listed(path: Path) -> list[SealedShard]:
         return read_manifest(path)
     except OSError as error:
         raise ConfigError(f"cannot read the manifest {path}: {error.strerror}") from None
+
+
+def _write_again(path: Path, adopted: Iterable[MappedShard]) -> None:
+    """Without torn lines, which would spoil the next one to be added."""
+    try:
+        manifest.write(path, [shard.sealed for shard in adopted])
+    except OSError as error:
+        raise ConfigError(f"cannot write the manifest {path}: {error.strerror}") from None
 
 
 def _adopt(

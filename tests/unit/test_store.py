@@ -675,6 +675,24 @@ def test_a_manifest_that_cannot_be_read_is_named(cache_dir: Path) -> None:
     assert str(path) in str(caught.value)
 
 
+def test_a_manifest_that_cannot_be_written_without_its_torn_line_is_named(
+    three_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shard_path(three_shards, 0).with_name("manifest.jsonl")
+    path.write_bytes(path.read_bytes()[:-10])
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", no_room)
+        with pytest.raises(ConfigError, match="No space left on device") as caught:
+            ShardStore(three_shards)
+    assert str(path) in str(caught.value)
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1]
+
+
 # -- drop ------------------------------------------------------------------------------------------
 
 
