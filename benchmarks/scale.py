@@ -179,7 +179,7 @@ def make_case(num_shards: int, num_nodes: int, num_windows: int) -> Case:
     wire = _flight_info(descriptor, info, [], None).serialize()
     encode_s = time.perf_counter() - start
     start = time.perf_counter()
-    shards = _shard_map(flight.FlightInfo.deserialize(wire))
+    shards = _shard_map(flight.FlightInfo.deserialize(wire), time.monotonic())
     decode_s = time.perf_counter() - start
     router = Router(shards)
     map_bytes = held_bytes(shards)

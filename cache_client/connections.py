@@ -156,9 +156,10 @@ class Connection:
         """
         request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
+        asked_at = time.monotonic()
         with self._running():
             info = self._client.value.get_flight_info(descriptor, _options(timeout_s))
-        return _shard_map(info)
+        return _shard_map(info, asked_at)
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
         """Tells the cache that somebody still reads this version; `read_plan` and reads do too.
@@ -324,7 +325,7 @@ def _options(timeout_s: float) -> flight.FlightCallOptions:
     return flight.FlightCallOptions(timeout=timeout_s)
 
 
-def _shard_map(info: flight.FlightInfo) -> ShardMap:
+def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
     plan = pb.ReadPlan.FromString(bytes(info.app_metadata))
     nodes: dict[str, int] = {}
     refs: list[NodeRef] = []
@@ -360,6 +361,7 @@ def _shard_map(info: flight.FlightInfo) -> ShardMap:
         tuple(files),
         plan.lease_s or math.inf,
         num_bytes,
+        asked_at,
     )
 
 

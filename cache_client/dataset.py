@@ -402,6 +402,7 @@ class CacheIterableDataset(IterableDataset[Any]):
                             f"this iterator was begun in process {process}, whose threads fetch "
                             f"its rows, and cannot go on in its child {os.getpid()}: begin one here"
                         )
+                    reader.keep_lease()
 
     def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""

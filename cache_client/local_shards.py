@@ -49,9 +49,14 @@ class LocalShards:
     Args:
         shards: with the files.
         columns: to gather, of ``shards.logical``; empty for all.
+
+    Attributes:
+        leased_at: monotonic seconds when the cache was last told that the version is in use. Set by
+            whoever tells it so: passes may be many, and each shorter than a lease.
     """
 
     def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
+        self.leased_at = shards.leased_at
         self._starts = shards.starts
         self._index = RowIndex(shards.starts, shards.num_rows)
         self._columns = columns

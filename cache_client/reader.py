@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook at exit must follow the one below
 import logging
+import math
 import os
 import threading
 import time
@@ -132,7 +133,8 @@ class Reader:
         self._busy: set[GatherStream] = set()
         self._closed = False
         self._process = os.getpid()
-        self._leased_at = time.monotonic()  # by whoever read the shard map
+        # Whoever asks nodes for rows is about to use the version, whenever its shard map was read.
+        self._leased_at = time.monotonic() if local is None else local.leased_at
         self._renewing = False
         _readers.add(self)
 
@@ -176,7 +178,7 @@ class Reader:
             RequestError: a node refused the request for good; a dataset that is not there, the
                 coordinator.
         """
-        self._keep_lease()
+        self.keep_lease()
         answers: list[Answer] = []
         missing: list[Part] = self._router.route(row_ids)
         trouble = ""
@@ -205,26 +207,31 @@ class Reader:
             ) from None
         return in_order(self._layout, len(row_ids), answers)
 
-    def _keep_lease(self) -> None:
+    def keep_lease(self) -> None:
         """Says now and then that the version is in use: reading its files tells no node so.
 
-        In a thread of its own: rows of files need wait for no node.
+        To be called also between fetches, which may be far apart: a window can last for longer
+        than a lease. In a thread of its own: rows of files need wait for no node.
         """
         shards, now = self._router.shards, time.monotonic()
+        # Of another machine, or from before a restart of it, the time may seem to be still to come.
+        if 0 <= now - self._leased_at < shards.lease_s / _RENEWALS or shards.lease_s == math.inf:
+            return
         with self._lock:
-            if self._local is None or self._closed or self._renewing:
-                return
-            if now - self._leased_at < shards.lease_s / _RENEWALS:
+            if self._closed or self._renewing:
                 return
             self._leased_at, self._renewing = now, True
         threading.Thread(target=self._renew_lease, args=(shards,), name="cache-lease").start()
 
     def _renew_lease(self, shards: ShardMap) -> None:
+        asked_at = time.monotonic()
         try:
             trouble = self._ask_for_lease(shards)
         finally:
             with self._lock:
                 self._renewing = False
+        if not trouble and self._local is not None:
+            self._local.leased_at = asked_at
         # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
         if trouble and not self._closed:
             logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, trouble)
@@ -403,6 +410,7 @@ class Reader:
     def _give_back(self, node: NodeRef, stream: GatherStream) -> None:
         with self._lock:
             self._failures.forget(node.location)
+            self._leased_at = time.monotonic()
             self._busy.discard(stream)
             if not self._closed:
                 self._idle.setdefault(node.location, []).append(stream)

@@ -54,6 +54,7 @@ class ShardMap:
         replicas: for each shard indices into ``nodes``, in order of preference.
         files: for each shard its files, for whoever runs on the machine of a node.
         lease_s: so long after its last use the version is kept when it is replaced.
+        leased_at: monotonic seconds of this machine when the map was asked for, which is a use.
         num_bytes: of the stored shards, one replica: of all columns, unless it was made less.
         layout: of the columns that are read, packed.
     """
@@ -68,6 +69,7 @@ class ShardMap:
     files: tuple[tuple[ShardFile, ...], ...] = ()
     lease_s: float = math.inf
     num_bytes: int = 0
+    leased_at: float = field(default=0.0, repr=False, compare=False)
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

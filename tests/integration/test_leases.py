@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -80,6 +82,50 @@ def test_a_reader_of_a_replaced_version_goes_on_to_its_end_and_then_it_is_droppe
 
     assert sorted(rows) == [*range(NUM_ROWS)]
     wait_until(lambda: versions_on_disk(leasing, name) == {new}, WAIT_S, "only the new version")
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["files of this machine", "Flight"])
+def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
+    tmp_path: Path, local: bool
+) -> None:
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
+    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster:
+        old = load(cluster, "slow", source)
+        # Windows of 80 rows, of which three are fetched ahead.
+        dataset = CacheIterableDataset(
+            "slow", endpoint=cluster.endpoint, batch_size=1, columns=["row"],
+            prefetch_batches=1, message_bytes=160 if not local else 2**21, local=local,
+        )  # fmt: skip
+        steps = iter(dataset)
+        rows = next(steps)["row"].tolist()
+        load(cluster, "slow", write_numbered(source, 10))
+
+        over = time.monotonic() + 3 * SHORT_LEASE_S
+        while time.monotonic() < over:
+            rows += next(steps)["row"].tolist()
+            threading.Event().wait(SHORT_LEASE_S / 10)
+        assert len(rows) < 80
+        assert old in versions_on_disk(cluster, "slow")
+        rows += [row for step in steps for row in step["row"].tolist()]
+
+    assert sorted(rows) == [*range(NUM_ROWS)]
+
+
+def test_passes_of_new_processes_that_are_shorter_than_a_lease_keep_it(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
+    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster:
+        old = load(cluster, "short", source)
+        dataset = CacheIterableDataset("short", endpoint=cluster.endpoint, batch_size=10)
+        load(cluster, "short", write_numbered(source, 10))
+
+        over = time.monotonic() + 3 * SHORT_LEASE_S
+        while time.monotonic() < over:
+            rows = []
+            for batch in copy.copy(dataset):  # maps its files anew, as a new worker does
+                rows += batch["row"].tolist()
+                threading.Event().wait(SHORT_LEASE_S / 200)
+            assert sorted(rows) == [*range(NUM_ROWS)]
+        assert old in versions_on_disk(cluster, "short")
 
 
 def test_a_version_that_nobody_read_goes_as_soon_as_the_next_is_ready(
