@@ -267,6 +267,7 @@ class Reader:
         failed: list[Part] = []
         trouble = ""
         sent: list[tuple[Part, NodeRef, GatherStream]] = []
+        waited_in_vain = False
         for part in parts:
             if part.node is None:
                 continue
@@ -275,6 +276,7 @@ class Reader:
             except _WORTH_RETRYING as error:
                 trouble = self._note_failure(part.node, error) or trouble
                 failed.append(part)
+                waited_in_vain = waited_in_vain or isinstance(error, NodeUnavailableError)
         for part in parts:  # while the nodes work
             if part.node is None:
                 try:
@@ -283,7 +285,6 @@ class Reader:
                 except ShardFileLostError as error:
                     trouble = str(error)
                     failed.append(part)
-        waited_in_vain = False
         for part, node, stream in sent:
             try:
                 answers.append(Answer(part.positions, stream.receive(len(part.row_ids))))

@@ -15,6 +15,8 @@ import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
 from cache_client.order import EpochOrder
+from cache_client.plan import wait_for_plan
+from cache_client.reader import Reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.conftest import write_numbered
@@ -87,6 +89,26 @@ def test_a_node_that_hangs_costs_no_row_where_there_is_another_replica(
         assert rows_with(dataset(nodes), {3: hang(nodes.nodes[node])}) == order()
     finally:
         go_on(nodes.nodes[node])()
+
+
+@pytest.mark.parametrize("position", [0, 1], ids=["asked first", "asked last"])
+def test_a_node_that_hangs_has_no_other_one_passed_over(
+    nodes: LocalCluster, source: Path, position: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(nodes, source, replicas=2)
+    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    hanging = shards.nodes[position]
+    node = next(node for node in nodes.nodes if node.node_id == hanging.id)
+    with Reader(nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+        hang(node)()
+        try:
+            pieces = reader.fetch(np.arange(ROWS))
+        finally:
+            go_on(node)()
+
+    assert sum(piece.num_rows for piece in pieces) == ROWS
+    failed = [record.getMessage() for record in caplog.records if "node failed" in record.msg]
+    assert len(failed) == 1 and hanging.id in failed[0]
 
 
 @pytest.mark.parametrize("node", [0, 1])
