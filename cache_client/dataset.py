@@ -36,7 +36,7 @@ from cache_client.order import (
 from cache_client.permutation import checked_integer
 from cache_client.plan import has_plain, row_bytes, wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
-from cache_client.reader import FETCH_THREADS, Reader, fetch_ahead
+from cache_client.reader import FETCH_THREADS, Reader, Whereabouts, fetch_ahead
 from cache_client.rows import Rows, cut
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError
 
@@ -194,6 +194,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
+        self._known: tuple[int, Whereabouts] | None = None  # likewise
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
@@ -388,6 +389,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             rows_per_message=self._rows_per_message(),
             deadline_s=self._deadline_s,
             local=self._local_shards(),
+            known=self._whereabouts(),
         ) as reader:
             batches = self._batches(this, reader)
             if self._device is not None:
@@ -507,8 +509,15 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._mapped = (os.getpid(), LocalShards(self._shards, self._columns))
         return self._mapped[1]
 
+    def _whereabouts(self) -> Whereabouts:
+        """Kept over passes in each process: none waits again for a node that is gone."""
+        if self._known is None or self._known[0] != os.getpid():
+            newest = self._shards if self._known is None else self._known[1].shards
+            self._known = (os.getpid(), Whereabouts(newest))
+        return self._known[1]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}
+        return {**self.__dict__, "_mapped": None, "_known": None}
 
     def __copy__(self) -> Self:
         """Stands where this one does and goes on by itself, as any copy but that in a worker."""

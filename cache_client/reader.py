@@ -49,7 +49,7 @@ REQUEST_TIMEOUT_S = 10.0
 FETCH_THREADS = 2  # more cost processor time and bring no rows
 # A node that failed is passed over for so long where another replica is; longer at each failure.
 _FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
-_RENEWALS, _LEASE_TIMEOUT_S = 4, 2.0  # of a lease in its time, and of one of them
+_RENEWALS, _BACKGROUND_TIMEOUT_S = 4, 2.0  # of a lease in its time, and of a call in the background
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 
 # That a version is gone is final when the coordinator says so, not a node that has just started.
@@ -63,32 +63,54 @@ class _IncompleteError(Exception):
     """Some rows are still missing; worth another try."""
 
 
-class _Failures:
-    """Which nodes did not answer lately. Not thread-safe."""
+class Whereabouts:
+    """Where the rows of a version are, as far as a process knows: the map, and who did not answer.
 
-    def __init__(self) -> None:
+    Shared by the readers of a dataset, so that no pass waits for a node again that an earlier one
+    waited for in vain. Thread-safe.
+
+    Attributes:
+        shards: the newest shard map.
+    """
+
+    def __init__(self, shards: ShardMap) -> None:
+        self.shards = shards
+        self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
         self._avoid_until: dict[str, float] = {}
 
     def note(self, location: str) -> bool:
         """Counts a failure; whether it is the first one since the node answered."""
         now = time.monotonic()
-        if now < self._avoid_until.get(location, now):
-            return False  # of a request that was under way when the node failed
-        count = self._counts.get(location, 0)
-        self._counts[location] = count + 1
-        self._avoid_until[location] = now + min(_FIRST_AVOID_S * 2**count, _LONGEST_AVOID_S)
+        with self._lock:
+            if now < self._avoid_until.get(location, now):
+                return False  # of a request that was under way when the node failed
+            count = self._counts.get(location, 0)
+            self._counts[location] = count + 1
+            self._avoid_until[location] = now + min(_FIRST_AVOID_S * 2**count, _LONGEST_AVOID_S)
         return count == 0
 
     def forget(self, location: str) -> None:
-        """The node has answered."""
-        if self._counts.pop(location, None) is not None:
-            del self._avoid_until[location]
+        """The node has answered with rows, or nobody asks it any more."""
+        with self._lock:
+            self._counts.pop(location, None)
+            self._avoid_until.pop(location, None)
+
+    def let_try(self, location: str) -> None:
+        """The node answers: it may be asked for rows. It is avoided for longer if that fails."""
+        with self._lock:
+            self._avoid_until.pop(location, None)
 
     def avoided(self) -> set[str]:
-        """Locations to pass over now."""
+        """Locations to pass over, until it is found that they answer."""
+        with self._lock:
+            return set(self._avoid_until)
+
+    def to_try(self) -> set[str]:
+        """Those that were passed over for long enough."""
         now = time.monotonic()
-        return {location for location, until in self._avoid_until.items() if now < until}
+        with self._lock:
+            return {location for location, until in self._avoid_until.items() if until <= now}
 
 
 class Reader:
@@ -102,6 +124,7 @@ class Reader:
         rows_per_message: the most rows of one message of a node; 0: each answer is one message.
         deadline_s: how long a window may wait for nodes that do not answer.
         local: shards to read from files of this machine, without their node; may be shared.
+        known: what earlier readers of the version found, in place of ``shards``; may be shared.
     """
 
     def __init__(
@@ -114,6 +137,7 @@ class Reader:
         rows_per_message: int = 0,
         deadline_s: float = 60.0,
         local: LocalShards | None = None,
+        known: Whereabouts | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._columns = columns
@@ -126,8 +150,9 @@ class Reader:
         self._lock = threading.Lock()
         self._layout = shards.layout
         self._local = local
-        self._router = self._without(shards, set())
-        self._failures = _Failures()
+        self._known = known or Whereabouts(shards)
+        self._router = self._newest_router()
+        self._looking = False
         self._connections: dict[str, Connection] = {}
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[GatherStream] = set()
@@ -179,6 +204,7 @@ class Reader:
                 coordinator.
         """
         self.keep_lease()
+        self._look_for_nodes()
         answers: list[Answer] = []
         missing: list[Part] = self._router.route(row_ids)
         trouble = ""
@@ -241,7 +267,9 @@ class Reader:
         deadline, trouble = time.monotonic() + self._deadline_s, ""
         for location in self._locations(shards):
             # Short: a program that ends waits for it.
-            timeout_s = min(_LEASE_TIMEOUT_S, self._request_timeout_s, deadline - time.monotonic())
+            timeout_s = min(
+                _BACKGROUND_TIMEOUT_S, self._request_timeout_s, deadline - time.monotonic()
+            )
             if timeout_s <= 0:
                 break
             try:
@@ -310,15 +338,13 @@ class Reader:
 
     def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
         """Cuts what is missing anew: to other replicas, by a fresh shard map where none is left."""
-        with self._lock:
-            avoid = self._failures.avoided()
-            router = self._router = self._without(self._router.shards, avoid)
+        avoid = self._known.avoided()
+        router = self._router = self._newest_router()
         missing = np.concatenate([part.row_ids for part in parts])
         parts_now = router.route(missing)
         if any(part.node is not None and part.node.location in avoid for part in parts_now):
-            fresh = self._fresh_map(deadline)
-            with self._lock:
-                router = self._router = self._without(fresh or self._router.shards, avoid)
+            self._known.shards = self._fresh_map(deadline) or self._known.shards
+            router = self._router = self._newest_router()
         return [
             new
             for part in parts
@@ -328,10 +354,58 @@ class Reader:
             )
         ]
 
-    def _without(self, shards: ShardMap, avoid: set[str]) -> Router:
+    def _newest_router(self) -> Router:
+        """By the newest shard map, past the nodes that did not answer."""
+        shards, avoid = self._known.shards, self._known.avoided()
         indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
         local = self._local.shards if self._local is not None else ()
         return Router(shards, self._turn, indices, local)
+
+    def _look_for_nodes(self) -> None:
+        """Finds out whether nodes that were passed over for long enough answer again.
+
+        In a thread of its own, so that no window waits for one that does not.
+        """
+        locations = self._known.to_try()
+        if not locations:
+            return
+        with self._lock:
+            if self._closed or self._looking:
+                return
+            self._looking = True
+        threading.Thread(target=self._look, args=(locations,), name="cache-nodes").start()
+
+    def _look(self, locations: set[str]) -> None:
+        try:
+            # Short: a program that ends waits for it.
+            fresh = self._fresh_map(time.monotonic() + _BACKGROUND_TIMEOUT_S)
+            shards = self._known.shards = fresh or self._known.shards
+            there = {node.location for node in shards.nodes}
+            for location in locations:
+                if location not in there:  # its rows are elsewhere now
+                    self._known.forget(location)
+                elif self._answers(location, shards):
+                    self._known.let_try(location)
+                else:
+                    self._known.note(location)
+            self._router = self._newest_router()
+        except CacheError as error:  # a fetch that needs the cache will say what is wrong
+            logger.debug("nodes not looked for dataset=%s %s", self._known.shards.dataset, error)
+            if not self._closed:
+                for location in locations:
+                    self._known.note(location)
+        finally:
+            with self._lock:
+                self._looking = False
+
+    def _answers(self, location: str, shards: ShardMap) -> bool:
+        timeout_s = min(_BACKGROUND_TIMEOUT_S, self._request_timeout_s)
+        try:
+            self._connection(location).renew_lease(shards.dataset, shards.fingerprint, timeout_s)
+        except (NodeUnavailableError, NotReadyError):
+            self._drop_connection(location)
+            return False
+        return True
 
     def _fresh_map(self, deadline: float) -> ShardMap | None:
         """The shard map as it is now; None when it is not to be had, so the old one is as good."""
@@ -361,7 +435,7 @@ class Reader:
                 raise error
             if isinstance(error, ConnectionClosedError):
                 return ""
-            first = self._failures.note(node.location)
+        first = self._known.note(node.location)
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "node failed node=%s reason=%s", node, error)
         if isinstance(error, NodeUnavailableError):
@@ -409,8 +483,8 @@ class Reader:
         return stream
 
     def _give_back(self, node: NodeRef, stream: GatherStream) -> None:
+        self._known.forget(node.location)
         with self._lock:
-            self._failures.forget(node.location)
             self._leased_at = time.monotonic()
             self._busy.discard(stream)
             if not self._closed:

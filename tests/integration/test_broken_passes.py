@@ -21,6 +21,7 @@ from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.conftest import write_numbered
 from tests.integration.test_training_reads import load_everywhere
+from tests.waiting import wait_until
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 DEADLINE_S = 6.0
@@ -117,6 +118,41 @@ def test_a_node_that_is_killed_costs_no_row_where_there_is_another_replica(
 ) -> None:
     load(nodes, source, replicas=2)
     assert rows_with(dataset(nodes), {3: nodes.nodes[node].kill}) == order()
+
+
+def test_a_node_that_hangs_is_waited_for_by_one_pass_and_not_by_each(
+    nodes: LocalCluster, source: Path
+) -> None:
+    load(nodes, source, replicas=2)
+    table = dataset(nodes)
+    hang(nodes.nodes[1])()
+    try:
+        assert rows_with(table, {}) == order()
+        begun = time.monotonic()
+        for _ in range(3):
+            assert rows_with(table, {}) == order()
+        assert time.monotonic() - begun < DEADLINE_S / 4  # the shortest wait for a node
+    finally:
+        go_on(nodes.nodes[1])()
+
+
+def test_a_node_that_comes_back_is_asked_again_by_who_went_on_without_it(
+    nodes: LocalCluster, source: Path
+) -> None:
+    load(nodes, source, replicas=2)
+    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    with Reader(nodes.endpoint, shards, columns=("row",)) as reader:
+        nodes.nodes[1].kill()
+        reader.fetch(np.arange(ROWS))
+        assert reader.num_nodes == 1
+        nodes.nodes[1].start()
+
+        def reads_from_both() -> bool:
+            pieces = reader.fetch(np.arange(ROWS))
+            assert sum(piece.num_rows for piece in pieces) == ROWS
+            return reader.num_nodes == 2
+
+        wait_until(reads_from_both, 30.0, "reads from both nodes")
 
 
 def test_a_coordinator_that_comes_back_in_the_middle_costs_no_row(
