@@ -22,6 +22,7 @@ from cache_client.arguments import BatchFormat, argument_problems
 from cache_client.convert import Converter
 from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
+from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
 from cache_client.order import (
     EpochOrder,
@@ -36,8 +37,9 @@ from cache_client.order import (
 from cache_client.permutation import checked_integer
 from cache_client.plan import has_plain, row_bytes, wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
-from cache_client.reader import FETCH_THREADS, Reader, Whereabouts, fetch_ahead
+from cache_client.reader import Reader
 from cache_client.rows import Rows, cut
+from cache_client.whereabouts import Whereabouts
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback

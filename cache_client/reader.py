@@ -1,8 +1,6 @@
-"""Windows of row ids -> rows, from any replica that answers, in order, fetched ahead.
+"""A window of row ids -> its rows, in order, from any replica that answers.
 
-`Reader` brings one window; `fetch_ahead` keeps several on their way and hands them out in the
-order they were asked for. The order of arrival decides nothing. It knows row ids and nodes; it
-knows neither epochs nor ranks.
+The order of arrival decides nothing. It knows row ids and nodes; it knows neither epochs nor ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +13,8 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TypeVar
 
 import numpy as np
 from tenacity import (
@@ -33,6 +27,7 @@ from cache_client.connections import Connection, ConnectionClosedError, GatherSt
 from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
+from cache_client.whereabouts import Whereabouts
 from protos.backoff import backoff
 from protos.errors import (
     CacheError,
@@ -46,71 +41,15 @@ from protos.row_index import Ids
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-FETCH_THREADS = 2  # more cost processor time and bring no rows
-# A node that failed is passed over for so long where another replica is; longer at each failure.
-_FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
 _RENEWALS, _BACKGROUND_TIMEOUT_S = 4, 2.0  # of a lease in its time, and of a call in the background
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 
 # That a version is gone is final when the coordinator says so, not a node that has just started.
 _WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
 
-_Request = TypeVar("_Request")
-_Result = TypeVar("_Result")
-
 
 class _IncompleteError(Exception):
     """Some rows are still missing; worth another try."""
-
-
-class Whereabouts:
-    """Where the rows of a version are, as far as a process knows: the map, and who did not answer.
-
-    Shared by the readers of a dataset, so that no pass waits for a node again that an earlier one
-    waited for in vain. Thread-safe.
-
-    Attributes:
-        shards: the newest shard map.
-    """
-
-    def __init__(self, shards: ShardMap) -> None:
-        self.shards = shards
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._avoid_until: dict[str, float] = {}
-
-    def note(self, location: str) -> bool:
-        """Counts a failure; whether it is the first one since the node answered."""
-        now = time.monotonic()
-        with self._lock:
-            if now < self._avoid_until.get(location, now):
-                return False  # of a request that was under way when the node failed
-            count = self._counts.get(location, 0)
-            self._counts[location] = count + 1
-            self._avoid_until[location] = now + min(_FIRST_AVOID_S * 2**count, _LONGEST_AVOID_S)
-        return count == 0
-
-    def forget(self, location: str) -> None:
-        """The node has answered with rows, or nobody asks it any more."""
-        with self._lock:
-            self._counts.pop(location, None)
-            self._avoid_until.pop(location, None)
-
-    def let_try(self, location: str) -> None:
-        """The node answers: it may be asked for rows. It is avoided for longer if that fails."""
-        with self._lock:
-            self._avoid_until.pop(location, None)
-
-    def avoided(self) -> set[str]:
-        """Locations to pass over, until it is found that they answer."""
-        with self._lock:
-            return set(self._avoid_until)
-
-    def to_try(self) -> set[str]:
-        """Those that were passed over for long enough."""
-        now = time.monotonic()
-        with self._lock:
-            return {location for location, until in self._avoid_until.items() if until <= now}
 
 
 class Reader:
@@ -382,6 +321,8 @@ class Reader:
             shards = self._known.shards = fresh or self._known.shards
             there = {node.location for node in shards.nodes}
             for location in locations:
+                if self._closed:
+                    return
                 if location not in there:  # its rows are elsewhere now
                     self._known.forget(location)
                 elif self._answers(location, shards):
@@ -515,29 +456,3 @@ def _close_all() -> None:
 # Before the threads of pools are awaited: hooks run in the reverse of their order, and that of
 # `concurrent.futures` is there already. Where Python has no such hook any more, after that.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
-
-
-def fetch_ahead(
-    fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
-) -> Generator[_Result, None, None]:
-    """``map(fetch, requests)`` with at most ``depth`` results under way or waiting.
-
-    Results come in the order of the requests; a failure is raised in its turn. Closing the
-    iterator drops what was not begun.
-
-    Args:
-        threads: calls at the same time.
-    """
-    pending: deque[Future[_Result]] = deque()
-    source = iter(requests)
-    pool = ThreadPoolExecutor(min(depth, threads), thread_name_prefix="cache-fetch")
-    try:
-        for request in islice(source, depth):
-            pending.append(pool.submit(fetch, request))
-        while pending:
-            result = pending.popleft().result()
-            for request in islice(source, 1):
-                pending.append(pool.submit(fetch, request))
-            yield result
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache_client.reader import fetch_ahead
+from cache_client.fetch_ahead import fetch_ahead
 
 WAIT_S = 30.0
 

@@ -1,0 +1,40 @@
+"""Several fetches on their way at once, handed out in the order they were asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+FETCH_THREADS = 2  # more cost processor time and bring no rows
+
+_Request = TypeVar("_Request")
+_Result = TypeVar("_Result")
+
+
+def fetch_ahead(
+    fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
+) -> Generator[_Result, None, None]:
+    """``map(fetch, requests)`` with at most ``depth`` results under way or waiting.
+
+    Results come in the order of the requests; a failure is raised in its turn. Closing the
+    iterator drops what was not begun.
+
+    Args:
+        threads: calls at the same time.
+    """
+    pending: deque[Future[_Result]] = deque()
+    source = iter(requests)
+    pool = ThreadPoolExecutor(min(depth, threads), thread_name_prefix="cache-fetch")
+    try:
+        for request in islice(source, depth):
+            pending.append(pool.submit(fetch, request))
+        while pending:
+            result = pending.popleft().result()
+            for request in islice(source, 1):
+                pending.append(pool.submit(fetch, request))
+            yield result
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
