@@ -2,8 +2,9 @@
 
 A scalar column is a strided view of its packed matrix; columns stacked in the order in which they
 lie side by side are a view too, any other stack is a copy. The views of a matrix share one storage,
-the rows of the batch: DataLoader workers send each storage of a batch once, and whole. Knows
-neither nodes nor order.
+the rows of the batch: DataLoader workers send each storage of a batch once, and whole. Of an array
+torch takes all that it spans for its storage, so there arrays are copies. Knows neither nodes nor
+order.
 """
 
 from __future__ import annotations
@@ -84,10 +85,15 @@ class Converter:
         batch: dict[str, Any] = dict.fromkeys(self._names)
         for index, cut in self._cutters:
             batch.update(cut(torch.from_numpy(rows.matrices[index])))
+        convert = self._convert_value()
         for name, get in self._getters:
-            value = get(rows)
-            batch[name] = _to_torch(value) if self._batch_format == "torch" else value
+            batch[name] = convert(get(rows))
         return batch
+
+    def _convert_value(self) -> Callable[[Any], Any]:
+        if self._batch_format == "torch":
+            return _to_torch
+        return _contiguous if get_worker_info() is not None else lambda value: value
 
 
 def _check_stacks(
@@ -263,3 +269,7 @@ def _to_torch(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(entry, np.ndarray) for entry in value):
         return type(value)(_to_torch(entry) for entry in value)
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _contiguous(value: Any) -> Any:
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value

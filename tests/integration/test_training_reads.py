@@ -602,6 +602,20 @@ def test_a_worker_sends_of_a_batch_no_more_memory_than_the_batch(wide_source: Pa
     assert torch.equal(batch["row"], torch.arange(100)) and not batch["c249"].any()
 
 
+def test_a_worker_sends_of_a_batch_of_arrays_no_more_memory_than_the_batch(
+    wide_source: Path,
+) -> None:
+    with LocalCluster() as cluster:
+        CacheClient(cluster.endpoint).load(DatasetSpec("wide", wide_source))
+        dataset = CacheIterableDataset(
+            "wide", endpoint=cluster.endpoint, batch_size=100, batch_format="numpy"
+        )
+        batch = next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
+    sent = [column.untyped_storage().nbytes() for column in batch.values()]
+    assert sent == 251 * [100 * 8]
+    assert torch.equal(batch["row"], torch.arange(100)) and not batch["c249"].any()
+
+
 @pytest.mark.parametrize("batch_format", ["torch", "numpy"])
 def test_a_worker_sends_a_column_of_lists_as_one_tensor(
     cluster: LocalCluster, tmp_path: Path, batch_format: BatchFormat
