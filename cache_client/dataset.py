@@ -51,6 +51,7 @@ _MOST_PREFETCHED = 2**31 - 1
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 _T = TypeVar("_T")
 _MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
+_PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             of use, see `cache_client.device`. Not in DataLoader workers.
         message_bytes: of one message of a node, about; 4 to 8 are asked for at once.
             The default was measured over loopback. From files of this machine, windows are larger.
-        prefetch_batches: fetched ahead in the background, about; bounds the memory.
+        prefetch_batches: fetched ahead in the background, about, but never less than three requests
+            to all nodes; default: 32, fewer where they would take more than 256 MiB.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
 
@@ -149,7 +151,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
         message_bytes: int = MESSAGE_BYTES,
-        prefetch_batches: int = 32,
+        prefetch_batches: int | None = None,
         deadline_s: float = 60.0,
         local: bool = True,
     ) -> None:
@@ -158,7 +160,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
-        _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
+        if prefetch_batches is not None:
+            _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
         _collect_integer(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
         target = _collect(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
@@ -192,7 +195,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._transform = transform
         self._device = target
         self._message_bytes = operator.index(message_bytes)
-        self._prefetch_batches = operator.index(prefetch_batches)
+        self._prefetch_batches = (
+            None if prefetch_batches is None else operator.index(prefetch_batches)
+        )
         self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
@@ -413,11 +418,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
         per_window = self._steps_per_window(reader.num_nodes)
-        depth = max(_MIN_WINDOWS, -(-self._prefetch_batches // per_window))
         results = fetch_ahead(
             lambda window: _fetch_window(reader, this, self.rank, window),
             step_windows(steps, per_window),
-            depth=depth,
+            depth=max(_MIN_WINDOWS, -(-self._batches_ahead() // per_window)),
             threads=FETCH_THREADS,
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
@@ -488,6 +492,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             if num_nodes
             else _LOCAL_WINDOW_BYTES
         )
+
+    def _batches_ahead(self) -> int:
+        if self._prefetch_batches is not None:
+            return self._prefetch_batches
+        return min(_PREFETCHED_BATCHES, self._steps_in(_PREFETCHED_BYTES))
 
     def _steps_in(self, num_bytes: int) -> int:
         return max(1, num_bytes // (self.batch_size * row_bytes(self._shards)))

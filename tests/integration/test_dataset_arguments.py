@@ -118,7 +118,7 @@ def test_all_arguments_of_another_type_are_quoted_at_once() -> None:
         CacheIterableDataset(
             "t", endpoint="grpc://127.0.0.1:1", batch_size="1", columns="row",  # type: ignore
             stack={"x": "ab"}, rank="0", world_size=1.0, message_bytes="2",  # type: ignore
-            prefetch_batches=None, deadline_s="60", seed="s", shuffle=2,  # type: ignore
+            prefetch_batches="1", deadline_s="60", seed="s", shuffle=2,  # type: ignore
             batch_format="pandas", transform=1, local=0,  # type: ignore
         )  # fmt: skip
     for name in (

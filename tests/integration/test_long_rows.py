@@ -13,6 +13,7 @@ import pytest
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
 from cache_client.connections import GatherStream
 from cache_server import LocalCluster
+from tests.waiting import wait_until
 
 ROWS, LONG_BYTES, IMAGE_BYTES = 300, 100_000, 2000
 MEBI = 1024 * 1024
@@ -91,6 +92,28 @@ def test_a_batch_may_be_longer_than_a_message(
     assert all(docs_say_their_row(batch) for batch in batches)
     assert all((batch["image"][:, 5] == batch["row"] % 251).all() for batch in batches)
     assert max(messages) * LONG_BYTES <= 2 * MEBI
+
+
+@pytest.mark.parametrize(("given", "ahead"), [(None, 8), (12, 12)])
+def test_large_batches_are_fetched_ahead_by_their_bytes_unless_a_number_is_given(
+    cluster: LocalCluster,
+    table: str,
+    fetches: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    given: int | None,
+    ahead: int,
+) -> None:
+    monkeypatch.setattr("cache_client.dataset._PREFETCHED_BYTES", 8 * MEBI)
+    dataset = CacheIterableDataset(
+        table, endpoint=cluster.endpoint, batch_size=10, prefetch_batches=given,
+        message_bytes=MEBI // 4, local=False,
+    )  # fmt: skip
+    batches = iter(dataset)
+    next(batches)
+    # What is taken makes room for one more.
+    wait_until(lambda: len(fetches) > ahead, 30.0, "the batches that are fetched ahead")
+    batches.close()
+    assert fetches == [10] * (ahead + 1)
 
 
 def test_the_fixed_columns_that_are_left_out_do_not_count(
