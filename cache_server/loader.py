@@ -90,9 +90,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     split = file.split
     parts = split.parts if file.format == table.format else 1
     try:
-        context = open_session(parts, _batch_rows(split))
-        _register_table(context, file, table)
-        frame = context.sql_with_options(sql, read_only())
+        context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
             return  # no row can pass the filter
         plan = frame.execution_plan()
@@ -129,9 +127,7 @@ def read_together(
     """
     folder, splits = files[0].path.parent, [file.split for file in files]
     try:
-        context = open_session(1, _batch_rows(splits[0]))
-        _register_table(context, LocalFile(folder, table.format, splits[0]), table)
-        frame = context.sql_with_options(sql, read_only())
+        _, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
         if not _folds_to_nothing(frame):
             yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
     except Exception as error:  # DataFusion raises bare Exception
@@ -252,17 +248,49 @@ def read_only() -> SQLOptions:
     return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
 
 
-def _register_table(context: SessionContext, file: LocalFile, table: PinnedTable) -> None:
+def _planned(
+    file: LocalFile, sql: str, table: PinnedTable, parts: int
+) -> tuple[SessionContext, DataFrame]:
+    """A query over a split, and its session.
+
+    DataFusion has NaN above every number, but the statistics of Parquet leave it out: by them it
+    would skip a row group of 0 and NaN for ``x <> 0`` and ``x > 1``. So floats let it skip none.
+    """
+    for skips in (True, False):
+        context = open_session(parts, _batch_rows(file.split))
+        _register_table(context, file, table, skips=skips)
+        frame = context.sql_with_options(sql, read_only())
+        if file.format != "parquet" or not _skips_by_floats(frame, table):
+            break
+    return context, frame
+
+
+def _skips_by_floats(frame: DataFrame, table: PinnedTable) -> bool:
+    names = [field.name for field in table.read_schema if _is_of_floats(field.type)]
+    if not names:
+        return False
+    plan = frame.execution_plan().display_indent()
+    return any(f"{name}_{end}@" in plan for name in names for end in ("min", "max"))
+
+
+def _is_of_floats(dtype: pa.DataType) -> bool:
+    values = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+    return bool(pa.types.is_floating(values))
+
+
+def _register_table(
+    context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
+) -> None:
     """Registers a split of ``table``, with the columns that its path stands for, if any."""
     if file.format != table.format:  # staged: it holds what is read, and no more
         _register(context, table.name, file.path, file.format, None)
         return
     constants = table.partition_of(file.split)
-    if not constants:
-        _register(context, table.name, file.path, file.format, table.schema)
-        return
-    _register(context, _FILE, file.path, file.format, _stored(table, constants))
-    _register_constants(context, table, constants)
+    name = _FILE if constants else table.name
+    schema = _stored(table, constants) if constants else table.schema
+    _register(context, name, file.path, file.format, schema, skips=skips)
+    if constants:
+        _register_constants(context, table, constants)
 
 
 def _check_integers(file: LocalFile, table: PinnedTable) -> None:
@@ -346,14 +374,29 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _register(
-    context: SessionContext, name: str, path: Path, format: str, schema: pa.Schema | None
+    context: SessionContext,
+    name: str,
+    path: Path,
+    format: str,
+    schema: pa.Schema | None,
+    *,
+    skips: bool = True,
 ) -> None:
+    """Registers a file, or a folder of files, as a table.
+
+    Args:
+        skips: what of Parquet cannot pass a filter, by its statistics.
+    """
     # DataFusion takes a path with a bracket or a star for a glob, and a URI for one file.
     uri, suffix = path.absolute().as_uri(), path.suffix
     if path.is_dir():
         uri, suffix = f"{uri}/", f".{format}"
     if format == "parquet":
-        context.register_parquet(name, uri, schema=schema, file_extension=suffix)
+        if not skips:
+            context.sql("SET datafusion.execution.parquet.enable_page_index = false").collect()
+        context.register_parquet(
+            name, uri, parquet_pruning=skips, schema=schema, file_extension=suffix
+        )
     elif format == "arrow":
         context.register_arrow(name, uri, schema=schema, file_extension=suffix)
     elif format == "csv":

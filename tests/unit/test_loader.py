@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.loader import infer_schema, read_split
+from cache_server.loader import infer_schema, read_split, read_together
 from cache_server.pinned import PinnedTable, SourceFile, Split
 from protos.errors import LoadError
 from tests.query_source import (
@@ -43,6 +43,37 @@ def test_a_file_of_any_name_is_read_and_no_other(tmp_path: Path, name: str) -> N
     split = write_parquet(tmp_path / name, table_of(7))
 
     assert [row["a"] for row in rows_of(split, "SELECT a FROM source")] == list(range(7))
+
+
+NAN = float("nan")
+HALF_NAN = pa.table(
+    {
+        "k": range(8),
+        "x": pa.array([0, NAN, 0, 0, 200, NAN, None, 5], pa.float64()),
+        "y": pa.array([NAN, 0, 0, 0, 5, 5, NAN, 5], pa.float32()).dictionary_encode(),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("x <> 0", "x > 100", "x >= 'NaN'", "x = 'NaN'", "NOT x <= 100", "x NOT IN (0, 200)"),
+        *("x IS DISTINCT FROM 0", "x NOT BETWEEN 0 AND 100", "y > 1 AND k < 9", "g > 1", "k > 3"),
+    ],
+)
+def test_a_filter_finds_nan_in_any_row_group(tmp_path: Path, condition: str) -> None:
+    pq.write_table(HALF_NAN, tmp_path / "a.parquet", row_group_size=4, write_page_index=True)
+    pq.write_table(HALF_NAN, tmp_path / "b.parquet", row_group_size=1)
+    sql = f"SELECT k FROM (SELECT *, CAST(x AS float) AS g FROM source) WHERE {condition}"
+    table = PinnedTable("source", "parquet", HALF_NAN.schema)
+    splits = [whole(tmp_path / name) for name in ("a.parquet", "b.parquet")]
+
+    wanted = all_at_once(HALF_NAN, sql)
+
+    assert [rows_of(split, sql, HALF_NAN.schema) for split in splits] == [wanted, wanted]
+    together = read_together([local(split) for split in splits], sql, table)
+    assert [row for batch in together for row in batch.to_pylist()] == [*wanted, *wanted]
 
 
 def test_a_file_in_a_hive_directory_has_its_own_columns_only(tmp_path: Path) -> None:
