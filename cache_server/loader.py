@@ -193,15 +193,18 @@ def _schema_of(path: Path, format: str) -> pa.Schema:
 
 
 def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
-    """The schema by a sample, in which no value holds a line end; see `csv_sample`."""
+    """The schema by a sample, in which no value holds a line end; see `csv_sample`.
+
+    A column without a value there is one of texts: as one of nulls, it would lose what comes later.
+    """
     with open(path, encoding="latin-1", newline="") as lines:
         sample = read_sample(lines, is_whole=is_whole)
     with tempfile.TemporaryDirectory() as directory:
         beginning = Path(directory, "sample.csv")
         beginning.write_text("".join(sample.records), encoding="latin-1", newline="")
         schema = _schema_of(beginning, "csv")
-    named = [field.with_name(name) for field, name in zip(schema, sample.names, strict=True)]
-    return pa.schema(named)
+    types = [pa.string() if pa.types.is_null(dtype) else dtype for dtype in schema.types]
+    return pa.schema(list(zip(sample.names, types, strict=True)))
 
 
 def _names_of_arrow(path: Path) -> list[str]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cache_server.loader import infer_schema, read_split, read_together
 from cache_server.pinned import PinnedTable, SourceFile, Split
+from cache_server.quoting import identifier
 from protos.errors import LoadError
 from tests.query_source import (
     SCHEMA,
@@ -372,6 +373,17 @@ def test_a_time_that_fits_is_read(tmp_path: Path, first: str, later: str) -> Non
     wanted = np.datetime64(later.removesuffix("Z"), unit).astype(int) if later else None
     assert found.type == table.schema.types[1]
     assert getattr(found, "value", None) == wanted
+
+
+def test_a_csv_column_that_is_empty_at_first_is_one_of_texts(tmp_path: Path) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", "", "2.5")
+    name = table.schema.names[1]
+    sql = f"SELECT CAST({identifier(name)} AS double) AS late FROM source WHERE k = 1"
+
+    batches = list(read_split(local(whole(tmp_path / "a.csv"), "csv"), sql, table))
+
+    assert table.schema.field(name).type == pa.string()
+    assert [row for batch in batches for row in batch.to_pylist()] == [{"late": 2.5}]
 
 
 def test_dates_and_times_pass_through_a_query(tmp_path: Path) -> None:
