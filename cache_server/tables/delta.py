@@ -205,6 +205,11 @@ def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
     _check_features(table, what)
     schema = lake.plain_schema(pa.schema(table.schema().to_arrow()))
     partition_columns = table.metadata().partition_columns
+    for name in partition_columns:
+        if pa.types.is_binary(schema.field(name).type):  # read as the text of its escapes
+            raise RequestError(
+                f"{what} is partitioned by {name}, which is binary: such values cannot be read here"
+            )
     root = table.table_uri.rstrip("/")
     vectors = _deletion_vectors(table)
     files = {}

@@ -204,6 +204,14 @@ def _delete_by_vector(uri: Path, rows: list[int]) -> None:
     _commit(uri, 1, _protocol("deletionVectors"), {"remove": remove}, {"add": kept})
 
 
+def test_a_binary_partition_is_refused_by_name(tmp_path: Path) -> None:
+    rows = pa.table({"id": [0, 1], "key": pa.array([b"a", b"\xff"])})
+    write_deltalake(str(tmp_path), rows, partition_by=["key"])
+
+    with pytest.raises(RequestError, match="is partitioned by key, which is binary"):
+        delta.pin(_spec(str(tmp_path)))
+
+
 def test_deletion_vectors_are_honoured(tmp_path: Path) -> None:
     uri = tmp_path / "a table"
     rows = pa.table({"id": range(10), "part": ["a b%"] * 10})
