@@ -77,6 +77,36 @@ def test_a_filter_finds_nan_in_any_row_group(tmp_path: Path, condition: str) -> 
     assert [row for batch in together for row in batch.to_pylist()] == [*wanted, *wanted]
 
 
+def write_bounds_by_signed_bytes(path: Path) -> None:
+    """Texts with the bounds that Parquet's Java library wrote until its version 1.9."""
+    pq.write_table(
+        pa.table({"text": ["aaaa", "éé", "bbbb"]}), path, use_dictionary=False, store_schema=False
+    )
+    least, last, most = b"\x04aaaa", b"\x04bbbb", b"\x04" + "éé".encode()
+    new = b"\x36\x00\x28" + most + b"\x18" + least + b"\x11\x11"
+    old = b"\x18" + last + b"\x18" + most + b"\x16\x00\x41\x11"  # in the fields of that time
+    data = path.read_bytes()
+    assert new in data
+    path.write_bytes(data.replace(new, old))
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [("text > 'c'", ["éé"]), ("text = 'aaaa'", ["aaaa"]), ("text LIKE 'é%'", ["éé"])],
+)
+def test_bounds_of_texts_by_signed_bytes_are_not_believed(
+    tmp_path: Path, condition: str, wanted: list[str]
+) -> None:
+    write_bounds_by_signed_bytes(tmp_path / "a.parquet")
+    schema = pa.schema([("text", pa.string())])
+
+    rows = rows_of(
+        whole(tmp_path / "a.parquet"), f"SELECT text FROM source WHERE {condition}", schema
+    )
+
+    assert [row["text"] for row in rows] == wanted
+
+
 def test_a_file_in_a_hive_directory_has_its_own_columns_only(tmp_path: Path) -> None:
     (tmp_path / "year=2024").mkdir()
     split = write_parquet(tmp_path / "year=2024" / "a.parquet", table_of(1).select(["a"]))
