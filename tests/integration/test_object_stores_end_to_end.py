@@ -167,7 +167,7 @@ def assert_no_secret(text: str) -> None:
 
 
 def assert_no_secret_on_disk(cluster: LocalCluster) -> None:
-    files = [path for path in cluster.cache_dir.rglob("*") if path.is_file()]
+    files = files_below(cluster.cache_dir)
     assert len(files) >= 3  # logs and a catalogue at least
     for path in files:
         with suppress(FileNotFoundError):  # written for a moment
@@ -392,7 +392,7 @@ def test_nothing_shows_or_keeps_the_keys_of_a_dataset_that_is_loaded(
             assert result.exit_code == 0, result.output
             shown.append(result.output)
     assert_no_secret("".join(shown))
-    manifests = list(cluster.cache_dir.rglob("*.json"))
+    manifests = [path for path in files_below(cluster.cache_dir) if path.suffix == ".json"]
     assert any("secret" in path.read_text() for path in manifests)  # of this dataset
     for path in manifests:
         json.loads(path.read_text())
