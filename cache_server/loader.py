@@ -12,14 +12,21 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
-from datafusion import DataFrame, ExecutionPlan, SessionConfig, SessionContext, SQLOptions, lit
+from datafusion import (
+    DataFrame,
+    ExecutionPlan,
+    LogicalPlan,
+    SessionConfig,
+    SessionContext,
+    SQLOptions,
+    lit,
+)
 
 from cache_server.csv_sample import read_sample
 from cache_server.csv_times import check_times, times_as_texts
@@ -27,6 +34,7 @@ from cache_server.json_escapes import check_escapes
 from cache_server.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from cache_server.quoting import identifier
+from cache_server.skipped_groups import skips_wrongly
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -255,53 +263,17 @@ def read_only() -> SQLOptions:
 def _planned(
     file: LocalFile, sql: str, table: PinnedTable, parts: int
 ) -> tuple[SessionContext, DataFrame]:
-    """A query over a split, and its session.
-
-    DataFusion has NaN above every number, but the statistics of Parquet leave it out: by them it
-    would skip a row group of 0 and NaN for ``x <> 0`` and ``x > 1``. And it believes the bounds of
-    texts that old writers ordered by signed bytes, so that not ASCII comes first; Arrow does not.
-    So row groups are skipped by neither.
-    """
+    """A query over a split, and its session; see `skipped_groups`."""
     for skips in (True, False):
         context = open_session(parts, _batch_rows(file.split))
         _register_table(context, file, table, skips=skips)
         frame = context.sql_with_options(sql, read_only())
-        if file.format != "parquet" or not _skips_wrongly(frame, file.path, table):
+        if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
+            break
+        plan = frame.execution_plan().display_indent()
+        if not skips_wrongly(plan, file.path, table.read_schema):
             break
     return context, frame
-
-
-def _skips_wrongly(frame: DataFrame, path: Path, table: PinnedTable) -> bool:
-    if "Filter" not in {type(node).__name__ for node in _walk(frame.logical_plan())}:
-        return False
-    plan = frame.execution_plan().display_indent()
-    used = [
-        field
-        for field in table.read_schema
-        if any(f"{field.name}_{end}@" in plan for end in ("min", "max"))
-    ]
-    if any(_is_of_floats(field.type) for field in used):
-        return True
-    texts = {field.name for field in used if not pa.types.is_primitive(field.type)}
-    paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return bool(texts) and any(_lacks_bounds(pq.read_metadata(path), texts) for path in paths)
-
-
-def _lacks_bounds(footer: pq.FileMetaData, names: Collection[str]) -> bool:
-    """Whether a row group has values of one of these columns, and no bounds that Arrow believes."""
-    for index in range(footer.num_columns):
-        if footer.schema.column(index).path not in names:
-            continue
-        for group in range(footer.num_row_groups):
-            statistics = footer.row_group(group).column(index).statistics
-            if statistics is not None and statistics.num_values and not statistics.has_min_max:
-                return True
-    return False
-
-
-def _is_of_floats(dtype: pa.DataType) -> bool:
-    values = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
-    return bool(pa.types.is_floating(values))
 
 
 def _register_table(
@@ -378,7 +350,11 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
 
 
 def _folds_to_nothing(frame: DataFrame) -> bool:
-    return "EmptyRelation" in {type(n).__name__ for n in _walk(frame.optimized_logical_plan())}
+    return _has(frame.optimized_logical_plan(), "EmptyRelation")
+
+
+def _has(plan: LogicalPlan, kind: str) -> bool:
+    return any(type(node).__name__ == kind for node in _walk(plan))
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -106,6 +106,6 @@ def test_the_bytes_of_all_shards_are_counted_once_a_shard_without_files_too() ->
         pa.schema([("text", pa.string())]), flight.FlightDescriptor.for_command(b""), endpoints,
         30, -1, app_metadata=pb.ReadPlan(dataset="t", fingerprint="f").SerializeToString(),
     )  # fmt: skip
-    shards = _shard_map(info)
+    shards = _shard_map(info, 0.0)
     assert shards.num_bytes == 3003
     assert row_bytes(shards) == 101

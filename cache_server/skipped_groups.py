@@ -1,0 +1,52 @@
+"""Row groups of Parquet that DataFusion would skip although they have rows which pass a filter.
+
+It has NaN above every number, but the statistics of Parquet leave NaN out: by them it would skip a
+row group of 0 and NaN for ``x <> 0`` and ``x > 1``. And it believes the bounds of texts that old
+writers ordered by signed bytes, so that what is not ASCII comes first; Arrow believes them not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
+    """Whether a plan skips row groups by bounds that do not hold.
+
+    Args:
+        plan: as DataFusion shows it, which names the bounds of a column ``name_min`` and
+            ``name_max``.
+        path: of the file that it reads, or a folder of such files.
+        schema: the columns that are read.
+    """
+    used = [field for field in schema if _uses_bounds(plan, field.name)]
+    if any(_is_of_floats(field.type) for field in used):
+        return True
+    texts = {field.name for field in used if not pa.types.is_primitive(field.type)}
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    return bool(texts) and any(_lacks_bounds(pq.read_metadata(path), texts) for path in paths)
+
+
+def _uses_bounds(plan: str, name: str) -> bool:
+    return any(f"{name}_{end}@" in plan for end in ("min", "max"))
+
+
+def _is_of_floats(dtype: pa.DataType) -> bool:
+    values = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
+    return bool(pa.types.is_floating(values))
+
+
+def _lacks_bounds(footer: pq.FileMetaData, names: Collection[str]) -> bool:
+    """Whether a row group has values of one of these columns, and no bounds that Arrow believes."""
+    for index in range(footer.num_columns):
+        if footer.schema.column(index).path not in names:
+            continue
+        for group in range(footer.num_row_groups):
+            statistics = footer.row_group(group).column(index).statistics
+            if statistics is not None and statistics.num_values and not statistics.has_min_max:
+                return True
+    return False
