@@ -89,7 +89,7 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
     tmp_path: Path, local: bool
 ) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
-    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster:
+    with LocalCluster(1, lease_s=LEASE_S) as cluster:
         old = load(cluster, "slow", source)
         # Windows of 80 rows, of which three are fetched ahead.
         dataset = CacheIterableDataset(
@@ -100,10 +100,10 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
         rows = next(steps)["row"].tolist()
         load(cluster, "slow", write_numbered(source, 10))
 
-        over = time.monotonic() + 3 * SHORT_LEASE_S
+        over = time.monotonic() + 2 * LEASE_S
         while time.monotonic() < over:
             rows += next(steps)["row"].tolist()
-            threading.Event().wait(SHORT_LEASE_S / 10)
+            threading.Event().wait(LEASE_S / 15)
         assert len(rows) < 80
         assert old in versions_on_disk(cluster, "slow")
         rows += [row for step in steps for row in step["row"].tolist()]
@@ -113,17 +113,17 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
 
 def test_passes_of_new_processes_that_are_shorter_than_a_lease_keep_it(tmp_path: Path) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
-    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster:
+    with LocalCluster(1, lease_s=LEASE_S) as cluster:
         old = load(cluster, "short", source)
         dataset = CacheIterableDataset("short", endpoint=cluster.endpoint, batch_size=10)
         load(cluster, "short", write_numbered(source, 10))
 
-        over = time.monotonic() + 3 * SHORT_LEASE_S
+        over = time.monotonic() + 2 * LEASE_S
         while time.monotonic() < over:
             rows = []
             for batch in copy.copy(dataset):  # maps its files anew, as a new worker does
                 rows += batch["row"].tolist()
-                threading.Event().wait(SHORT_LEASE_S / 200)
+                threading.Event().wait(0.01)
             assert sorted(rows) == [*range(NUM_ROWS)]
         assert old in versions_on_disk(cluster, "short")
 
