@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook at exit must follow the one below
 import logging
-import math
 import os
 import threading
 import time
@@ -97,8 +96,12 @@ class Reader:
         self._busy: set[GatherStream] = set()
         self._closed = False
         self._process = os.getpid()
+        self._renew_every_s = shards.lease_s / _RENEWALS
+        now = time.monotonic()
         # Whoever asks nodes for rows is about to use the version, whenever its shard map was read.
-        self._leased_at = time.monotonic() if local is None else local.leased_at
+        leased_at = now if local is None else local.leased_at
+        # Of another machine, or from before a restart of it, the time may be still to come.
+        self._renew_at = now if leased_at > now else leased_at + self._renew_every_s
         self._renewing = False
         _readers.add(self)
 
@@ -178,14 +181,14 @@ class Reader:
         To be called also between fetches, which may be far apart: a window can last for longer
         than a lease. In a thread of its own: rows of files need wait for no node.
         """
-        shards, now = self._router.shards, time.monotonic()
-        # Of another machine, or from before a restart of it, the time may seem to be still to come.
-        if 0 <= now - self._leased_at < shards.lease_s / _RENEWALS or shards.lease_s == math.inf:
+        now = time.monotonic()
+        if now < self._renew_at:
             return
         with self._lock:
             if self._closed or self._renewing:
                 return
-            self._leased_at, self._renewing = now, True
+            self._renew_at, self._renewing = now + self._renew_every_s, True
+        shards = self._router.shards
         threading.Thread(target=self._renew_lease, args=(shards,), name="cache-lease").start()
 
     def _renew_lease(self, shards: ShardMap) -> None:
@@ -426,7 +429,7 @@ class Reader:
     def _give_back(self, node: NodeRef, stream: GatherStream) -> None:
         self._known.forget(node.location)
         with self._lock:
-            self._leased_at = time.monotonic()
+            self._renew_at = time.monotonic() + self._renew_every_s
             self._busy.discard(stream)
             if not self._closed:
                 self._idle.setdefault(node.location, []).append(stream)
