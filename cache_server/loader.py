@@ -28,13 +28,13 @@ from datafusion import (
     lit,
 )
 
-from cache_server.csv_sample import read_sample
-from cache_server.csv_times import check_times, times_as_texts
-from cache_server.json_escapes import check_escapes
-from cache_server.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from cache_server.quoting import identifier
 from cache_server.skipped_groups import skips_wrongly
+from cache_server.texts.csv_sample import read_sample
+from cache_server.texts.csv_times import check_times, times_as_texts
+from cache_server.texts.json_escapes import check_escapes
+from cache_server.texts.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from protos.errors import LoadError
 from protos.spec import TABLE
 

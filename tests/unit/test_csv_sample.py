@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.csv_sample import MOST_RECORDS, CsvSample, read_sample
 from cache_server.loader import infer_schema, open_session
+from cache_server.texts.csv_sample import MOST_RECORDS, CsvSample, read_sample
 from protos.errors import LoadError
 
 

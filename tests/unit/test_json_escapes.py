@@ -6,10 +6,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache_server import json_escapes
-from cache_server.json_escapes import check_escapes
 from cache_server.loader import LocalFile, read_split
 from cache_server.pinned import PinnedTable, Split
+from cache_server.texts import json_escapes
+from cache_server.texts.json_escapes import check_escapes
 from protos.errors import LoadError
 from tests.query_source import whole
 

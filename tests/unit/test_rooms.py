@@ -23,7 +23,7 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
-    "cache_server/csv_sample.py",
+    "cache_server/texts/csv_sample.py",
     "cache_server/flight_messages.py",
     "cache_server/decimals.py",
     "cache_server/null_advice.py",

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_server.json_escapes import blocks_of_lines
 from cache_server.pinned import Split
+from cache_server.texts.json_escapes import blocks_of_lines
 from protos.errors import LoadError
 
 _IS_MARK = np.zeros(256, np.bool_)
