@@ -354,7 +354,7 @@ def _folds_to_nothing(frame: DataFrame) -> bool:
 
 
 def _has(plan: LogicalPlan, kind: str) -> bool:
-    return any(type(node).__name__ == kind for node in _walk(plan))
+    return next(walk(plan, kind), None) is not None
 
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -416,10 +416,13 @@ def _reads_nothing(plan: ExecutionPlan) -> bool:
     return plan.display().startswith("EmptyExec")
 
 
-def _walk(plan: Any) -> Iterator[Any]:
-    yield plan.to_variant()
+def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
+    """The nodes of a logical plan, or those of a kind, without those of subqueries."""
+    node = plan.to_variant()
+    if not kind or type(node).__name__ == kind:
+        yield node
     for child in plan.inputs():
-        yield from _walk(child)
+        yield from walk(child, kind)
 
 
 def reason_of(error: Exception) -> str:

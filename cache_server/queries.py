@@ -20,7 +20,7 @@ import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 
 from cache_server import ignored_sql
-from cache_server.loader import open_session, read_only, reason_of
+from cache_server.loader import open_session, read_only, reason_of, walk
 from cache_server.pinned import Condition, no_rows
 from cache_server.quoting import identifier
 from protos.errors import RequestError
@@ -123,7 +123,7 @@ def check_query(
         raise RequestError(
             f"sql {sql!r} must read the table {unread[0]!r}, it reads only {sorted(set(scans))!r}"
         )
-    kinds = {type(node).__name__ for plan in (written, optimised) for node in _walk(plan)}
+    kinds = {type(node).__name__ for plan in (written, optimised) for node in walk(plan)}
     if forbidden := kinds & _NO_QUERIES:
         raise RequestError(f"sql {sql!r}: {forbidden.pop()} is not supported")
     # Others are functions such as generate_series, which every node calls, as it has VALUES.
@@ -194,7 +194,7 @@ def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[
     drivers = {name for name in single if all(_is_by_split(plan, name) for plan in plans)}
     if drivers:
         return frozenset(drivers), ""
-    kinds = [type(node).__name__ for plan in plans for node in _walk(plan)]
+    kinds = [type(node).__name__ for plan in plans for node in walk(plan)]
     for kind in kinds:
         if kind not in _ROW_WISE and kind != "Join":
             return frozenset(), _NAMES.get(kind, kind)
@@ -240,7 +240,7 @@ def _is_ordered(plan: Any) -> bool:
 def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple[str, ...]]:
     """Of each table the columns that its scans read; one where only its rows are counted."""
     read: dict[str, set[str]] = {name: set() for name in tables}
-    for node in _walk(plan, "TableScan"):
+    for node in walk(plan, "TableScan"):
         name, projection = str(node.table_name()), node.projection()
         if name not in tables:  # of a recursive query, which names itself
             continue
@@ -292,18 +292,10 @@ def _expression(expression: Any) -> Any:
         return None
 
 
-def _walk(plan: Any, kind: str = "") -> Iterator[Any]:
-    node = plan.to_variant()
-    if not kind or type(node).__name__ == kind:
-        yield node
-    for child in plan.inputs():
-        yield from _walk(child, kind)
-
-
 def _scans(plan: Any) -> list[str]:
     """The tables that a plan scans, once for each scan.
 
-    Subqueries stand inside expressions, where `_walk` does not see them; the tree shows them.
+    Subqueries stand inside expressions, where `walk` does not see them; the tree shows them.
     """
     shown = (line.strip() for line in plan.display_indent().splitlines())
     return [line.split()[1] for line in shown if line.startswith("TableScan: ")]
