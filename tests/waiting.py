@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 _POLL_S = 0.01
+_STOP_S = 30.0
 _T = TypeVar("_T")
 
 
@@ -35,3 +38,18 @@ def files_below(*directories: Path) -> list[Path]:
         for folder, _, names in os.walk(directory)
         for name in names
     ]
+
+
+def suspend(process: psutil.Process) -> None:
+    """Stops a process and returns when none of its threads runs any more.
+
+    The signal alone is no more than sent: until each thread has met it, the process may still
+    answer what it is asked next.
+    """
+    process.suspend()
+    wait_until(lambda: _is_stopped(process.pid), _STOP_S, f"process {process.pid} is stopped")
+
+
+def _is_stopped(pid: int) -> bool:
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.conftest import write_numbered
 from tests.integration.test_training_reads import load_everywhere
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 DEADLINE_S = 6.0
@@ -75,7 +76,7 @@ def order() -> list[int]:
 
 
 def hang(node: LocalNode) -> Callable[[], None]:
-    return psutil.Process(node.pid).suspend
+    return partial(suspend, psutil.Process(node.pid))
 
 
 def go_on(node: LocalNode) -> Callable[[], None]:

@@ -24,7 +24,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec
 from protos.cache.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
 FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
@@ -310,7 +310,7 @@ def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path:
     spec.write_text(f"name: table\nsource: {tmp_path / 't.parquet'}\n")
     with server("local", "--nodes", "1", "--load", str(spec)) as local:
         nodes = wait_until(lambda: node_processes(local.process.pid), WAIT_S, "a node")
-        nodes[0].suspend()  # whatever it does, it does not come to an end
+        suspend(nodes[0])  # whatever it does, it does not come to an end
         directory = cache_dirs(nodes)[0].parent
 
         code, output, errors = local.end(signal.SIGTERM)

@@ -22,7 +22,7 @@ from cache_client import CacheClient, CacheIterableDataset, ConfigError, Dataset
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 ROWS = 1_000
 HAS_CUDA = torch.cuda.is_available()
@@ -210,7 +210,7 @@ def test_a_program_that_ends_waits_for_no_node_that_hangs(wide: Path, device: st
         CacheClient(nodes.endpoint).load(DatasetSpec("wide", wide, target_shard_bytes=4_000_000))
         program = leaves_an_iterator(nodes, "wide", "flight", device)
         node = psutil.Process(nodes.nodes[0].pid)
-        node.suspend()
+        suspend(node)
         try:
             begun = time.monotonic()
             _, errors = program.communicate(timeout=60.0)

@@ -28,7 +28,7 @@ from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from protos.cache.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
 NUM_ROWS, FILES = 60, 6  # each file becomes a shard
@@ -99,7 +99,7 @@ def wait_for_replicas(client: CacheClient, replicas: int, *, without: str = "") 
 def stopped(node: LocalNode) -> Iterator[None]:
     """The node hangs: it is there, and does nothing."""
     process = psutil.Process(node.pid)
-    process.suspend()
+    suspend(process)
     try:
         yield
     finally:

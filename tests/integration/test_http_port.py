@@ -27,7 +27,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     source = write_numbered(tmp_path_factory.mktemp("source"), ROWS)
     with LocalCluster(num_nodes=2) as running:
         CacheClient(running.endpoint).load(DatasetSpec("table", source))
+        wait_until_ready(running)
         yield running
+
+
+def wait_until_ready(cluster: LocalCluster) -> None:
+    """Until each node says so, which is a heartbeat after its coordinator."""
+
+    def all_are_ready() -> bool:
+        return all(ask(node.page, "/ready")[0] == 200 for node in cluster.nodes)
+
+    wait_until(all_are_ready, WAIT_S, "every node is ready")
 
 
 def ask(page: str, path: str = "/", method: str = "GET") -> tuple[int, str, str]:
@@ -139,6 +149,7 @@ def test_a_node_answers_while_its_coordinator_is_down_and_beside_a_caller_that_s
     source = write_numbered(tmp_path, 20)
     with LocalCluster(num_nodes=2) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source, replicas=2))
+        wait_until_ready(cluster)
         page = cluster.nodes[1].page
         cluster.nodes[0].kill()
         with socket.create_connection((urlsplit(page).hostname or "", urlsplit(page).port or 0)):

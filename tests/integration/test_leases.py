@@ -21,7 +21,7 @@ from cache_client.plan import wait_for_plan
 from cache_client.reader import REQUEST_TIMEOUT_S, Reader
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
-from tests.waiting import files_below, wait_until
+from tests.waiting import files_below, suspend, wait_until
 
 WAIT_S = 30.0
 LEASE_S = 4.0
@@ -170,7 +170,7 @@ def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed
         shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)
         with Reader(cluster.endpoint, shards, local=LocalShards(shards, ())) as reader:
             node = psutil.Process(cluster.nodes[0].pid)
-            node.suspend()
+            suspend(node)
             try:
                 begun = time.monotonic()
                 for _ in range(3):

@@ -36,6 +36,7 @@ from cache_client import (
 )
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
+from tests.waiting import suspend
 
 ROWS = 1_000
 WAIT_S = 30.0
@@ -283,7 +284,7 @@ def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
         dataset = CacheDataset("t", endpoint=nodes.endpoint, local=False, deadline_s=WAIT_S)
         assert int(dataset[1]["row"]) == 1
         node = psutil.Process(nodes.nodes[0].pid)
-        node.suspend()
+        suspend(node)
         try:
             begun = time.monotonic()
             with pytest.raises(KeyboardInterrupt) as kept:  # and with it all that it holds

@@ -23,7 +23,7 @@ from cache_server.server import CacheServer
 from protos.cache.v1 import cache_pb2 as pb
 from protos.load_progress import LoadReport
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 WAIT_S, SOON_S = 60.0, 5.0
 NUM_ROWS, FILES = 60, 6  # each file becomes a shard
@@ -100,7 +100,7 @@ def test_more_callers_than_threads_wait_for_a_load_and_the_coordinator_answers_e
         ThreadPoolExecutor(CALLERS) as callers,
     ):
         other = psutil.Process(cluster.nodes[1].pid)
-        other.suspend()  # so that the load does not end
+        suspend(other)  # so that the load does not end
         try:
             loads = [callers.submit(load, caller) for caller in range(CALLERS)]
             wait_until(lambda: len(waiting) == CALLERS, WAIT_S, "every caller sees the progress")
@@ -170,7 +170,7 @@ def test_who_interrupts_cachectl_is_told_that_the_load_goes_on(
     with LocalCluster(num_nodes=2, node_timeout_s=600.0) as cluster:
         client = CacheClient(cluster.endpoint)
         away = psutil.Process(cluster.nodes[1].pid)
-        away.suspend()
+        suspend(away)
         command = [sys.executable, "-m", "cache_client", "load", str(file)]
         with subprocess.Popen(
             [*command, "--endpoint", cluster.endpoint],
