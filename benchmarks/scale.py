@@ -28,10 +28,10 @@ import pyarrow.flight as flight
 
 from benchmarks.common import Timing, measure_in_turn, write_result
 from cache_client.connections import _shard_map
-from cache_client.dataset import MESSAGE_BYTES
 from cache_client.order import EpochOrder
 from cache_client.reader import Reader
 from cache_client.routing import Router, ShardMap
+from cache_client.window_sizes import MESSAGE_BYTES
 from cache_server.flight_service import _flight_info
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import Layout, from_matrix, pool_array

@@ -31,6 +31,7 @@ from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_pr
 from protos.layout import pool_array
 from protos.row_index import Ids
 
+REQUEST_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])

@@ -35,23 +35,18 @@ from cache_client.order import (
     worker_steps,
 )
 from cache_client.permutation import checked_integer
-from cache_client.plan import has_plain, row_bytes, wait_for_plan
+from cache_client.plan import wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
 from cache_client.reader import Reader
 from cache_client.rows import Rows, cut
 from cache_client.whereabouts import Whereabouts
+from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError
 
-MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
-_FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
-_LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
 _MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own messages, and so of rows in one
-_MOST_ROWS_PER_MESSAGE = 2**32 - 1  # a uint32 on the wire
 _MOST_PREFETCHED = 2**31 - 1
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 _T = TypeVar("_T")
-_MIN_WINDOWS = 3  # one being consumed, one arriving, one asked for
-_PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -194,10 +189,6 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._columns = () if columns is None else tuple(columns)
         self._transform = transform
         self._device = target
-        self._message_bytes = operator.index(message_bytes)
-        self._prefetch_batches = (
-            None if prefetch_batches is None else operator.index(prefetch_batches)
-        )
         self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
@@ -205,6 +196,12 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
+        self._sizes = WindowSizes(
+            self._shards,
+            self.batch_size,
+            operator.index(message_bytes),
+            None if prefetch_batches is None else operator.index(prefetch_batches),
+        )
         self._cursor = Cursor()
         self._start = (0, 0)  # epoch and rows consumed where no pass has begun since
         self._pass: _Pass | None = None
@@ -393,7 +390,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._shards,
             columns=self._columns,
             turn=self.rank,
-            rows_per_message=self._rows_per_message(),
+            rows_per_message=self._sizes.rows_per_message(),
             deadline_s=self._deadline_s,
             local=self._local_shards(),
             known=self._whereabouts(),
@@ -417,11 +414,11 @@ class CacheIterableDataset(IterableDataset[Any]):
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
-        per_window = self._steps_per_window(reader.num_nodes)
+        per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
             lambda window: _fetch_window(reader, this, self.rank, window),
             step_windows(steps, per_window),
-            depth=max(_MIN_WINDOWS, -(-self._batches_ahead() // per_window)),
+            depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
@@ -485,32 +482,6 @@ class CacheIterableDataset(IterableDataset[Any]):
             drop_last=self.drop_last,
             rows_consumed=offset,
         )
-
-    def _steps_per_window(self, num_nodes: int) -> int:
-        return self._steps_in(
-            self._message_bytes * min(max(num_nodes, _FEWEST_MESSAGES), _MOST_MESSAGES)
-            if num_nodes
-            else _LOCAL_WINDOW_BYTES
-        )
-
-    def _batches_ahead(self) -> int:
-        if self._prefetch_batches is not None:
-            return self._prefetch_batches
-        return min(_PREFETCHED_BATCHES, self._steps_in(_PREFETCHED_BYTES))
-
-    def _steps_in(self, num_bytes: int) -> int:
-        return max(1, num_bytes // (self.batch_size * row_bytes(self._shards)))
-
-    def _rows_per_message(self) -> int:
-        """Those of whole steps, whose batches are views of a message then.
-
-        Fewer where a step has longer strings or lists than a message should: a batch is put
-        together of several then.
-        """
-        rows = self._steps_in(self._message_bytes) * self.batch_size
-        if has_plain(self._shards.layout):
-            rows = min(rows, max(1, self._message_bytes // row_bytes(self._shards)))
-        return min(rows, _MOST_ROWS_PER_MESSAGE)
 
     def _local_shards(self) -> LocalShards | None:
         """Mapped once in each process: touching the pages of a new map costs time."""

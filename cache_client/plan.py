@@ -1,4 +1,4 @@
-"""What every way of reading settles before the first row: the shard map, and the size of a row."""
+"""What every way of reading settles before the first row: the shard map."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tenacity import (
     stop_after_delay,
 )
 
-from cache_client.connections import Connection
-from cache_client.reader import REQUEST_TIMEOUT_S
+from cache_client.connections import REQUEST_TIMEOUT_S, Connection
 from cache_client.routing import ShardMap
+from cache_client.window_sizes import has_plain
 from protos.backoff import backoff
 from protos.errors import NodeUnavailableError, NotReadyError
 from protos.layout import Layout
@@ -89,20 +89,3 @@ def _read_plan(
     whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))
     left_out = whole.fixed_row_bytes - shards.layout.fixed_row_bytes
     return replace(shards, num_bytes=shards.num_bytes - left_out * shards.num_rows)
-
-
-def has_plain(layout: Layout) -> bool:
-    """Whether the bytes of a row depend on its values: strings, binaries or lists are read."""
-    return any(column.kind == "plain" for column in layout.columns)
-
-
-def row_bytes(shards: ShardMap) -> int:
-    """Bytes of a row on the wire, at least 1.
-
-    Where strings, binaries or lists are read: their mean in the stored files, with that of those
-    which are left out, since nothing says what each of them takes.
-    """
-    fixed = max(1, shards.layout.fixed_row_bytes)
-    if not shards.num_rows or not has_plain(shards.layout):
-        return fixed
-    return max(fixed, -(-shards.num_bytes // shards.num_rows))

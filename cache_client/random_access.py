@@ -23,10 +23,11 @@ from cache_client.arguments import BatchFormat, argument_problems
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
-from cache_client.plan import row_bytes, wait_for_plan
+from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
+from cache_client.window_sizes import row_bytes
 from protos.errors import CacheError, ConfigError
 from protos.row_index import Ids
 

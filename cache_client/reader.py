@@ -22,7 +22,12 @@ from tenacity import (
     stop_after_delay,
 )
 
-from cache_client.connections import Connection, ConnectionClosedError, GatherStream
+from cache_client.connections import (
+    REQUEST_TIMEOUT_S,
+    Connection,
+    ConnectionClosedError,
+    GatherStream,
+)
 from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
@@ -39,7 +44,6 @@ from protos.row_index import Ids
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 10.0
 _RENEWALS, _BACKGROUND_TIMEOUT_S = 4, 2.0  # of a lease in its time, and of a call in the background
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 

@@ -16,9 +16,10 @@ import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.connections import REQUEST_TIMEOUT_S
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
-from cache_client.reader import REQUEST_TIMEOUT_S, Reader
+from cache_client.reader import Reader
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import files_below, suspend, wait_until

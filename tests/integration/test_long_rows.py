@@ -103,7 +103,7 @@ def test_large_batches_are_fetched_ahead_by_their_bytes_unless_a_number_is_given
     given: int | None,
     ahead: int,
 ) -> None:
-    monkeypatch.setattr("cache_client.dataset._PREFETCHED_BYTES", 8 * MEBI)
+    monkeypatch.setattr("cache_client.window_sizes._PREFETCHED_BYTES", 8 * MEBI)
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=10, prefetch_batches=given,
         message_bytes=MEBI // 4, local=False,

@@ -6,11 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import cache_client.dataset
-from cache_client import CacheIterableDataset
 from cache_client.connections import _shard_map
-from cache_client.plan import row_bytes
 from cache_client.routing import NodeRef, ShardMap
+from cache_client.window_sizes import WindowSizes, row_bytes
 from protos.cache.v1 import cache_pb2 as pb
 
 LONG_BYTES = 100_000
@@ -22,20 +20,6 @@ def shard_map(schema: dict[str, pa.DataType], num_rows: int, num_bytes: int) -> 
         "table", "f", pa.schema(list(schema.items())), num_rows, np.zeros(1, np.int64),
         (NodeRef("node-0", "grpc://0"),), ((0,),), num_bytes=num_bytes,
     )  # fmt: skip
-
-
-def opened(
-    monkeypatch: pytest.MonkeyPatch, shards: ShardMap, *, batch_size: int, message_bytes: int
-) -> CacheIterableDataset:
-    monkeypatch.setattr(cache_client.dataset, "wait_for_plan", lambda *_: shards)
-    return CacheIterableDataset(
-        "table",
-        endpoint="grpc://127.0.0.1:1",
-        batch_size=batch_size,
-        message_bytes=message_bytes,
-        rank=0,
-        world_size=1,
-    )
 
 
 def long_table(num_rows: int = 1000) -> ShardMap:
@@ -60,29 +44,27 @@ def test_a_row_is_never_smaller_than_its_fixed_columns_or_a_byte() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "window_bytes"), [(0, 16 * MEBI), (2, 8 * MEBI)])
-def test_a_window_of_long_strings_has_the_bytes_it_should(
-    monkeypatch: pytest.MonkeyPatch, nodes: int, window_bytes: int
-) -> None:
-    dataset = opened(monkeypatch, long_table(), batch_size=4, message_bytes=2 * MEBI)
-    steps = dataset._steps_per_window(nodes)
+def test_a_window_of_long_strings_has_the_bytes_it_should(nodes: int, window_bytes: int) -> None:
+    sizes = WindowSizes(long_table(), batch_size=4, message_bytes=2 * MEBI)
+    steps = sizes.steps_per_window(nodes)
     assert 0.9 * window_bytes < steps * 4 * LONG_BYTES <= window_bytes
-    assert 0.7 * 2 * MEBI < dataset._rows_per_message() * LONG_BYTES <= 2 * MEBI
-    assert dataset._rows_per_message() % 4 == 0  # so that batches are views
+    assert 0.7 * 2 * MEBI < sizes.rows_per_message() * LONG_BYTES <= 2 * MEBI
+    assert sizes.rows_per_message() % 4 == 0  # so that batches are views
 
 
-def test_a_message_holds_less_than_a_batch_of_long_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = opened(monkeypatch, long_table(), batch_size=256, message_bytes=2 * MEBI)
-    assert (dataset._steps_per_window(2), dataset._rows_per_message()) == (1, 20)
-    dataset = opened(monkeypatch, long_table(), batch_size=256, message_bytes=1)
-    assert (dataset._steps_per_window(2), dataset._rows_per_message()) == (1, 1)
+def test_a_message_holds_less_than_a_batch_of_long_strings() -> None:
+    sizes = WindowSizes(long_table(), batch_size=256, message_bytes=2 * MEBI)
+    assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 20)
+    sizes = WindowSizes(long_table(), batch_size=256, message_bytes=1)
+    assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 1)
 
 
-def test_a_message_of_fixed_columns_holds_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_of_fixed_columns_holds_whole_batches() -> None:
     shards = shard_map({"image": pa.list_(pa.uint8(), 100_000)}, 1000, 10)
-    dataset = opened(monkeypatch, shards, batch_size=256, message_bytes=2 * MEBI)
-    assert (dataset._steps_per_window(2), dataset._rows_per_message()) == (1, 256)
-    dataset = opened(monkeypatch, shards, batch_size=2**40, message_bytes=2 * MEBI)
-    assert dataset._rows_per_message() == 2**32 - 1  # as many as a request can say
+    sizes = WindowSizes(shards, batch_size=256, message_bytes=2 * MEBI)
+    assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 256)
+    sizes = WindowSizes(shards, batch_size=2**40, message_bytes=2 * MEBI)
+    assert sizes.rows_per_message() == 2**32 - 1  # as many as a request can say
 
 
 def test_the_bytes_of_all_shards_are_counted_once_a_shard_without_files_too() -> None:
