@@ -374,19 +374,30 @@ def _watched(
     deadline: float | None,
     info: pb.DatasetInfo,
 ) -> Iterator[pb.DatasetInfo]:
-    """What one watch answers; ``info`` is what is known before."""
+    """What one watch answers; ``info`` is what is known before.
+
+    Raises:
+        NotReadyError: the deadline is over; no watch is begun after it.
+    """
+    left_s = _left_s(deadline)
+    if left_s == 0:
+        raise _not_in_time(watch, info)
     try:
-        for response in stub.WatchDataset(watch, timeout=_left_s(deadline)):
+        for response in stub.WatchDataset(watch, timeout=left_s):
             info = response.dataset
             yield info
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
-        done = info.progress
-        raise NotReadyError(
-            f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
-            f"{done.shards_total} shards, {done.rows_done} rows; the load goes on"
-        ) from None
+        raise _not_in_time(watch, info) from None
+
+
+def _not_in_time(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotReadyError:
+    done = info.progress
+    return NotReadyError(
+        f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
+        f"{done.shards_total} shards, {done.rows_done} rows; the load goes on"
+    )
 
 
 def _left_s(deadline: float | None) -> float | None:

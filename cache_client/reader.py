@@ -12,7 +12,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
@@ -29,6 +30,7 @@ from cache_client.connections import (
     GatherStream,
 )
 from cache_client.local_shards import LocalShards, ShardFileLostError
+from cache_client.node_streams import NodeStreams
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
 from cache_client.whereabouts import Whereabouts
@@ -53,6 +55,70 @@ _WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, Datas
 
 class _IncompleteError(Exception):
     """Some rows are still missing; worth another try."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A part that one node was asked for."""
+
+    part: Part
+    node: NodeRef
+    stream: GatherStream
+
+
+@dataclass
+class _Round:
+    """What came of asking for some parts once.
+
+    Attributes:
+        note_failure: remembers that a node failed, and returns why.
+        answers, failed: of the parts, and those without one.
+        trouble: why a node failed; empty: none did.
+    """
+
+    note_failure: Callable[[NodeRef, CacheError], str]
+    answers: list[Answer] = field(default_factory=list)
+    failed: list[Part] = field(default_factory=list)
+    trouble: str = ""
+    _waited_in_vain: bool = False
+
+    def opened(
+        self, parts: Sequence[tuple[Part, NodeRef]], streams: Sequence[GatherStream | CacheError]
+    ) -> list[_Request]:
+        """The requests for which there is a stream; every node without one has failed."""
+        requests: list[_Request] = []
+        for (part, node), stream in zip(parts, streams, strict=True):
+            if isinstance(stream, GatherStream):
+                requests.append(_Request(part, node, stream))
+            elif isinstance(stream, _WORTH_RETRYING):
+                self.trouble = self.note_failure(node, stream) or self.trouble
+                self.failed.append(part)
+            else:
+                raise stream
+        self._waited_in_vain = any(isinstance(s, NodeUnavailableError) for s in streams)
+        return requests
+
+    def tries(self, request: _Request, step: Callable[[_Request], object]) -> bool:
+        """Whether a step of a request came off; where not, its node may have failed."""
+        try:
+            step(request)
+        except _WORTH_RETRYING as error:
+            self.failed.append(request.part)
+            # After a node that was waited for in vain, the time of the others may be over.
+            if not self._waited_in_vain:
+                self.trouble = self.note_failure(request.node, error) or self.trouble
+            self._waited_in_vain |= isinstance(error, NodeUnavailableError)
+            return False
+        return True
+
+    def receive(self, request: _Request) -> None:
+        """Waits for the answer to a request."""
+        part = request.part
+        self.answers.append(Answer(part.positions, request.stream.receive(len(part.row_ids))))
+
+
+def _send(request: _Request) -> None:
+    request.stream.send(request.part.row_ids)
 
 
 class Reader:
@@ -95,10 +161,7 @@ class Reader:
         self._known = known or Whereabouts(shards)
         self._router = self._newest_router()
         self._looking = False
-        self._connections: dict[str, Connection] = {}
-        self._idle: dict[str, list[GatherStream]] = {}
-        self._busy: set[GatherStream] = set()
-        self._closed = False
+        self._streams = NodeStreams(self._open_stream, timeout_s=self._request_timeout_s)
         self._process = os.getpid()
         self._renew_every_s = shards.lease_s / _RENEWALS
         now = time.monotonic()
@@ -129,16 +192,7 @@ class Reader:
         """Closes every connection; running fetches fail. In a child of a fork: nothing is open."""
         if os.getpid() != self._process:
             return  # a thread that is not here may hold the lock
-        with self._lock:
-            self._closed = True
-            streams = [*self._busy, *(s for streams in self._idle.values() for s in streams)]
-            connections = list(self._connections.values())
-            self._idle.clear()
-            self._connections.clear()
-        for stream in streams:
-            stream.close()
-        for connection in connections:
-            connection.close()
+        self._streams.close()
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
         """The rows of these ids, in this order, in one or more pieces.
@@ -166,9 +220,9 @@ class Reader:
                 with attempt:
                     if trouble:
                         missing = self._reroute(missing, deadline)
-                    answers_now, missing, reason = self._ask(missing)
-                    answers += answers_now
-                    trouble = reason or trouble
+                    this = self._ask(missing)
+                    answers += this.answers
+                    missing, trouble = this.failed, this.trouble or trouble
                     if missing:
                         raise _IncompleteError
         except _IncompleteError:
@@ -189,7 +243,7 @@ class Reader:
         if now < self._renew_at:
             return
         with self._lock:
-            if self._closed or self._renewing:
+            if self._streams.is_closed or self._renewing:
                 return
             self._renew_at, self._renewing = now + self._renew_every_s, True
         shards = self._router.shards
@@ -205,7 +259,7 @@ class Reader:
         if not trouble and self._local is not None:
             self._local.leased_at = asked_at
         # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
-        if trouble and not self._closed:
+        if trouble and not self._streams.is_closed:
             logger.warning("lease not renewed dataset=%s reason=%s", shards.dataset, trouble)
 
     def _ask_for_lease(self, shards: ShardMap) -> str:
@@ -219,7 +273,7 @@ class Reader:
             if timeout_s <= 0:
                 break
             try:
-                self._connection(location).renew_lease(
+                self._streams.connection(location).renew_lease(
                     shards.dataset, shards.fingerprint, timeout_s
                 )
                 return ""
@@ -231,56 +285,40 @@ class Reader:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def _ask(self, parts: list[Part]) -> tuple[list[Answer], list[Part], str]:
-        """Sends every part, then receives every answer: the nodes work at the same time.
-
-        Returns:
-            The answers, the parts without one, and why a node failed (empty: none did).
-        """
-        answers: list[Answer] = []
-        failed: list[Part] = []
-        trouble = ""
-        sent: list[tuple[Part, NodeRef, GatherStream]] = []
-        waited_in_vain = False
-        for part in parts:
-            if part.node is None:
-                continue
-            try:
-                sent.append((part, part.node, self._send(part.node, part.row_ids)))
-            except _WORTH_RETRYING as error:
-                trouble = self._note_failure(part.node, error) or trouble
-                failed.append(part)
-                waited_in_vain = waited_in_vain or isinstance(error, NodeUnavailableError)
-        for part in parts:  # while the nodes work
-            if part.node is None:
-                try:
-                    assert self._local is not None
-                    answers.append(Answer(part.positions, [self._local.gather(part.row_ids)]))
-                except ShardFileLostError as error:
-                    trouble = str(error)
-                    failed.append(part)
-        for part, node, stream in sent:
-            try:
-                answers.append(Answer(part.positions, stream.receive(len(part.row_ids))))
-            except _WORTH_RETRYING as error:
-                self._discard(stream)
-                failed.append(part)
-                # After a node that was waited for in vain, the time of the others may be over.
-                if not waited_in_vain:
-                    trouble = self._note_failure(node, error) or trouble
-                waited_in_vain = waited_in_vain or isinstance(error, NodeUnavailableError)
-            else:
-                self._give_back(node, stream)
-        return answers, failed, trouble
-
-    def _send(self, node: NodeRef, row_ids: Ids) -> GatherStream:
-        stream = self._take_stream(node)
+    def _ask(self, parts: list[Part]) -> _Round:
+        """Sends every part, then receives every answer: the nodes work at the same time."""
+        this = _Round(self._note_failure)
+        remote = [(part, part.node) for part in parts if part.node is not None]
+        streams = self._streams.take([node.location for _, node in remote])
+        unanswered = {stream for stream in streams if isinstance(stream, GatherStream)}
         try:
-            stream.send(row_ids)
-        except CacheError:
-            self._discard(stream)
-            raise
-        return stream
+            opened = this.opened(remote, streams)
+            sent = [request for request in opened if this.tries(request, _send)]
+            for part in parts:  # while the nodes work
+                if part.node is None:
+                    self._gather_here(this, part)
+            for request in sent:
+                if this.tries(request, this.receive):
+                    unanswered.discard(request.stream)
+                    self._give_back(request)
+        finally:
+            for stream in unanswered:  # broken, or left by an interrupt
+                self._streams.discard(stream)
+        return this
+
+    def _gather_here(self, this: _Round, part: Part) -> None:
+        try:
+            assert self._local is not None
+            this.answers.append(Answer(part.positions, [self._local.gather(part.row_ids)]))
+        except ShardFileLostError as error:
+            this.trouble = str(error)
+            this.failed.append(part)
+
+    def _give_back(self, request: _Request) -> None:
+        self._known.forget(request.node.location)
+        with self._lock:
+            self._renew_at = time.monotonic() + self._renew_every_s
+        self._streams.give_back(request.node.location, request.stream)
 
     def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
         """Cuts what is missing anew: to other replicas, by a fresh shard map where none is left."""
@@ -316,7 +354,7 @@ class Reader:
         if not locations:
             return
         with self._lock:
-            if self._closed or self._looking:
+            if self._streams.is_closed or self._looking:
                 return
             self._looking = True
         threading.Thread(target=self._look, args=(locations,), name="cache-nodes").start()
@@ -328,7 +366,7 @@ class Reader:
             shards = self._known.shards = fresh or self._known.shards
             there = {node.location for node in shards.nodes}
             for location in locations:
-                if self._closed:
+                if self._streams.is_closed:
                     return
                 if location not in there:  # its rows are elsewhere now
                     self._known.forget(location)
@@ -339,7 +377,7 @@ class Reader:
             self._router = self._newest_router()
         except CacheError as error:  # a fetch that needs the cache will say what is wrong
             logger.debug("nodes not looked for dataset=%s %s", self._known.shards.dataset, error)
-            if not self._closed:
+            if not self._streams.is_closed:
                 for location in locations:
                     self._known.note(location)
         finally:
@@ -349,9 +387,11 @@ class Reader:
     def _answers(self, location: str, shards: ShardMap) -> bool:
         timeout_s = min(_BACKGROUND_TIMEOUT_S, self._request_timeout_s)
         try:
-            self._connection(location).renew_lease(shards.dataset, shards.fingerprint, timeout_s)
+            self._streams.connection(location).renew_lease(
+                shards.dataset, shards.fingerprint, timeout_s
+            )
         except (NodeUnavailableError, NotReadyError):
-            self._drop_connection(location)
+            self._streams.drop(location)
             return False
         return True
 
@@ -363,7 +403,7 @@ class Reader:
             if timeout_s <= 0:
                 return None
             try:
-                return self._connection(location).read_plan(
+                return self._streams.connection(location).read_plan(
                     current.dataset, current.fingerprint, self._columns, timeout_s
                 )
             except NodeUnavailableError:
@@ -379,7 +419,7 @@ class Reader:
     def _note_failure(self, node: NodeRef, error: CacheError) -> str:
         """Remembers that a node failed; returns why, or nothing when this process let go of it."""
         with self._lock:
-            if self._closed:
+            if self._streams.is_closed:
                 raise error
             if isinstance(error, ConnectionClosedError):
                 return ""
@@ -387,63 +427,18 @@ class Reader:
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "node failed node=%s reason=%s", node, error)
         if isinstance(error, NodeUnavailableError):
-            self._drop_connection(node.location)
+            self._streams.drop(node.location)
         return str(error)
 
-    # -- connections ---------------------------------------------------------------------------
-
-    def _connection(self, location: str) -> Connection:
-        with self._lock:
-            if self._closed:
-                raise CacheError("the reader is closed")
-            connection = self._connections.get(location)
-            if connection is None or connection.is_closed:
-                connection = self._connections[location] = Connection(location)
-            return connection
-
-    def _drop_connection(self, location: str) -> None:
-        with self._lock:
-            connection = self._connections.pop(location, None)
-            streams = self._idle.pop(location, [])
-        for stream in streams:
-            stream.close()
-        if connection is not None:
-            connection.close()
-
-    def _take_stream(self, node: NodeRef) -> GatherStream:
-        with self._lock:
-            idle = self._idle.get(node.location, [])
-            stream = idle.pop() if idle else None
-        if stream is not None and not stream.is_fresh:
-            stream.close()
-            stream = None
-        if stream is None:
-            shards = self._router.shards
-            stream = self._connection(node.location).open_gather(
-                shards.dataset,
-                shards.fingerprint,
-                self._columns,
-                self._request_timeout_s,
-                rows_per_message=self._rows_per_message,
-            )
-        with self._lock:
-            self._busy.add(stream)
-        return stream
-
-    def _give_back(self, node: NodeRef, stream: GatherStream) -> None:
-        self._known.forget(node.location)
-        with self._lock:
-            self._renew_at = time.monotonic() + self._renew_every_s
-            self._busy.discard(stream)
-            if not self._closed:
-                self._idle.setdefault(node.location, []).append(stream)
-                return
-        stream.close()
-
-    def _discard(self, stream: GatherStream) -> None:
-        with self._lock:
-            self._busy.discard(stream)
-        stream.close()
+    def _open_stream(self, connection: Connection) -> GatherStream:
+        shards = self._router.shards
+        return connection.open_gather(
+            shards.dataset,
+            shards.fingerprint,
+            self._columns,
+            self._request_timeout_s,
+            rows_per_message=self._rows_per_message,
+        )
 
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()

@@ -114,6 +114,24 @@ def test_a_node_that_hangs_has_no_other_one_passed_over(
     assert len(failed) == 1 and hanging.id in failed[0]
 
 
+def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
+    with LocalCluster(num_nodes=4) as four:
+        load(four, source, replicas=4)
+        shards = wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
+        hanging = four.nodes[1:]
+        with Reader(four.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+            try:
+                for node in hanging:
+                    hang(node)()
+                begun = time.monotonic()
+                pieces = reader.fetch(np.arange(ROWS))
+                assert time.monotonic() - begun < DEADLINE_S * 2 / 3
+            finally:
+                for node in hanging:
+                    go_on(node)()
+    assert sum(piece.num_rows for piece in pieces) == ROWS
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_is_killed_costs_no_row_where_there_is_another_replica(
     nodes: LocalCluster, source: Path, node: int

@@ -10,8 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow.flight as flight
 import pytest
 
-from cache_client.connections import Connection, ConnectionClosedError
+from cache_client.connections import Connection, ConnectionClosedError, GatherStream
+from cache_client.node_streams import NodeStreams
 from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import CacheError, NodeUnavailableError
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 
@@ -76,6 +79,46 @@ def test_a_receive_that_runs_when_its_stream_is_closed_is_broken_off_at_once(
 
         with pytest.raises(ConnectionClosedError, match=r"stream from .* was closed"):
             receive.result(WAIT_S / 2)  # the server has not answered yet
+
+
+def test_a_stream_that_opens_too_late_is_refused_and_closed_once_it_is_open(
+    server: SlowServer,
+) -> None:
+    let_open = threading.Event()
+    opened: list[GatherStream] = []
+
+    def open_late(connection: Connection) -> GatherStream:
+        assert let_open.wait(WAIT_S)
+        opened.append(connection.open_gather("table", "", (), WAIT_S))
+        return opened[0]
+
+    location = f"grpc://127.0.0.1:{server.port}"
+    streams = NodeStreams(open_late, timeout_s=0.05)
+    (refused,) = streams.take([location])
+    assert isinstance(refused, NodeUnavailableError)
+    assert str(refused) == f"node at {location} did not answer within 0.05 s"
+
+    let_open.set()
+    wait_until(lambda: opened and not opened[0].is_fresh, WAIT_S, "the late stream is closed")
+    streams.close()
+
+
+def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(
+    server: SlowServer,
+) -> None:
+    location = f"grpc://127.0.0.1:{server.port}"
+    streams = NodeStreams(lambda c: c.open_gather("table", "", (), WAIT_S), timeout_s=WAIT_S)
+    first, second = streams.take([location, location])
+    assert isinstance(first, GatherStream) and isinstance(second, GatherStream)
+    streams.give_back(location, first)
+    assert streams.take([location]) == [first]
+    streams.give_back(location, second)
+
+    streams.close()
+
+    assert not first.is_fresh and not second.is_fresh
+    (refused,) = streams.take([location])
+    assert isinstance(refused, CacheError) and "closed" in str(refused)
 
 
 def test_a_fork_waits_for_a_running_call_and_closes_the_connection_behind_it(
