@@ -114,7 +114,8 @@ def on_device(
         # The last thing an interpreter does is to close what is alive: no other thread runs then.
         if not sys.is_finalizing():
             hand_off.break_off()
-            thread.join()
+            if threading.current_thread() is not thread:  # which may have collected the iterator
+                thread.join()
         _running.discard(hand_off)
 
 

@@ -172,7 +172,7 @@ for step in range(5):
     next(iterator)
 print("trained", flush=True)
 sys.stdin.readline()
-for step in range(20):  # of what was fetched ahead; more is asked for
+for step in range(10):  # of the first window, which is here; more were asked for
     next(iterator)
 """
 

@@ -204,6 +204,28 @@ def test_an_iterator_that_nobody_holds_any_more_stops() -> None:
     assert source.closed_in == "cache-device"
 
 
+def test_an_iterator_that_is_collected_in_its_own_thread_ends_there() -> None:
+    closed: list[BaseException | None] = []
+
+    def source() -> Generator[Any, None, None]:
+        yield torch.zeros(2)
+        assert handed_out.wait(30.0)
+        try:
+            batches.close()
+        except BaseException as error:
+            closed.append(error)
+        else:
+            closed.append(None)
+        yield torch.zeros(2)
+
+    handed_out = threading.Event()
+    batches = on_device(source(), torch.device("cpu"))
+    next(batches)
+    handed_out.set()
+    wait_until(lambda: closed, 30.0, "the iterator is closed")
+    assert closed == [None]
+
+
 def test_closing_interrupts_a_source_that_waits() -> None:
     waits, interrupted = threading.Event(), threading.Event()
 
