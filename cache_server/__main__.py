@@ -173,7 +173,13 @@ def serve(
         "node_id": server.node_id,
         "pid": os.getpid(),
     }
-    print(json.dumps(line), flush=True)
+    try:
+        print(json.dumps(line), flush=True)
+    except OSError as error:
+        if not (exit_with_stdin and isinstance(error, BrokenPipeError)):
+            server.close()
+            raise
+        # The parent is gone, who was to read it: standard input ends, too.
     stop.wait()
     drained = server.close()
     if ephemeral and stop.parent_is_gone:
@@ -259,8 +265,9 @@ def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
     logging.shutdown()
     if error is not None:
         code = _tell(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # of a reader that is gone
+            stream.flush()
     os._exit(code)
 
 

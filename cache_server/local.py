@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +32,7 @@ class LocalNode:
     """One node process. Made by `LocalCluster`.
 
     Its standard input is a pipe from this process: when it closes, for whatever reason, the node
-    ends, so that it never outlives its parent.
+    ends, so that it never outlives its parent. A fork of this process lets go of its copy.
     """
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
@@ -44,6 +45,7 @@ class LocalNode:
         self.control_location = ""
         self.page = ""
         self.node_id = ""
+        _nodes.add(self)
 
     @property
     def pid(self) -> int:
@@ -115,6 +117,11 @@ class LocalNode:
         self.stop()
         self.start()
 
+    def disown(self) -> None:
+        """In a fork of the parent: lets the node end with the parent alone."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
         """The end of the node's log, from byte ``since`` on."""
         log = self._log.read_bytes()[since:] if self._log.exists() else b""
@@ -140,6 +147,17 @@ class LocalNode:
         process.stdout.close()
         self._process = None
         return code
+
+
+_nodes: weakref.WeakSet[LocalNode] = weakref.WeakSet()
+
+
+def _disown_nodes() -> None:
+    for node in list(_nodes):
+        node.disown()
+
+
+os.register_at_fork(after_in_child=_disown_nodes)
 
 
 class LocalCluster:
@@ -174,6 +192,7 @@ class LocalCluster:
         count, settings = _checked(
             num_nodes, cache_dir, memory_limit_bytes, node_timeout_s=node_timeout_s, lease_s=lease_s
         )
+        self._parent = os.getpid()
         self._temporary = cache_dir is None
         self.cache_dir = _temporary_dir() if cache_dir is None else Path(cache_dir).absolute()
         self._arguments = [
@@ -236,7 +255,9 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        """Stops every node; removes the directory if it was temporary."""
+        """Stops every node; removes the directory if it was temporary. In a fork: nothing."""
+        if os.getpid() != self._parent:
+            return
         threads = [threading.Thread(target=node.kill) for node in self.nodes]
         for thread in threads:
             thread.start()

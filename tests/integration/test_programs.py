@@ -100,6 +100,73 @@ def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed() -> None:
     wait_until(lambda: not Path(directory).exists(), 10.0, "their directory is gone")
 
 
+@pytest.mark.parametrize("started", [1, 2])
+def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed_while_it_starts_them(
+    started: int,
+) -> None:
+    # Nobody reads the line then that the last of them prints when it listens.
+    program = f"""
+import json, os, signal
+from cache_server import local
+
+def start(node):
+    nodes.append(node)
+    if len(nodes) == {started}:
+        local._first_line = lambda stream, timeout_s: end()
+    really_start(node)
+
+def end():
+    pids = [node.pid for node in nodes]
+    print(json.dumps([str(nodes[0].cache_dir.parent), pids]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+nodes, really_start = [], local.LocalNode.start
+local.LocalNode.start = start
+local.LocalCluster(2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    directory, pids = json.loads(done.stdout)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, "the nodes end")
+    assert not Path(directory).exists()
+
+
+def test_nodes_and_their_files_do_not_outlive_a_killed_parent_though_its_forks_do() -> None:
+    program = (
+        "from cache_server import LocalCluster; c = LocalCluster(1); import json, os, time; "
+        "fork = os.fork() or time.sleep(600); "
+        "print(json.dumps([str(c.cache_dir), c.nodes[0].pid, fork]), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        directory, node, fork = json.loads(process.stdout.readline())
+        process.kill()
+        try:
+            wait_until(lambda: not psutil.pid_exists(node), 30.0, "the node ends")
+            wait_until(lambda: not Path(directory).exists(), 10.0, "its directory is gone")
+            assert psutil.pid_exists(fork)
+        finally:
+            os.kill(fork, signal.SIGKILL)
+
+
+def test_a_fork_of_the_parent_that_leaves_a_cluster_stops_nothing_and_removes_nothing() -> None:
+    program = """
+import os
+from cache_server import LocalCluster
+with LocalCluster(1) as cluster:
+    if fork := os.fork():
+        os.waitpid(fork, 0)
+        (node,) = cluster.nodes
+        os.kill(node.pid, 0)
+        assert (node.cache_dir / ".log").exists()
+        node.restart()
+"""
+    run(sys.executable, "-c", program)
+
+
 def test_cachectl_loads_lists_shows_and_drops(
     cluster: LocalCluster, dataset_name: str, tmp_path: Path
 ) -> None:
