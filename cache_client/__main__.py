@@ -30,6 +30,7 @@ from cache_client.display import (
 )
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
+from protos.output import checked_output
 from protos.sizes import size
 from protos.spec import DatasetSpec, parse_bytes
 from protos.trainjob_status import TrainJobStatus
@@ -339,7 +340,8 @@ def main() -> None:
     78 (EX_CONFIG) for arguments and specs, 65 (EX_DATAERR) for data and queries, 1 for the rest.
     """
     try:
-        app()
+        with checked_output():
+            app()
     except CacheError as error:
         message = printable(" ".join(str(error).split("\n")))
         print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)

@@ -25,7 +25,7 @@ _MOST_NAMES = 6  # of columns in one line
 _FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _FLOATS = re.compile(rf"\b({'|'.join(_FLOAT_NAMES)})\b")
 # In a pipe there is no width to keep to.
-console = Console(width=None if sys.stdout.isatty() else 250)
+console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 250)
 
 
 def show_dataset(info: DatasetInfo, as_json: bool) -> None:
@@ -215,7 +215,8 @@ def _width(cells: Iterable[str]) -> int:
 
 def print_json(value: object) -> None:
     """Prints ``value`` for programs."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+    if sys.stdout is not None:
+        sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def json_value(value: object) -> object:

@@ -24,6 +24,7 @@ from cache_server.local import LocalCluster, describe_nodes
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.load_bar import shown_progress
+from protos.output import checked_output
 from protos.spec import DatasetSpec, parse_bytes
 from protos.version_option import version_option
 
@@ -247,7 +248,8 @@ def main() -> None:
     ends with after a signal, its caller says.
     """
     try:
-        app()
+        with checked_output():
+            app()
     except CacheError as error:
         sys.exit(_tell(error))
 

@@ -25,6 +25,7 @@ from tests.waiting import wait_until
 
 SERVER = [sys.executable, "-m", "cache_server"]
 CACHECTL = [sys.executable, "-m", "cache_client"]
+FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
 
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -248,3 +249,62 @@ def test_cachectl_says_what_is_wrong_in_one_line(
 ) -> None:
     done = run(*CACHECTL, *arguments, code=code)
     assert words in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*CACHECTL, "ls"],
+        [*CACHECTL, "nodes", "--json"],
+        [*CACHECTL, "--version"],
+        [*SERVER, "serve", "--help"],
+        [*SERVER, "serve", *FREE_PORTS, "--cache-dir"],
+        [*SERVER, "local"],
+    ],
+    ids=lambda command: " ".join(command[2:4]),
+)
+def test_an_output_that_cannot_be_written_is_said_in_one_line(
+    cluster: LocalCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    unbuffered: str,
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
+    where = [str(tmp_path / "cache")] if command[-1] == "--cache-dir" else []
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, *where],
+            stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    told = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    program = command[2].replace("cache_server", "cache-server").replace("cache_client", "cachectl")
+    reason = "cannot write to standard output: No space left on device"
+    assert told == [f"{program}: CacheError: {reason}"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_cachectl_says_nothing_where_nobody_reads_it_any_more(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*CACHECTL, "nodes", "--json", "--endpoint", cluster.endpoint],
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_cachectl_works_without_a_standard_output(
+    cluster: LocalCluster, as_json: list[str]
+) -> None:
+    command = [*CACHECTL, "nodes", "--endpoint", cluster.endpoint, *as_json]
+    run("sh", "-c", 'exec "$@" >&-', "sh", *command)
