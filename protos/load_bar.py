@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from protos.load_progress import EachSecond, LoadReport
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def print_line(line: str) -> None:
-    """Prints a line on standard error."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Prints a line on standard error; where it cannot be written, nobody watches."""
+    if sys.stderr is None:  # it was closed by whoever started the program
+        return
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from contextlib import suppress
 from io import StringIO
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from protos.load_bar import shown_progress
@@ -47,3 +51,16 @@ def test_where_there_is_no_terminal_lines_are_said_and_nothing_is_drawn() -> Non
         show(report(10, 2, 2))
     assert lines == [str(report(5, 1, 2)), str(report(10, 2, 2))]
     assert screen.getvalue() == ""
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_load_goes_on_where_its_lines_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    with Path("/dev/full").open("w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", None if closed else full)
+        with shown_progress("houses") as show:
+            show(report(5, 1, 2))
+            show(report(10, 2, 2))
+        with suppress(OSError):  # of what is left in it
+            full.close()
