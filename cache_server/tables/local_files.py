@@ -43,18 +43,31 @@ def expand(
             raise RequestError(f"source {source!r} is a Delta table: say format: delta")
         tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
         return tree.root, tree.files(("**", "*"))
-    if os.path.exists(path):
-        return os.path.dirname(path), [path]
-    if glob.has_magic(path):
-        return _glob(path, ignore)
-    raise LoadError(f"source {source!r} does not exist on the node")
+    if glob.has_magic(path) and not os.path.exists(path):
+        return _glob(source, path, ignore)
+    if not _is_there(source, path):
+        raise LoadError(f"source {source!r} does not exist on the node")
+    return os.path.dirname(path), [path]
 
 
-def _glob(pattern: str, ignore: Collection[str]) -> tuple[str, list[str]]:
+def _is_there(source: str, path: str | Path) -> bool:
+    """Whether a path names something; raises LoadError where that cannot be told."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name at all
+        return False
+    except OSError as error:
+        raise LoadError(f"cannot read source {source!r}: {error.strerror}") from None
+    return True
+
+
+def _glob(source: str, pattern: str, ignore: Collection[str]) -> tuple[str, list[str]]:
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
     root = Path(*fixed)
     parts = Path(pattern).relative_to(root).parts
-    if pattern.endswith("/") or not os.path.isdir(root):  # the former names directories only
+    if pattern.endswith("/"):  # it names directories only
+        return str(root), []
+    if not _is_there(source, root) or not os.path.isdir(root):
         return str(root), []
     hidden = (".",) if any(part.startswith(_HIDDEN) for part in parts) else _HIDDEN
     tree = _Tree(root=str(root), hidden=hidden, suffixes=None, ignore=ignore)

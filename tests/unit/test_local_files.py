@@ -142,6 +142,22 @@ def test_a_missing_path_is_named(tmp_path: Path, name: str) -> None:
     assert str(tmp_path / name) in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["loop", "loop/a.parquet", "loop/*.parquet", "loop/**"])
+def test_a_path_that_cannot_be_followed_is_not_called_missing(tmp_path: Path, name: str) -> None:
+    # As the system says it of a directory that may not be searched, which root always may.
+    (tmp_path / "loop").symlink_to("loop")
+
+    with pytest.raises(LoadError) as caught:
+        paths_of(tmp_path / name)
+    reason = "Too many levels of symbolic links"
+    assert str(caught.value) == f"cannot read source {str(tmp_path / name)!r}: {reason}"
+
+
+def test_a_path_that_no_system_has_is_missing() -> None:
+    with pytest.raises(LoadError, match="does not exist on the node"):
+        paths_of("/a\0b.parquet")
+
+
 def test_one_missing_path_of_several_is_named(tmp_path: Path) -> None:
     good = touch(tmp_path / "a.parquet")
 
