@@ -622,6 +622,20 @@ def test_a_bad_descriptor_is_refused_by_name_and_the_node_serves_on(
     assert served.serves()
 
 
+@pytest.mark.parametrize("case", BAD_DESCRIPTORS)
+def test_get_schema_of_a_bad_descriptor_says_why_and_the_node_serves_on(
+    served: Served, case: str
+) -> None:
+    make, expected = BAD_DESCRIPTORS[case]
+
+    with pytest.raises(pa.ArrowException) as caught:  # without a code: pyarrow carries none here
+        served.flight.get_schema(make(served), TIMEOUT)
+
+    for quote in expected.quotes:
+        assert quote in str(caught.value)
+    assert served.serves()
+
+
 BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
     "garbage": (
         lambda s: b"\xffrandom bytes",
