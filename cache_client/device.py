@@ -54,7 +54,7 @@ def find_device(device: torch.device | str | None) -> torch.device | None:
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:<n>', got {str(device)!r}")
+        raise ConfigError(f"device must be 'cpu', 'cuda' or 'cuda:<n>', got {device!r}")
     return found
 
 
