@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 import yaml
 
+from protos import strict_yaml
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import ConfigError
 from protos.values import as_integer, is_text
@@ -355,7 +356,7 @@ class DatasetSpec:
             ConfigError: when the file cannot be read, is no YAML, or is no spec; names the file.
         """
         try:
-            mapping = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            mapping = strict_yaml.parse(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the dataset spec {path}: {error.strerror}") from None
         except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date
@@ -364,6 +365,8 @@ class DatasetSpec:
             return cls.from_mapping(mapping)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path}: a value of the dataset spec holds itself") from None
 
 
 def _yaml_problem(error: Exception) -> str:

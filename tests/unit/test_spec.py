@@ -282,6 +282,37 @@ def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Pa
     assert "'missing'" not in problem and "source must be" not in problem
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("name: t\nsource: /a\nfilter: x\nfilter: y", "'filter' stands there twice in line 4"),
+        (
+            "name: t\nsources:\n  a: {source: /a, source: /b}",
+            "'source' stands there twice in line 3",
+        ),
+        ("name: t\nsource: &all [*all]", "a value of the dataset spec holds itself"),
+        ("name: t\nsource: " + "[" * 5000, "it is nested too deeply"),
+    ],
+)
+def test_a_yaml_file_that_says_a_thing_twice_or_without_end_is_refused(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    assert reason in yaml_problem(tmp_path, text)
+
+
+def test_a_yaml_file_may_merge_mappings_and_set_keys_of_theirs_anew(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "name: t\nsql: SELECT * FROM a\nsources:\n"
+        "  a: &a {source: /a, format: csv}\n  b: {<<: *a, source: /b}\n"
+    )
+    spec = DatasetSpec.from_yaml(path)
+    assert [(t.name, t.source, t.format) for t in spec.tables] == [
+        ("a", ("/a",), "csv"),
+        ("b", ("/b",), "csv"),
+    ]
+
+
 def test_a_yaml_file_of_another_encoding_is_named(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_bytes("name: ü".encode("utf-16"))
