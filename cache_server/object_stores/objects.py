@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from cache_server import delta_roots
 from cache_server.object_stores.client import Location, RangesNotServedError
 from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
@@ -22,6 +24,7 @@ from protos.errors import LoadError, RequestError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAGIC = re.compile(r"[*?\[]")
+_FOLDER = "_$folder$"  # how names end that Hadoop gives to empty objects in place of directories
 _GAP_BYTES = 1024 * 1024  # to read it costs less than another request
 _WHOLE_BYTES = 64 * 1024 * 1024  # up to here an object is one request
 _PART_BYTES = 32 * 1024 * 1024
@@ -47,19 +50,23 @@ def expand(
     suffixes: Collection[str],
     options: Mapping[str, str],
     secrets: Mapping[str, str],
+    is_ignored: Callable[[str], bool] = lambda uri: False,
 ) -> list[SourceFile]:
     """The objects that a URI means, by key: one object, those below a prefix, or those of a glob.
 
     A glob has ``*``, ``?`` and ``[...]`` within a name, and ``**`` for any number of directories.
     An object whose key is the very text of a glob is that object. Below a prefix and in a glob,
     names that start with ``.`` or ``_`` are passed over, unless the glob has such a name itself;
-    below a prefix, so are those without one of ``suffixes``. Over HTTP there is only one object.
-    One object is found without the right to list.
+    below a prefix, so are those without one of ``suffixes``. Empty objects that stand for
+    directories are passed over, too. Over HTTP there is only one object. One object is found
+    without the right to list.
 
     Args:
         suffixes: in lower case, with the dot.
         options: settings of the store, by any of their usual names.
         secrets: the other ones.
+        is_ignored: whether the object of a URI may belong to a table of another kind; it may be in
+            the answer.
 
     Returns:
         URIs in normal form (``s3a`` is ``s3``), sizes, times in whole seconds, etags without
@@ -67,7 +74,7 @@ def expand(
 
     Raises:
         LoadError: naming a source that does not exist, or a store that fails or refuses.
-        RequestError: for a URI or an option that can never be right.
+        RequestError: for a URI or an option that can never be right, or files of a Delta table.
     """
     location = _location(source, options)
     client = _client(location, options, secrets)
@@ -79,7 +86,7 @@ def expand(
                 "file"
             )
     elif _MAGIC.search(key):
-        return _glob(client, location)
+        return _glob(client, location).files(source, is_ignored)
     if key and not key.endswith("/"):
         found = client.head(key)
         # Some stores have empty objects in the place of directories.
@@ -87,11 +94,11 @@ def expand(
             return [found]
         below = _below(client, location, f"{key}/", suffixes) if client.lists else None
         if below is not None:
-            return below
+            return below.files(source, is_ignored)
         if found is not None:
             return [found]
     elif (below := _below(client, location, key, suffixes)) is not None:
-        return below
+        return below.files(source, is_ignored)
     raise LoadError(f"source {source!r} does not exist")
 
 
@@ -223,41 +230,82 @@ def _client(location: Location, options: Mapping[str, str], secrets: Mapping[str
     return client_for(location, options, secrets)
 
 
+@dataclass
+class _Listing:
+    """What is known of the objects below a directory.
+
+    Attributes:
+        base: URI of the directory, with a slash at its end.
+        names: of the objects that may count, below ``base``.
+        directories: those in which there is any object, likewise.
+    """
+
+    base: str
+    names: dict[str, SourceFile] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
+
+    def walk(
+        self, client: _Client, prefix: str, *, deep: bool
+    ) -> Iterator[tuple[SourceFile, str, list[str]]]:
+        """The objects below ``prefix``, each with its name below it and the parts of that."""
+        for file in client.walk(prefix, deep=deep):
+            if file.path.rstrip("/") == self.base.rstrip("/"):
+                continue  # the directory itself
+            name = file.path.removeprefix(self.base)
+            for directory in delta_roots.directories_of(name):
+                if directory in self.directories:
+                    break
+                self.directories.add(directory)
+            if not name.endswith(_FOLDER):
+                yield file, name, name.split("/")
+
+    def files(self, source: str, is_ignored: Callable[[str], bool]) -> list[SourceFile]:
+        """The files, by name, without empty objects in the place of directories.
+
+        Raises:
+            RequestError: files that are not ignored belong to a Delta table.
+        """
+        found = sorted(
+            name for name, file in self.names.items() if file.size or name not in self.directories
+        )
+        logs = {name for name in self.directories if name.rpartition("/")[2] == delta_roots.LOG}
+        kept = (name for name in found if not is_ignored(self.base + name))
+        root = delta_roots.first_root(kept, {name.rpartition("/")[0] for name in logs})
+        if root is not None:
+            raise delta_roots.refusal(source, self.base + root)
+        return [self.names[name] for name in found]
+
+
 def _below(
     client: _Client, location: Location, prefix: str, suffixes: Collection[str]
-) -> list[SourceFile] | None:
+) -> _Listing | None:
     """The files of a table below a prefix; None where there is no object at all."""
     prefix = _directory(prefix)
-    base = location.base + prefix
-    seen = False
-    files = []
-    for file in client.walk(prefix, deep=True):
-        name = file.path.removeprefix(base)
-        if file.path.rstrip("/") == base.rstrip("/"):
-            continue  # the directory itself
-        seen = True
-        if not _hidden(name.split("/")) and PurePosixPath(name).suffix.lower() in suffixes:
-            files.append(file)
-    return _sorted(files) if seen else None
+    listing = _Listing(location.base + prefix)
+    for file, name, parts in listing.walk(client, prefix, deep=True):
+        if not _hidden(parts) and PurePosixPath(name).suffix.lower() in suffixes:
+            listing.names[name] = file
+    return listing if listing.directories else None
 
 
-def _glob(client: _Client, location: Location) -> list[SourceFile]:
+def _glob(client: _Client, location: Location) -> _Listing:
     prefix = _fixed_directory(location.key)
     patterns = location.key.removeprefix(prefix).split("/")
-    base = location.base + prefix
     every = _hidden(patterns)
-    found = []
+    listing = _Listing(location.base + prefix)
     # One level is listed alone: below it there may be a million others.
-    for file in client.walk(prefix, deep=len(patterns) > 1 or patterns == ["**"]):
-        names = file.path.removeprefix(base).split("/")
-        is_directory = not file.size and "." not in names[-1]
-        if is_directory or not (every or not _hidden(names)):
+    deep = len(patterns) > 1 or patterns == ["**"]
+    for file, name, parts in listing.walk(client, prefix, deep=deep):
+        is_directory = not file.size and "." not in parts[-1]
+        if is_directory or not (every or not _hidden(parts)):
             continue
-        if names == patterns:  # its name is what was written, as a file's is on this machine
-            return [file]
-        if _matches(names, patterns):
-            found.append(file)
-    return _sorted(found)
+        if parts == patterns:  # its name is what was written, as a file's is on this machine
+            return _Listing(listing.base, {name: file})
+        if _matches(parts, patterns):
+            listing.names[name] = file
+    if listing.names and not deep and any(client.walk(f"{prefix}{delta_roots.LOG}/", deep=False)):
+        listing.directories.add(delta_roots.LOG)
+    return listing
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -282,7 +330,3 @@ def _directory(prefix: str) -> str:
 
 def _hidden(names: Iterable[str]) -> bool:
     return any(name.startswith((".", "_")) for name in names)
-
-
-def _sorted(files: Iterable[SourceFile]) -> list[SourceFile]:
-    return sorted(files, key=lambda file: file.path)

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -105,7 +106,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     Raises:
         LoadError: naming a path that is missing or unreadable, a link that leads nowhere, or a
             source that holds no file.
-        RequestError: for a URI scheme that is not served, or a format that cannot be told.
+        RequestError: for a URI scheme that is not served, a format that cannot be told, or files
+            of a Delta table.
     """
     format = table.format
     suffixes = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
@@ -115,22 +117,31 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     for source in table.source:
         if object_stores.is_remote(source):
             root = object_stores.root_of(source, table.options)
-            found = object_stores.expand(source, suffixes, table.options, table.secrets)
+            found = object_stores.expand(
+                source,
+                suffixes,
+                table.options,
+                table.secrets,
+                partial(_is_ignored, table, root),
+            )
         else:
             root, paths = local_files.expand(source, suffixes, table.ignore)
             found = [_stat(path) for path in paths]
-        names = {file: local_files.below(file.path, root) for file in found}
-        found = [file for file in found if not local_files.is_ignored(names[file], table.ignore)]
+        found = [file for file in found if not _is_ignored(table, root, file.path)]
         if not found:
             raise _holds_nothing(source, format, table.ignore)
         files += found
-        relative += [names[file] for file in found]
+        relative += [local_files.below(file.path, root) for file in found]
         for file in found:
             formats.setdefault(format or _format_of(file.path), file.path)
     if len(formats) > 1:
         examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
         raise RequestError(f"one dataset has one format, found several: {examples}")
     return next(iter(formats)), tuple(files), tuple(relative)
+
+
+def _is_ignored(table: TableSpec, root: str, path: str) -> bool:
+    return local_files.is_ignored(local_files.below(path, root), table.ignore)
 
 
 def check_unchanged(file: SourceFile) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from cache_server import delta_roots
 from protos.errors import LoadError, RequestError
 
-_DELTA_LOG = "_delta_log"
 _HIDDEN = (".", "_")  # how names begin that are passed over
 
 _Entry = os.DirEntry[str] | Path  # of a directory; of a path that is written out
@@ -34,20 +34,37 @@ def expand(
         ignore: patterns of paths that need not be readable; what they name may be in the answer.
 
     Raises:
-        LoadError: it does not exist; naming a directory that cannot be read, or a link that leads
-            nowhere. RequestError: it is no file of this machine, or a table of another kind.
+        LoadError: it does not exist; naming a directory that
+            cannot be read, or a link that leads nowhere. RequestError: it is no file of this
+            machine, or has files of a Delta table.
     """
     path = _path_of(source)
     if os.path.isdir(path):
-        if os.path.isdir(os.path.join(path, _DELTA_LOG)):
-            raise RequestError(f"source {source!r} is a Delta table: say format: delta")
+        if os.path.isdir(os.path.join(path, delta_roots.LOG)):
+            raise delta_roots.refusal(source, path)
         tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
-        return tree.root, tree.files(("**", "*"))
-    if glob.has_magic(path) and not os.path.exists(path):
-        return _glob(source, path, ignore)
-    if not _is_there(source, path):
+        root, paths = tree.root, tree.files(("**", "*"))
+    elif glob.has_magic(path) and not os.path.exists(path):
+        root, paths = _glob(source, path, ignore)
+    elif _is_there(source, path):
+        return os.path.dirname(path), [path]
+    else:
         raise LoadError(f"source {source!r} does not exist on the node")
-    return os.path.dirname(path), [path]
+    _refuse_delta(source, root, paths, ignore)
+    return root, paths
+
+
+def _refuse_delta(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
+    """Raises a `RequestError` where files that are not ignored belong to a Delta table."""
+    names = [name for path in paths if not is_ignored(name := below(path, root), ignore)]
+    directories = {directory for name in names for directory in delta_roots.directories_of(name)}
+    roots = {
+        directory
+        for directory in directories
+        if os.path.isdir(os.path.join(root, directory, delta_roots.LOG))
+    }
+    if (found := delta_roots.first_root(names, roots)) is not None:
+        raise delta_roots.refusal(source, os.path.join(root, found))
 
 
 def _is_there(source: str, path: str | Path) -> bool:
@@ -177,12 +194,17 @@ class _Tree:
             return
         try:
             os.stat(path)
-            reason = "it is neither a file nor a directory"
         except OSError as error:
             reason = error.strerror or str(error)
             if isinstance(error, FileNotFoundError) and os.path.islink(path):
                 reason = f"it is a link to {os.readlink(path)!r}, which does not exist"
-        raise LoadError(f"cannot read {path}: {reason}")
+            raise LoadError(f"cannot read {path}: {reason}") from None
+        raise _neither(path)
+
+
+def _neither(path: str) -> LoadError:
+    """Of a pipe, a socket or a device, which may never end, or never begin."""
+    return LoadError(f"cannot read {path}: it is neither a file nor a directory")
 
 
 def _unreadable_directory(path: str, error: OSError, way_out: str = "") -> LoadError:

@@ -198,6 +198,42 @@ def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
     assert uri in str(caught.value)
 
 
+# -- Delta tables ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Path:
+    """A Delta table beside plain files."""
+    names = ["t/_delta_log/0.json", "t/day=1/a.parquet", "t/b.parquet", "c.parquet", "t/d.csv"]
+    for name in names:
+        touch(tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["t", "t/", "t/*.parquet", "t/*/*.parquet", "", "**/*.parquet"])
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_files_of_a_delta_table_are_not_read_as_plain_ones(
+    lake: Path, source: str, prefix: str
+) -> None:
+    with pytest.raises(RequestError, match="is a Delta table: say format: delta") as caught:
+        paths_of(f"{prefix}{lake}/{source}", format="parquet")
+    assert str(lake / "t") in str(caught.value)
+
+
+def test_files_beside_a_delta_table_are_read(lake: Path) -> None:
+    beside = str(lake / "c.parquet")
+    assert paths_of(lake / "*.parquet") == [beside]
+    table = table_spec(lake, format="parquet", ignore=["t/*"])
+    assert [file.path for file in sources.find_files(table)[1]] == [beside]
+
+
+def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(lake: Path) -> None:
+    assert paths_of(lake / "t/b.parquet") == [str(lake / "t/b.parquet")]
+    log = [str(lake / "t/_delta_log/0.json")]
+    assert paths_of(lake / "t/_delta_log/*.json") == log
+    assert paths_of(lake / "t/_*/*.json") == log
+
+
 # -- globs, beside those of Python -----------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cache_server.object_stores import download, expand, is_remote, root_of
 from cache_server.tables.files import find_files
-from protos.errors import LoadError
+from protos.errors import LoadError, RequestError
 from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import PARQUET, found, one
 from tests.object_store import S3Server
@@ -44,7 +44,7 @@ def tree(s3: S3Server) -> S3Server:
                 "t/notes.txt",
                 "t/_SUCCESS",
                 "t/.hidden.parquet",
-                "t/_delta_log/0.parquet",
+                "t/_log/0.parquet",
                 "t/sub/_temporary/e.parquet",
                 "tt/other.parquet",
                 "odd/a b+c=ü%20.parquet",
@@ -77,7 +77,7 @@ def tree(s3: S3Server) -> S3Server:
             ["b.parquet", "sub/c.parquet", "year=2024/d.parquet"],
         ),
         ("s3://tree/t/s**/c.parquet", ["sub/c.parquet"]),
-        ("s3://tree/t/_delta_log/*", ["_delta_log/0.parquet"]),
+        ("s3://tree/t/_log/*", ["_log/0.parquet"]),
         ("s3://tree/t/.*", [".hidden.parquet"]),
         ("s3://tree/t/*.orc", []),
     ],
@@ -120,6 +120,65 @@ def test_brackets_in_a_glob_stand_for_themselves_within_brackets(s3: S3Server) -
         s3.put("brackets", key, b"rows")
     pattern = "s3://brackets/part[[]*.parquet"
     assert found(s3, pattern) == [f"s3://brackets/part[{n}].parquet" for n in (1, 2)]
+
+
+@pytest.fixture
+def lake(s3: S3Server) -> S3Server:
+    """A Delta table beside plain files."""
+    names = ("t/_delta_log/0.json", "t/day=1/a.parquet", "t/b.parquet", "c.parquet")
+    s3.put_many("delta-lake", dict.fromkeys(names, b"x"))
+    return s3
+
+
+@pytest.mark.parametrize(
+    "source", ["t", "t/", "t/*.parquet", "t/*/*.parquet", "t/**", "", "**/*.parquet", "*/*.parquet"]
+)
+def test_files_of_a_delta_table_are_not_read_as_plain_ones(lake: S3Server, source: str) -> None:
+    with pytest.raises(RequestError, match="is a Delta table: say format: delta") as caught:
+        found(lake, f"s3://delta-lake/{source}")
+    assert "s3://delta-lake/t" in str(caught.value)
+
+
+def test_files_beside_a_delta_table_are_read(lake: S3Server) -> None:
+    beside = "s3://delta-lake/c.parquet"
+    assert found(lake, "s3://delta-lake/*.parquet") == [beside]
+    (table,) = DatasetSpec(
+        "t", "s3://delta-lake", ignore=["t/*"], storage_options=lake.storage_options
+    ).tables
+    assert [file.path for file in find_files(table)[1]] == [beside]
+
+
+def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(
+    lake: S3Server,
+) -> None:
+    for name, pattern in (("t/b.parquet",) * 2, ("t/_delta_log/0.json", "t/_delta_log/*.json")):
+        assert found(lake, f"s3://delta-lake/{pattern}") == [f"s3://delta-lake/{name}"]
+    assert found(lake, "s3://delta-lake/t/_*/*.json") == ["s3://delta-lake/t/_delta_log/0.json"]
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "**/*", "*", "*/*"])
+def test_empty_objects_in_the_place_of_directories_are_no_files(s3: S3Server, pattern: str) -> None:
+    markers = ("t/", "t/sub/", "t/odd.parquet/", "t/sub_$folder$", "t/odd.parquet_$folder$")
+    s3.put_many("marked", dict.fromkeys(("t_$folder$", *markers), b""))
+    names = ("a.parquet", "odd.parquet/b.parquet", "sub/c.parquet")
+    s3.put_many("marked", {f"t/{name}": b"rows" for name in names})
+    depth = {"*": 0, "*/*": 1}.get(pattern)
+    expected = [name for name in names if depth in (None, name.count("/"))]
+    assert found(s3, f"s3://marked/t/{pattern}") == [f"s3://marked/t/{name}" for name in expected]
+
+
+@pytest.mark.parametrize("pattern", ["", "**", "*"])
+def test_an_empty_object_beside_which_there_is_no_directory_is_a_file(
+    s3: S3Server, pattern: str
+) -> None:
+    s3.put("truncated", "t/a.parquet", b"")
+    assert found(s3, f"s3://truncated/t/{pattern}") == ["s3://truncated/t/a.parquet"]
+
+
+def test_a_directory_of_an_empty_object_may_look_like_a_file(s3: S3Server) -> None:
+    s3.put_many("looks", {"d.parquet/": b"", "d.parquet/a.parquet": b"rows"})
+    for pattern in ("d.parquet", "d.parquet/", "d.parquet/**", "**", ""):
+        assert found(s3, f"s3://looks/{pattern}") == ["s3://looks/d.parquet/a.parquet"]
 
 
 @pytest.mark.parametrize("source", ["s3://tree/nothing", "s3://tree/t/nothing.parquet"])
