@@ -34,7 +34,7 @@ def expand(
         ignore: patterns of paths that need not be readable; what they name may be in the answer.
 
     Raises:
-        LoadError: it does not exist; naming a directory that
+        LoadError: it does not exist, or is neither a file nor a directory; naming a directory that
             cannot be read, or a link that leads nowhere. RequestError: it is no file of this
             machine, or has files of a Delta table.
     """
@@ -47,6 +47,8 @@ def expand(
     elif glob.has_magic(path) and not os.path.exists(path):
         root, paths = _glob(source, path, ignore)
     elif _is_there(source, path):
+        if not os.path.isfile(path):
+            raise _neither(path)
         return os.path.dirname(path), [path]
     else:
         raise LoadError(f"source {source!r} does not exist on the node")

@@ -392,6 +392,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
     return {
         "the scheme 'ftp' is not served": {"source": "ftp://host/a.parquet"},
         "does not exist on the node": {"source": f"{root}/nowhere"},
+        "it is neither a file nor a directory": {"source": "/dev/zero", "format": "csv"},
         "over HTTP a directory cannot be listed": {"source": "https://data.example.org/a/"},
         "which would be kept and shown with it: give credentials in storage_options instead": {
             "source": "https://data.example.org/a.parquet?X-Amz-Signature=abc"

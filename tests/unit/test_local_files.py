@@ -4,6 +4,8 @@ import glob
 import itertools
 import os
 import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -232,6 +234,35 @@ def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(
     log = [str(lake / "t/_delta_log/0.json")]
     assert paths_of(lake / "t/_delta_log/*.json") == log
     assert paths_of(lake / "t/_*/*.json") == log
+
+
+# -- what is no file -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def oddities(tmp_path: Path) -> Iterator[Path]:
+    """A pipe, a socket, a device and a link to the pipe, whose names are those of tables."""
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "pipe.csv")
+    (tmp_path / "device.csv").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(os.path.relpath(tmp_path / "socket.csv"))  # which may be no longer than this
+        yield tmp_path
+
+
+@pytest.mark.parametrize("name", ["pipe.csv", "link.csv", "socket.csv", "device.csv"])
+def test_what_is_no_file_is_refused_by_name(oddities: Path, name: str) -> None:
+    others = [path.name for path in oddities.iterdir() if path.name != name]
+    for source in (name, "*.csv", "", "**/[a-z]*"):
+        with pytest.raises(LoadError, match="neither a file nor a directory") as caught:
+            sources.find_files(table_spec(f"{oddities}/{source}", format="csv", ignore=others))
+        assert str(oddities / name) in str(caught.value)
+
+
+def test_what_is_no_file_may_be_ignored(oddities: Path) -> None:
+    good = touch(oddities / "good.csv")
+    table = table_spec(oddities, ignore=["[!g]*"])
+    assert [file.path for file in sources.find_files(table)[1]] == [good]
 
 
 # -- globs, beside those of Python -----------------------------------------------------------------
