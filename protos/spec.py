@@ -136,9 +136,10 @@ class DatasetSpec:
         source: a file, a directory, a glob or a URI (``file``, ``s3``, ``gs``, ``az``, ``abfss``,
             ``http``, ``https``, ``hf``, ``postgresql``), or several of them; with a catalogue the
             name of a table in it. A relative path is taken from the working directory of the
-            process that makes the spec. The nodes must be able to read it under the same path. Rows
-            keep this order: sources as given, the files of one source by name, the rows of a file
-            as they stand in it.
+            process that makes the spec, and ``~`` at the beginning of a path is the home directory
+            of whoever runs it. The nodes must be able to read it under the same path. Rows keep
+            this order: sources as given, the files of one source by name, the rows of a file as
+            they stand in it.
         format: one of ``parquet``, ``arrow``, ``csv``, ``json`` (one object a line), ``iceberg``,
             ``delta``, ``postgres``. Default: by the names.
         sql: a query over the table ``source``, or over the names of ``sources``.
@@ -541,7 +542,7 @@ def _sources(
         if _URI.match(text):
             result.append(_without_password(text, secrets, problems))
         else:
-            result.append(text if named else os.path.abspath(text))
+            result.append(text if named else os.path.abspath(os.path.expanduser(text)))
     if not items:
         problems.append("source must name at least one path, glob or URI, got an empty list")
     return tuple(result)

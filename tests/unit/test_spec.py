@@ -164,6 +164,28 @@ def test_relative_paths_become_absolute_where_the_spec_is_written(
     )
 
 
+def test_the_home_directory_is_that_of_whoever_writes_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "spec.yaml"
+    given = ["~/a.parquet", Path("~"), "./~/b", "c~", "/d/~/e"]
+    expected = (
+        *("/home/me/a.parquet", "/home/me"),
+        *(f"{tmp_path}/~/b", f"{tmp_path}/c~", "/d/~/e"),
+    )
+
+    assert DatasetSpec("t", given).source == expected
+    several = DatasetSpec("t", sources={"a": {"source": given}}, sql="SELECT * FROM a")
+    assert several.tables[0].source == expected
+    path.write_text('name: t\nsource: ["~/a.parquet", "~", "./~/b", "c~", "/d/~/e"]\n')
+    spec = DatasetSpec.from_yaml(path)
+    assert spec.source == expected
+    monkeypatch.setenv("HOME", "/home/of-a-node")
+    assert DatasetSpec.from_proto(spec.to_proto()).source == expected
+
+
 @pytest.mark.parametrize("uri", ["file:///a/b%20c.parquet", "s3://bucket/key", "hf+x://a//b/.."])
 def test_a_uri_is_kept_as_it_is(uri: str) -> None:
     assert DatasetSpec("t", uri).source == (uri,)
