@@ -44,6 +44,7 @@ _HANDLER_THREADS = 64  # for what is answered at once
 _PLANNING_THREADS = 64  # of what is planned: its files are listed, its footers read
 _WATCHING_THREADS = 64  # half of them for watches that stay, half for those that answer once
 _MIN_PING_INTERVAL_MS = 1_000
+_LEAST_WAIT_S = 0.5  # for calls whose end has been told to their callers
 _NO_SECRETS = pb.Secrets()
 
 _STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
@@ -79,6 +80,7 @@ class ControlService:
             self.port = self._server.add_insecure_port(f"{bind}:{port}")
         except RuntimeError:
             raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
+        self._planned = _Running()
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_ready(False)
@@ -88,7 +90,7 @@ class ControlService:
     def start(self, coordinator: Coordinator | None) -> None:
         """Serves health, and the coordinator's verbs where there is one."""
         if coordinator is not None:
-            servicer = CoordinatorServicer(coordinator)
+            servicer = CoordinatorServicer(coordinator, self._planned)
             cache_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
         self._server.start()
 
@@ -97,16 +99,27 @@ class ControlService:
         status = health_pb2.HealthCheckResponse
         self._health.set(READY, status.SERVING if ready else status.NOT_SERVING)
 
-    def stop(self, grace_s: float) -> None:
-        """Refuses new calls, gives running ones ``grace_s`` seconds, then ends them."""
+    def stop(self, grace_s: float) -> bool:
+        """Refuses new calls, gives running ones ``grace_s`` seconds, then ends them.
+
+        Returns:
+            Whether nothing is planned any more: a source that hangs does not let go of a thread
+            whose call has ended.
+        """
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
+        return self._planned.have_ended(_LEAST_WAIT_S)
 
 
 class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
-    """cache.v1.Coordinator over a `Coordinator`."""
+    """cache.v1.Coordinator over a `Coordinator`.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    Args:
+        planned: is told of the calls that look at sources.
+    """
+
+    def __init__(self, coordinator: Coordinator, planned: _Running) -> None:
+        self._planned = planned
         self._coordinator = coordinator
         self._stays = threading.Semaphore(_WATCHING_THREADS // 2)
         planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="planning")
@@ -122,7 +135,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
-        with _statuses(context, request.secrets):
+        with self._planned.call(), _statuses(context, request.secrets):
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
             info = self._coordinator.create(spec, refresh=request.refresh)
             return pb.CreateDatasetResponse(dataset=info)
@@ -131,7 +144,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
     ) -> pb.PlanDatasetResponse:
         """What a load would come to."""
-        with _statuses(context, request.secrets):
+        with self._planned.call(), _statuses(context, request.secrets):
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
@@ -194,6 +207,31 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         """What a node holds -> what it should hold."""
         with _statuses(context):
             return self._coordinator.heartbeat(request)
+
+
+class _Running:
+    """Counts calls while they run. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._count = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around each."""
+        with self._changed:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+    def have_ended(self, timeout_s: float) -> bool:
+        """Whether none runs, at the latest after so long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._count, timeout_s)
 
 
 class _Apart:

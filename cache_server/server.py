@@ -190,11 +190,11 @@ class CacheServer:
         self.close()
 
     def close(self) -> bool:
-        """Stops; returns whether every Flight call and every load ended within the drain timeout.
+        """Stops; whether every Flight call, plan and load ended within the drain timeout.
 
         Flight has no way to end a running call from the server, and a source that hangs may not let
-        go of a load: one that does not end by itself lives until the process does. While a load
-        lives the cache directory stays locked, so that nobody else writes to it.
+        go of a plan or a load: one that does not end by itself lives until the process does. While
+        one of them lives the cache directory stays locked, so that nobody else writes to it.
         """
         deadline = time.monotonic() + self._config.drain_timeout_s
         drained = threading.Event()
@@ -207,14 +207,16 @@ class CacheServer:
             drained.set()
 
         threading.Thread(target=shut_down, name="drain", daemon=True).start()
-        self._control.stop(self._config.drain_timeout_s)
+        planned = self._control.stop(self._config.drain_timeout_s)
         self._web.stop()
         in_time = drained.wait(max(0.0, deadline - time.monotonic()))
         in_time &= self._load is None or self._load.close(_left_s(deadline))
-        if self._node.close(_left_s(deadline)):
+        loaded = self._node.close(_left_s(deadline))
+        if planned and loaded:
             self._parts.close()
         else:
-            logger.warning("loads do not end id=%s", self.node_id)
+            what = " and ".join(["plans"] * (not planned) + ["loads"] * (not loaded))
+            logger.warning("%s do not end id=%s", what, self.node_id)
             in_time = False
         logger.info("node down id=%s drained=%s", self.node_id, in_time)
         return in_time

@@ -21,7 +21,7 @@ import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, DatasetSpec
+from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
 from protos.cache.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
@@ -150,6 +150,36 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
     assert "drained=False" in errors
     assert "Traceback" not in errors and "Fatal" not in errors
     assert [*(tmp_path / "cache" / "table").rglob("shard-*.arrow")]
+
+
+def test_sigterm_ends_a_node_in_time_though_the_source_of_a_plan_never_answers(
+    tmp_path: Path,
+) -> None:
+    arguments = ["--cache-dir", str(tmp_path / "cache"), "--drain-timeout-s", "1", *FREE_PORTS]
+    with socket.create_server(("127.0.0.1", 0)) as silent, server("serve", *arguments) as node:
+        endpoint = str(node.wait_until_listening()["flight"])
+        spec = DatasetSpec("table", f"http://127.0.0.1:{silent.getsockname()[1]}/a.parquet")
+        failed: list[Exception] = []
+
+        def load() -> None:
+            try:
+                CacheClient(endpoint).load(spec, wait=False)
+            except NodeUnavailableError as error:
+                failed.append(error)
+
+        asking = threading.Thread(target=load)
+        asking.start()
+        silent.settimeout(WAIT_S)
+        with silent.accept()[0]:  # the node asks, and waits
+            begun = time.monotonic()
+            code, _, errors = node.end(signal.SIGTERM)
+            assert time.monotonic() - begun < 10
+        asking.join(WAIT_S)
+
+    assert code == 0
+    assert len(failed) == 1
+    assert "plans do not end" in errors and "drained=False" in errors
+    assert "Traceback" not in errors and "Fatal" not in errors
 
 
 def test_a_signal_at_the_very_moment_a_node_listens_is_not_lost(tmp_path: Path) -> None:
