@@ -179,7 +179,15 @@ class Connection:
         request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint)
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         with self._running():
-            return self._client.value.get_schema(descriptor, _options(timeout_s)).schema
+            try:
+                return self._client.value.get_schema(descriptor, _options(timeout_s)).schema
+            except flight.FlightError:
+                raise
+            except pa.ArrowException:
+                # Of GetSchema alone pyarrow sends a handler's error without its code, and with a
+                # traceback. The same request of another verb fails for the same reason.
+                self._client.value.get_flight_info(descriptor, _options(timeout_s))
+                raise
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""

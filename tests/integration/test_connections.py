@@ -6,14 +6,18 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pyarrow.flight as flight
 import pytest
 
+from cache_client import CacheClient, DatasetNotFoundError, DatasetSpec, StaleVersionError
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
 from cache_client.node_streams import NodeStreams
+from cache_server import LocalCluster
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, NodeUnavailableError
+from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -137,3 +141,18 @@ def test_a_fork_waits_for_a_running_call_and_closes_the_connection_behind_it(
     assert call.result(WAIT_S).control_location == "there"
     assert connection.is_closed
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_schema_or_a_lease_that_is_refused_says_why_and_shows_no_traceback(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    info = client.load(DatasetSpec(dataset_name, write_numbered(tmp_path, 10)))
+    with Connection(cluster.endpoint) as connection:
+        for call in (connection.read_schema, connection.renew_lease):
+            with pytest.raises(DatasetNotFoundError, match="no dataset 'nowhere'") as missing:
+                call("nowhere", "", WAIT_S)
+            with pytest.raises(StaleVersionError) as stale:
+                call(dataset_name, "another", WAIT_S)
+            for caught in (missing, stale):
+                assert "\n" not in str(caught.value) and "Traceback" not in str(caught.value)
+        assert connection.read_schema(dataset_name, "", WAIT_S).equals(info.schema)
