@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
 from cache_server import delta_roots
@@ -47,7 +47,7 @@ def is_remote(source: str) -> bool:
 
 def expand(
     source: str,
-    suffixes: Collection[str],
+    suffixes: tuple[str, ...],
     options: Mapping[str, str],
     secrets: Mapping[str, str],
     is_ignored: Callable[[str], bool] = lambda uri: False,
@@ -277,13 +277,13 @@ class _Listing:
 
 
 def _below(
-    client: _Client, location: Location, prefix: str, suffixes: Collection[str]
+    client: _Client, location: Location, prefix: str, suffixes: tuple[str, ...]
 ) -> _Listing | None:
     """The files of a table below a prefix; None where there is no object at all."""
     prefix = _directory(prefix)
     listing = _Listing(location.base + prefix)
     for file, name, parts in listing.walk(client, prefix, deep=True):
-        if not _hidden(parts) and PurePosixPath(name).suffix.lower() in suffixes:
+        if not _hidden(parts) and name.lower().endswith(suffixes):
             listing.names[name] = file
     return listing if listing.directories else None
 

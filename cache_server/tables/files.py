@@ -38,6 +38,7 @@ from protos.spec import FILE_SUFFIXES, TableSpec
 _THREADS = 32  # that wait for stores most of the time
 _FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
 _HEAD_BYTES = 4 * 1024 * 1024  # of a text, to see its columns
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # how such names end
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
@@ -106,11 +107,13 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     Raises:
         LoadError: naming a path that is missing or unreadable, a link that leads nowhere, or a
             source that holds no file.
-        RequestError: for a URI scheme that is not served, a format that cannot be told, or files
-            of a Delta table.
+        RequestError: for a URI scheme that is not served, a format that cannot be told, files of a
+            Delta table, or one that is compressed as a whole.
     """
     format = table.format
-    suffixes = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
+    plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
+    # Whose rows would be missed without a word.
+    suffixes = (*plain, *(suffix + end for suffix in plain for end in _COMPRESSED))
     files: list[SourceFile] = []
     relative: list[str] = []
     formats: dict[str, str] = {}
@@ -130,6 +133,12 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         found = [file for file in found if not _is_ignored(table, root, file.path)]
         if not found:
             raise _holds_nothing(source, format, table.ignore)
+        for file in found:
+            if file.path.lower().endswith(_COMPRESSED):
+                raise RequestError(
+                    f"{file.path} is compressed, which is not read: unpack it, or leave it out by "
+                    "ignore"
+                )
         files += found
         relative += [local_files.below(file.path, root) for file in found]
         for file in found:

@@ -24,13 +24,13 @@ _Entry = os.DirEntry[str] | Path  # of a directory; of a path that is written ou
 
 
 def expand(
-    source: str, suffixes: Collection[str], ignore: Collection[str]
+    source: str, suffixes: tuple[str, ...], ignore: Collection[str]
 ) -> tuple[str, list[str]]:
     """The directory below which a source of this machine finds its files, and their paths.
 
     Args:
         source: a path, a glob or a ``file://`` URI.
-        suffixes: of the files of a directory that count.
+        suffixes: of the files of a directory that count, in lower case.
         ignore: patterns of paths that need not be readable; what they name may be in the answer.
 
     Raises:
@@ -107,7 +107,7 @@ class _Tree:
 
     root: str
     hidden: tuple[str, ...]
-    suffixes: Collection[str] | None
+    suffixes: tuple[str, ...] | None
     ignore: Collection[str]
 
     def files(self, parts: Sequence[str]) -> list[str]:
@@ -180,8 +180,7 @@ class _Tree:
 
     def _files(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
         for entry in entries:
-            suffix = Path(entry.name).suffix.lower()
-            if self.suffixes is None or suffix in self.suffixes:
+            if self.suffixes is None or entry.name.lower().endswith(self.suffixes):
                 kind = _kind(entry)
                 if kind == "file":
                     yield entry

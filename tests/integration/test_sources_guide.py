@@ -392,6 +392,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
     return {
         "the scheme 'ftp' is not served": {"source": "ftp://host/a.parquet"},
         "does not exist on the node": {"source": f"{root}/nowhere"},
+        "is compressed, which is not read": {"source": f"{root}/houses.csv.gz"},
         "it is neither a file nor a directory": {"source": "/dev/zero", "format": "csv"},
         "over HTTP a directory cannot be listed": {"source": "https://data.example.org/a/"},
         "which would be kept and shown with it: give credentials in storage_options instead": {
@@ -447,6 +448,7 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
     (lake.root / "escapes.jsonl").write_text(json.dumps({"town": "\U00020bb7"}))
+    (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
     (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')
     client = CacheClient(nodes.endpoint)

@@ -193,6 +193,27 @@ def test_mixed_formats_are_refused_with_a_file_of_each(tmp_path: Path) -> None:
     assert f"{csv} (csv), {parquet} (parquet)" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["b.csv.gz", "b.CSV.BZ2", "b.csv.zst", "sub/b.csv.zip"])
+def test_a_compressed_file_is_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
+    plain, compressed = touch(tmp_path / "a.csv"), touch(tmp_path / name)
+
+    for source in (tmp_path, tmp_path / "**/*.*", compressed):
+        for format in ("csv", None):
+            with pytest.raises(RequestError, match="is compressed, which is not read") as caught:
+                paths_of(source, format=format)
+            assert compressed in str(caught.value)
+    table = table_spec(tmp_path, ignore=[f"*{Path(name).suffix}"])
+    assert [file.path for file in sources.find_files(table)[1]] == [plain]
+
+
+def test_a_compressed_file_of_another_format_is_passed_over(tmp_path: Path) -> None:
+    plain = touch(tmp_path / "a.csv")
+    for name in ("b.json.gz", "c.tar.gz", "d.gz"):
+        touch(tmp_path / name)
+
+    assert paths_of(tmp_path, format="csv") == [plain]
+
+
 @pytest.mark.parametrize("uri", ["ftp://bucket/a.parquet", "file://other-host/a.parquet"])
 def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
     with pytest.raises(RequestError, match=r"no file of the node's machine|not served") as caught:

@@ -86,6 +86,14 @@ def test_a_source_means_its_objects_by_name(tree: S3Server, source: str, keys: l
     assert found(tree, source) == [f"s3://tree/t/{key}" for key in keys]
 
 
+def test_a_compressed_object_is_refused_and_not_left_out(s3: S3Server) -> None:
+    s3.put_many("packed", {"t/a.csv": b"a\n1\n", "t/b.csv.gz": b"x"})
+    for source in ("s3://packed/t", "s3://packed/t/*", "s3://packed/t/b.csv.gz"):
+        (table,) = DatasetSpec("t", source, storage_options=s3.storage_options).tables
+        with pytest.raises(RequestError, match=r"s3://packed/t/b\.csv\.gz is compressed"):
+            find_files(table)
+
+
 def test_a_whole_bucket_is_a_prefix(tree: S3Server) -> None:
     assert "s3://tree/tt/other.parquet" in found(tree, "s3://tree")
     assert found(tree, "s3://tree/") == found(tree, "s3://tree")
