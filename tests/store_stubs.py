@@ -121,6 +121,12 @@ class HubStub(_Stub):
         if self.failures and ("/paths-info" in parts.path or "/resolve/" in parts.path):
             self._answer(self.failures.pop(), b"{}", {})
             return
+        if not re.match("(/api)?/datasets/tatsu-lab/alpaca(/|$)", parts.path):
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return
+        if "/nowhen" in parts.path:
+            self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
         if self.headers.get("Authorization") != "Bearer hush-hush":
             self._answer(401, b"{}", {"X-Error-Message": "no"})
             return

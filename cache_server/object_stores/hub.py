@@ -96,7 +96,8 @@ class HubClient:
         files.invalidate_cache()
         try:
             info = self._retrying(files.info, _path(uri), refresh=True, expand_info=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            self._check_repository(error, uri)
             return None
         except Exception as error:
             raise self._failure(error, uri) from None
@@ -110,7 +111,8 @@ class HubClient:
             found = self._retrying(
                 self._files().find, _path(uri), maxdepth=depth, detail=True, refresh=True
             )
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            self._check_repository(error, uri)
             return
         except Exception as error:
             raise self._failure(error, uri) from None
@@ -153,6 +155,16 @@ class HubClient:
         settings = {"token": self._token, "endpoint": self._endpoint}
         given = {name: value for name, value in settings.items() if value is not None}
         return fsspec.filesystem(SCHEME, **given)
+
+    def _check_repository(self, error: FileNotFoundError, uri: str) -> None:
+        """Raises a `LoadError` where there is no such repository or revision, to this reader."""
+        if "(repository not found)" in str(error):
+            reason = f"{self._place} was not found, or is private: check its name and the token"
+        elif "(revision not found)" in str(error):
+            reason = f"{self._place} has no such revision"
+        else:
+            return
+        raise LoadError(f"source {uri!r} does not exist: {reason}")
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
         status = getattr(getattr(error, "response", None), "status_code", None)

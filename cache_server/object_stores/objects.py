@@ -303,8 +303,9 @@ def _glob(client: _Client, location: Location) -> _Listing:
             return _Listing(listing.base, {name: file})
         if _matches(parts, patterns):
             listing.names[name] = file
-    if listing.names and not deep and any(client.walk(f"{prefix}{delta_roots.LOG}/", deep=False)):
-        listing.directories.add(delta_roots.LOG)
+    if listing.names and not deep:
+        for _ in listing.walk(client, f"{prefix}{delta_roots.LOG}/", deep=False):
+            break  # one says that there is a log
     return listing
 
 

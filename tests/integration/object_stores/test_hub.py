@@ -100,6 +100,16 @@ def test_what_the_hub_lacks_is_named(hub: Path) -> None:
         expand("hf://tatsu-lab/alpaca", PARQUET, {"region": "x"}, {})
 
 
+@pytest.mark.parametrize("path", ["", "/data", "/data/a.parquet", "/data/*.parquet"])
+def test_a_repository_or_a_revision_that_the_hub_lacks_is_named(path: str) -> None:
+    with Served(HubStub) as endpoint:
+        options, secrets = {"endpoint": endpoint}, {"token": "hush-hush"}
+        with pytest.raises(LoadError, match=r"nobody/none' at .* not found, or is private: check"):
+            expand(f"hf://nobody/none{path}", PARQUET, options, secrets)
+        with pytest.raises(LoadError, match=r"alpaca@nowhen' at .* has no such revision"):
+            expand(f"hf://tatsu-lab/alpaca@nowhen{path}", PARQUET, options, secrets)
+
+
 def test_a_hub_that_is_not_there_is_named() -> None:
     options = {"endpoint": "http://127.0.0.1:9", "max_retries": "1"}
     with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: .*[Cc]onnect"):
