@@ -107,11 +107,24 @@ class ObjectClient:
     def head(self, key: str) -> SourceFile | None:
         """The object of that key; None where there is none."""
         try:
-            return self._file(obstore.head(self._store, key))
+            try:
+                return self._file(obstore.head(self._store, key))
+            except (FileNotFoundError, *_REFUSALS):
+                if self.lists:
+                    raise
+                # Some web servers refuse a HEAD, by 403, 404 or 405, and answer a GET.
+                return self._file(self._begun(key))
         except FileNotFoundError:
             return None
         except _FAILURES as error:
             raise self._failure(error, self._uri(key)) from None
+
+    def _begun(self, key: str) -> Any:
+        """What is known of an object by a request for its bytes, of which none is taken."""
+        try:
+            return obstore.get(self._store, key, options={"range": (0, 1)}).meta
+        except exceptions.NotSupportedError:
+            return obstore.get(self._store, key).meta
 
     def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
         """The objects below ``prefix``, which ends with a slash or is empty, in no order.

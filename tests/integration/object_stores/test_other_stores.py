@@ -80,6 +80,25 @@ def test_azure_is_read_by_key_by_signature_and_by_token(
         assert query in path
 
 
+@pytest.mark.parametrize("status", [403, 404, 405])
+def test_a_web_server_that_refuses_to_tell_of_an_object_is_asked_for_it(
+    s3: S3Server, tmp_path: Path, status: int
+) -> None:
+    del s3
+    (tmp_path / "a.csv").write_bytes(bytes(range(200)))
+
+    class Refusing(FilesStub):
+        def do_HEAD(self) -> None:
+            self.send_error(status)
+
+    with Served(functools.partial(Refusing, directory=str(tmp_path))) as origin:
+        (file,) = expand(f"{origin}/a.csv", (".csv",), {}, {})
+        assert file.size == 200
+        assert read_tail(file, 5, {}, {}) == bytes(range(195, 200))
+        with pytest.raises(LoadError, match=re.escape(f"{origin}/none.csv' does not exist")):
+            expand(f"{origin}/none.csv", (".csv",), {}, {})
+
+
 def test_one_object_is_read_over_http(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
