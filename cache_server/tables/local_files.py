@@ -51,9 +51,19 @@ def expand(
             raise _neither(path)
         return os.path.dirname(path), [path]
     else:
-        raise LoadError(f"source {source!r} does not exist on the node")
+        raise _missing(source, path)
     _refuse_delta(source, root, paths, ignore)
     return root, paths
+
+
+def _missing(source: str, path: str) -> LoadError:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null character
+        pass
+    except OSError as error:
+        return LoadError(f"cannot read {path}: {error.strerror}")
+    return LoadError(f"source {source!r} does not exist on the node")
 
 
 def _refuse_delta(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
@@ -252,4 +262,9 @@ def _path_of(source: str) -> str:
     uri = urlsplit(source)
     if uri.scheme != "file" or uri.netloc not in ("", "localhost"):
         raise RequestError(f"source {source!r}: this is no file of the node's machine")
+    if "?" in source or "#" in source:  # what stands behind them is no part of the path
+        raise RequestError(
+            f"source {source!r}: a file is named by its path, without a query or a fragment; write "
+            "%3F for ? and %23 for #"
+        )
     return unquote(uri.path)
