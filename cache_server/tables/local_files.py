@@ -51,19 +51,9 @@ def expand(
             raise _neither(path)
         return os.path.dirname(path), [path]
     else:
-        raise _missing(source, path)
+        raise LoadError(f"source {source!r} does not exist on the node")
     _refuse_delta(source, root, paths, ignore)
     return root, paths
-
-
-def _missing(source: str, path: str) -> LoadError:
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a null character
-        pass
-    except OSError as error:
-        return LoadError(f"cannot read {path}: {error.strerror}")
-    return LoadError(f"source {source!r} does not exist on the node")
 
 
 def _refuse_delta(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
