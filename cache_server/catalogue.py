@@ -2,6 +2,7 @@
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
 <cache_dir>/.members.json                              the nodes that ever joined
+<cache_dir>/.dropped.json                              versions that were dropped, at which attempt
 <cache_dir>/.catalogue-made                            empty; its time is that of the first start
 """
 
@@ -12,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class Catalogue:
     def __init__(self, directory: Path) -> None:
         self._entries = directory / ".catalogue"
         self._members = directory / ".members.json"
+        self._dropped = directory / ".dropped.json"
         self._made = directory / ".catalogue-made"
 
     def exists(self) -> bool:
@@ -149,6 +151,32 @@ class Catalogue:
             logger.warning("members forgotten path=%s reason=%s", self._members, error)
             return []
         return [str(name) for name in names]
+
+    def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
+        """Keeps which versions were dropped, and the attempt that each had come to, in this order.
+
+        Raises:
+            OSError: as `write`.
+        """
+        rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
+        _replace_file(self._dropped, json.dumps(rows))
+
+    def read_dropped(self) -> dict[VersionKey, int]:
+        """The versions that were dropped; none where they cannot be read.
+
+        Then what nodes still hold or say of one may count once more.
+        """
+        if not self._dropped.exists():
+            return {}
+        try:
+            rows = json.loads(self._dropped.read_text(encoding="utf-8"))
+            return {
+                VersionKey(str(dataset), str(fingerprint)): int(attempt)
+                for dataset, fingerprint, attempt in rows
+            }
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("drops forgotten path=%s reason=%s", self._dropped, error)
+            return {}
 
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.dataset}@{key.fingerprint}.json"

@@ -77,11 +77,7 @@ class Coordinator:
         self._described: dict[VersionKey, tuple[object, pb.DatasetInfo]] = {}
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._unclaimed = Unclaimed(
-            self._versions,
-            self._membership,
-            lease_s=lease_s,
-            catalogue_age_s=catalogue.age_s(),
-            clock=clock,
+            self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
         )
         self._read_back()
 
@@ -288,8 +284,7 @@ class Coordinator:
             if not unclaimed:
                 self._find(name)
             self._unclaimed.drop(*unclaimed)
-            for key in [key for key in self._versions if key.dataset == name]:
-                self._forget(key)
+            self._forget(*(key for key in self._versions if key.dataset == name))
             self._note_change()
         self._tell()
 
@@ -403,9 +398,7 @@ class Coordinator:
                     elapsed_s = self._clock() - version.asked_at
                     self._load_rate.note(version.plan, elapsed_s, len(self._membership.alive()))
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
-            for other in older:
-                if not self._is_leased(self._versions[other]):
-                    self._forget(other)
+            self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -423,12 +416,13 @@ class Coordinator:
             if key.dataset == name and other.created < version.created
         ]
 
-    def _forget(self, key: VersionKey) -> None:
-        self._versions.pop(key).release()
-        self._described.pop(key, None)
-        self._unclaimed.drop(key)
-        self._catalogue.forget(key)
-        logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
+    def _forget(self, *keys: VersionKey) -> None:
+        self._unclaimed.drop(*keys)
+        for key in keys:
+            self._versions.pop(key).release()
+            self._described.pop(key, None)
+            self._catalogue.forget(key)
+            logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
 
     def _holdings(self, version: Version) -> Holdings:
         return Holdings(version, self._membership.members, self._membership.alive())

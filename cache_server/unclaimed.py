@@ -1,13 +1,23 @@
-"""Versions that nodes hold and the coordinator does not know, because its catalogue was lost."""
+"""Versions that nodes hold or speak of and the coordinator does not know.
+
+Because its catalogue was lost, so that they may be wanted again; or because they were dropped.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
+from cache_server.catalogue import Catalogue
 from cache_server.membership import Membership
 from cache_server.planning import VersionKey
 from cache_server.version_record import Version
+from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import NotReadyError
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1000  # drops: what nodes still hold or say of an older one is long past
 
 
 class Unclaimed:
@@ -16,8 +26,8 @@ class Unclaimed:
     Args:
         versions: those that the coordinator knows, as they are at each call.
         membership: what its nodes hold.
+        catalogue: keeps what was dropped over a restart.
         lease_s: so long a new catalogue, and a version whose rows were read, is waited for.
-        catalogue_age_s: how long there has been a catalogue.
         clock: monotonic seconds.
     """
 
@@ -25,21 +35,36 @@ class Unclaimed:
         self,
         versions: Mapping[VersionKey, Version],
         membership: Membership,
+        catalogue: Catalogue,
         *,
         lease_s: float,
-        catalogue_age_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._versions = versions
         self._membership = membership
+        self._catalogue = catalogue
         self._lease_s = lease_s
         self._clock = clock
-        self._new_until = clock() + lease_s - catalogue_age_s
-        self._dropped: set[VersionKey] = set()
+        self._new_until = clock() + lease_s - catalogue.age_s()
+        self._dropped = catalogue.read_dropped()
 
     def drop(self, *keys: VersionKey) -> None:
-        """Nobody waits for these any more, whatever nodes still hold of them."""
-        self._dropped.update(keys)
+        """Nobody waits for these any more, whatever nodes still hold or say of them.
+
+        Of those that the coordinator knows: called before it forgets them.
+        """
+        if not keys:
+            return
+        for key in keys:
+            attempt = self._newest_attempt(key)
+            self._dropped.pop(key, None)  # to its end
+            self._dropped[key] = attempt
+        for key in [*self._dropped][:-_REMEMBERED]:
+            del self._dropped[key]
+        try:
+            self._catalogue.write_dropped(self._dropped)
+        except OSError as error:  # it is missed after a restart only
+            logger.error("drops not kept reason=%s", error.strerror)
 
     def held(self, name: str | None = None) -> set[VersionKey]:
         """Those that may be wanted, all or of one dataset."""
@@ -51,14 +76,28 @@ class Unclaimed:
             if name in {None, key.dataset}
             and (is_new or (actual.HasField("idle_s") and actual.idle_s < self._lease_s))
         }
-        return held - self._versions.keys() - self._dropped
+        return held - self._versions.keys() - self._dropped.keys()
 
     def attempt(self, key: VersionKey) -> int:
-        """The attempt of which nodes hold shards; 0 where they hold none."""
-        if key not in self.held():
-            return 0
+        """The attempt at which a version that is not known is to be loaded.
+
+        Of one that is held it is that of the nodes, which keep their shards then. Otherwise it is
+        one that no node can speak of yet, as of a version that was dropped or failed.
+        """
+        attempt = self._newest_attempt(key)
+        failed = any(_has_failed(said) for said in self._said(key) if said.attempt == attempt)
+        return attempt if key in self.held() and not failed else attempt + 1
+
+    def _newest_attempt(self, key: VersionKey) -> int:
+        """-1 where there was none."""
+        attempts = [said.attempt for said in self._said(key)]
+        if key in self._versions:
+            attempts.append(self._versions[key].attempt)
+        return max(*attempts, self._dropped.get(key, -1), -1)
+
+    def _said(self, key: VersionKey) -> list[pb.ActualDataset]:
         members = self._membership.members.values()
-        return max(member.actual[key].attempt for member in members if key in member.actual)
+        return [member.actual[key] for member in members if key in member.actual]
 
     def require_none(self, name: str, fingerprint: str) -> None:
         """Has whoever asks for such a version come again.
@@ -80,3 +119,7 @@ class Unclaimed:
 
     def _is_new(self) -> bool:
         return self._clock() < self._new_until
+
+
+def _has_failed(said: pb.ActualDataset) -> bool:
+    return bool(said.failure) or any(shard.failure for shard in said.shards)

@@ -227,3 +227,25 @@ def test_the_files_are_json_for_people(
     assert path.name == f"t.1@{plan.key.fingerprint}.json"
     assert content["plan"]["sql"] == plan.sql
     assert content["shards"][0]["splits"][0]["file"]["path"].endswith("ü.parquet")
+
+
+def test_what_was_dropped_is_read_back_in_the_same_order(
+    tmp_path: Path, catalogue: Catalogue
+) -> None:
+    assert catalogue.read_dropped() == {}
+    dropped = {VersionKey("t.2", "b"): 3, VersionKey("t.1", "a"): 0}
+
+    catalogue.write_dropped(dropped)
+
+    assert [*Catalogue(tmp_path / "cache").read_dropped().items()] == [*dropped.items()]
+
+
+@pytest.mark.parametrize("content", [b"", b"3", b"\xff", b'[["a", "b"]]', b'[["a", "b", null]]'])
+def test_drops_that_cannot_be_read_are_forgotten_and_the_log_says_so(
+    tmp_path: Path, catalogue: Catalogue, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalogue.write_dropped({})
+    (tmp_path / "cache" / ".dropped.json").write_bytes(content)
+
+    assert catalogue.read_dropped() == {}
+    assert str(tmp_path / "cache" / ".dropped.json") in caplog.text

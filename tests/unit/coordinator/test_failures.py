@@ -80,6 +80,64 @@ def test_asking_for_a_failed_dataset_again_is_another_attempt_that_ignores_late_
     assert node.loads == 2 * FILES - 1  # the seven of the first attempt, and all of the second
 
 
+def test_a_dataset_that_failed_and_was_dropped_is_loaded_anew_whatever_late_reports_say(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.failing = {("table", 3): "corrupt"}
+    node.beat()
+    late = node.report()
+    coordinator.heartbeat(late)
+    assert state(coordinator) == "failed"
+
+    coordinator.delete("table")
+    coordinator.create(spec(source))
+    coordinator.heartbeat(late)
+
+    assert state(coordinator) == "loading"
+    node.failing = {}
+    settle(node)
+    assert state(coordinator) == "ready"
+    assert node.loads == 2 * FILES - 1
+
+
+def test_late_reports_of_a_dropped_load_count_for_nothing_after_a_restart_either(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.failing = {("table", 3): "corrupt"}
+    node.beat()
+    late = node.report()
+    coordinator.delete("table")
+
+    again = make_coordinator(tmp_path, clock)
+    again.create(spec(source))
+    again.heartbeat(late)
+
+    assert state(again) == "loading"
+
+
+def test_a_failed_version_that_a_newer_one_replaced_is_loaded_anew_whatever_late_reports_say(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    failed = coordinator.create(spec(source))
+    node.failing = {("table", 3): "corrupt"}
+    node.beat()
+    late = node.report()
+    node.failing = {}
+    coordinator.create(spec(source, columns=["row"]))
+    settle(node)
+
+    again = coordinator.create(spec(source))
+    coordinator.heartbeat(late)
+
+    assert again.fingerprint == failed.fingerprint
+    assert coordinator.get("table", failed.fingerprint).state == pb.DATASET_STATE_LOADING
+
+
 def test_a_load_that_fails_takes_nothing_away_from_the_version_there_was(
     coordinator: Coordinator, source: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
-from tests.fake_nodes import Clock, FakeNode, make_coordinator, settle, spec, state
+from tests.fake_nodes import Clock, FakeNode, failing, make_coordinator, settle, spec, state
 
 
 @pytest.fixture
@@ -64,6 +64,23 @@ def test_members_that_cannot_be_kept_are_kept_when_there_is_room(
     node.beat()
 
     assert [node.id for node in make_coordinator(tmp_path, clock).nodes()] == ["one"]
+
+
+def test_a_drop_that_cannot_be_kept_is_one_all_the_same(
+    coordinator: Coordinator, source: Path, full_disk: list[str]
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    node.failing = failing("corrupt")
+    node.beat()
+    late = node.report()
+
+    full_disk.append(".dropped.json")
+    coordinator.delete("table")
+    coordinator.create(spec(source))
+    coordinator.heartbeat(late)
+
+    assert state(coordinator) == "loading"
 
 
 def test_whoever_attaches_while_nothing_can_be_written_changes_nothing(

@@ -15,6 +15,7 @@ from tests.fake_nodes import (
     FILES,
     LEASE_S,
     SHARDS,
+    TIMEOUT_S,
     Clock,
     FakeNode,
     failing,
@@ -124,6 +125,28 @@ def test_what_was_loaded_at_the_second_attempt_is_found_again_too(
 
     assert state(node.coordinator) == "ready"
     assert (node.holds("table"), node.loads) == (SHARDS, 0)
+
+
+def test_what_failed_under_the_lost_catalogue_does_not_fail_a_load_of_the_new_one(
+    tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    one.failing = failing("the share is not mounted")
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+    assert state(coordinator) == "failed"
+
+    one.coordinator = make_coordinator(tmp_path / "another disk", clock)
+    one.beat()
+    one.failing = {}
+    one.coordinator.create(spec(source))
+    assert state(one.coordinator) == "loading"
+    settle(one)
+
+    assert state(one.coordinator) == "ready"
 
 
 def test_the_result_of_a_whole_query_is_found_again_whoever_reports_first(

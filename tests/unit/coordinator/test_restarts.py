@@ -9,7 +9,7 @@ import pytest
 from cache_server.coordinator import Coordinator
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import StaleVersionError
+from protos.errors import DatasetNotFoundError, StaleVersionError
 from tests.fake_nodes import (
     FILES,
     LEASE_S,
@@ -117,6 +117,24 @@ def test_a_deleted_dataset_stays_deleted_after_a_restart(
 
     assert again.datasets() == []
     assert node.restart(again).beat() == {}
+
+
+def test_what_was_dropped_before_a_restart_is_not_kept_for_whoever_reads_it(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    fingerprint = coordinator.create(spec(source)).fingerprint
+    settle(node)
+    node.idle_s = 0.0
+    coordinator.delete("table")
+
+    again = make_coordinator(tmp_path, clock)
+    node.coordinator = again
+    node.beat()
+
+    assert node.holds("table") == set()
+    with pytest.raises(DatasetNotFoundError):
+        again.get("table", fingerprint)
 
 
 # -- whole queries ---------------------------------------------------------------------------------
