@@ -28,7 +28,7 @@ from cache_server.planning import VersionKey
 from cache_server.resident_rows import ResidentRows
 from cache_server.serving import Load, Serving
 from cache_server.status import Held
-from cache_server.store import ShardStore
+from cache_server.store import NoRoomError, ShardStore
 from cache_server.versions import split_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
@@ -440,6 +440,8 @@ class Node:
         Args:
             what: is loaded, for the log.
         """
+        with self._lock:
+            beside = [load for load in self._loads() if not load.future.done()]
         try:
             work()
         except CancelledError:
@@ -448,6 +450,11 @@ class Node:
             logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
             self._stop.wait(_RETRY_S)
         except CacheError as error:
+            leaving = any(load.job.cancelled.is_set() for load in beside)
+            if isinstance(error, NoRoomError) and leaving:
+                logger.warning("load waits dataset=%s %s %s", job.key.dataset, what, error)
+                self._stop.wait(_RETRY_S)
+                return
             logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
             self._fail(serving, job, str(error))
         except defects.NO_DEFECTS:

@@ -14,6 +14,7 @@ differs, never counts. It knows files; neither sources, nor readers, nor the net
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -51,6 +52,10 @@ logger = logging.getLogger(__name__)
 SCRATCH = ".scratch"
 _REMOVED = ".removed-"
 _AT_ONCE_BYTES = 256 * 1024 * 1024  # some tens of milliseconds
+
+
+class NoRoomError(LoadError):
+    """A shard does not fit in the memory limit or on the file system now."""
 
 
 class ShardStore:
@@ -146,7 +151,7 @@ class ShardStore:
             num_rows: at least 1; the rows of the shard, exactly.
 
         Raises:
-            LoadError: when it does not fit in the memory limit or on the file system.
+            NoRoomError: when it does not fit. LoadError: when it cannot be written.
         """
         directory = self._directory(key)
         path = directory / _temporary_name(index)
@@ -174,8 +179,8 @@ class ShardStore:
             draft: from `draft`, whose columns those of ``batch`` are.
 
         Raises:
-            LoadError: when it does not fit in the memory limit or on the file system; nothing is
-                left behind.
+            NoRoomError: when it does not fit. LoadError: when it cannot be written. Nothing is left
+                behind.
         """
         size = batch.nbytes
         temporary = self._directory(key) / _temporary_name(index) if draft is None else draft.path
@@ -200,8 +205,8 @@ class ShardStore:
             chunks: the bytes of the file, in order.
 
         Raises:
-            NodeUnavailableError: they are not the bytes that were sealed. LoadError: they do not
-                fit in the memory limit or on the file system. Nothing is left behind.
+            NodeUnavailableError: they are not the bytes that were sealed. NoRoomError: they do not
+                fit. LoadError: they cannot be written. Nothing is left behind.
         """
         temporary = self._directory(key) / _temporary_name(sealed.index)
 
@@ -341,13 +346,13 @@ class ShardStore:
             held = self._stored_bytes() + sum(self._reserved.values()) - before
             limit = self.memory_limit_bytes
             if limit is not None and held + size > limit:
-                raise LoadError(
+                raise NoRoomError(
                     f"a shard of {size} bytes does not fit: {held} of the memory limit of "
                     f"{limit} bytes are used"
                 )
             free = shutil.disk_usage(self.cache_dir).free
             if size - before > free:
-                raise LoadError(
+                raise NoRoomError(
                     f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
                 )
             self._reserved[path] = size
@@ -380,7 +385,8 @@ def _temporary_name(index: int) -> str:
 def _cannot_write(
     key: VersionKey, index: int, size: int, directory: Path, error: OSError
 ) -> LoadError:
-    return LoadError(
+    kind = NoRoomError if error.errno == errno.ENOSPC else LoadError
+    return kind(
         f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
         f"{error.strerror}"
     )

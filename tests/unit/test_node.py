@@ -499,6 +499,25 @@ def test_what_is_sealed_of_a_dropped_dataset_makes_room_while_its_last_load_hang
     wait_until(lambda: not harness.files(), WAIT_S, "nothing is left behind")
 
 
+def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
+    tmp_path: Path, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, columns = 10_000, ["row"]
+    source = write_numbered(tmp_path / "source", rows)
+    harness = Harness(tmp_path, memory_limit_bytes=rows * 12)  # 8 bytes a row
+    with harness.store, harness.node:
+        harness.coordinator.create(spec(source, columns=columns))
+        harness.node.start()
+        gate.wait_for(1)
+
+        harness.coordinator.delete("table")
+        harness.coordinator.create(spec(source, name="other", columns=columns))
+        wait_until(lambda: "does not fit" in caplog.text, WAIT_S, "the other finds no room")
+        gate.open.set()
+
+        assert harness.wait(pb.DATASET_STATE_READY, "other").num_rows == rows
+
+
 def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(
     tmp_path: Path, source: Path, gate: Gate
 ) -> None:
