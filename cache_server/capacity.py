@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from cache_server.holdings import Holdings
 from cache_server.membership import Member
 from cache_server.planning import VersionKey, nodes_needed
+from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
 
 
@@ -16,7 +17,7 @@ def check_room(
     others: Iterable[Holdings],
     members: Mapping[str, Member],
     *,
-    is_going: Callable[[VersionKey], bool],
+    is_going: Callable[[VersionKey, pb.ActualDataset], bool],
 ) -> None:
     """Refuses what cannot fit, beside what there is and what other loads are about to bring.
 
@@ -24,7 +25,7 @@ def check_room(
         wanted: the version as it would be; one whose size is not known is let in.
         others: the versions that stay.
         members: those of the versions.
-        is_going: whether the nodes are about to remove a version, so that it makes room.
+        is_going: whether a node is about to remove what it said of a version, which makes room.
 
     Raises:
         LoadError: quoting what it comes to on one node, and how many nodes would do.
@@ -51,12 +52,12 @@ def check_room(
         )
 
 
-def _lasting_bytes(member: Member, is_going: Callable[[VersionKey], bool]) -> int:
+def _lasting_bytes(member: Member, is_going: Callable[[VersionKey, pb.ActualDataset], bool]) -> int:
     """What a node holds, without the versions that it is about to remove."""
     going = sum(
         shard.num_bytes
         for key, actual in member.actual.items()
-        if is_going(key)
+        if is_going(key, actual)
         for shard in actual.shards
         if shard.sealed
     )

@@ -446,15 +446,17 @@ class Coordinator:
             self._holdings(wanted),
             [self._holdings(version) for other, version in self._versions.items() if other != key],
             self._membership.members,
-            is_going=lambda other: self._is_going(other) or (other == key and not lasts),
+            is_going=lambda other, actual: (
+                self._is_going(other, actual) or (other == key and not lasts)
+            ),
         )
 
-    def _is_going(self, key: VersionKey) -> bool:
-        """Whether the nodes remove a version at their next heartbeats."""
+    def _is_going(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
+        """Whether a node removes at its next heartbeat what it said of a version."""
         version = self._versions.get(key)
         if version is None:
             return key not in self._unclaimed.held()
-        return version.failure is not None
+        return version.failure is not None or not version.is_told_of(actual)
 
     def _write(self, version: Version) -> None:
         sealed: list[SealedSummary] = []

@@ -100,3 +100,21 @@ def test_a_failed_dataset_makes_room_for_itself_when_it_is_loaded_again(
     settle(node)
 
     assert state(coordinator) == "ready"
+
+
+def test_what_is_dropped_and_loaded_again_takes_room_once_while_its_nodes_know_neither(
+    coordinator: Coordinator, source: Path
+) -> None:
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    node = FakeNode(coordinator, "one", limit_bytes=2 * size)
+    node.shard_bytes = size // FILES
+    node.beat()
+    coordinator.create(spec(source))
+    settle(node)
+
+    coordinator.delete("table")
+    coordinator.create(spec(source))
+    coordinator.create(spec(source, name="other"))
+    settle(node)
+
+    assert [info.state for info in coordinator.datasets()] == [pb.DATASET_STATE_READY] * 2
