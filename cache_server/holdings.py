@@ -15,6 +15,8 @@ from cache_server.versions import split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, LoadError, to_proto
 
+_NOTHING = pb.ActualDataset()
+
 
 class Holdings:
     """A view of one version, for as long as its arguments do not change.
@@ -31,6 +33,11 @@ class Holdings:
         self.version = version
         self._members = members
         self._alive = alive
+
+    def _said(self, node_id: str) -> pb.ActualDataset:
+        """What a node said last of this version; nothing, if that was of an attempt before."""
+        actual = self._members[node_id].actual.get(self.version.plan.key, _NOTHING)
+        return actual if self.version.is_told_of(actual) else _NOTHING
 
     def failure(self) -> CacheError | None:
         """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
@@ -50,9 +57,7 @@ class Holdings:
             return version.failure
         held = self.holders(serving=False)
         for node_id in sorted(self._alive):
-            actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or not version.is_told_of(actual):
-                continue
+            actual = self._said(node_id)
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
                     return version.load_error(shard.failure)
@@ -78,10 +83,7 @@ class Holdings:
         starts = version.row_starts()
         holders: dict[int, set[str]] = {}
         for node_id in self._alive:
-            actual = self._members[node_id].actual.get(version.plan.key)
-            if actual is None or not version.is_told_of(actual):
-                continue
-            for shard in actual.shards:
+            for shard in self._said(node_id).shards:
                 if shard.index not in version.sealed:
                     continue  # of an earlier version of the same content, which was dropped
                 known = starts is not None and shard.rows_fixed
@@ -175,10 +177,8 @@ class Holdings:
 
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node says it is loading: it knows their splits already."""
-        actual = self._members[node_id].actual.get(self.version.plan.key)
-        if actual is None or not self.version.is_told_of(actual):
-            return frozenset()
-        return frozenset(s.index for s in actual.shards if not s.sealed and not s.failure)
+        shards = self._said(node_id).shards
+        return frozenset(s.index for s in shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
         self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
@@ -255,9 +255,9 @@ class Holdings:
         partial: dict[int, int] = {}
         whole = 0
         for node_id in self._alive:
-            actual = self._members[node_id].actual.get(version.plan.key)
-            whole += actual.rows_loaded if actual else 0
-            for shard in actual.shards if actual else ():
+            actual = self._said(node_id)
+            whole += actual.rows_loaded
+            for shard in actual.shards:
                 if not shard.sealed:
                     partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
         done = sum(s.num_rows for s in version.sealed.values())

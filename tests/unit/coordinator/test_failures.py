@@ -102,6 +102,22 @@ def test_a_dataset_that_failed_and_was_dropped_is_loaded_anew_whatever_late_repo
     assert node.loads == 2 * FILES - 1
 
 
+def test_what_a_dropped_load_had_read_is_no_progress_of_the_next_one(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    created = coordinator.create(spec(source))
+    report = node.report()
+    actual = report.datasets.add(dataset="table", fingerprint=created.fingerprint, attempt=0)
+    actual.shards.add(index=3, rows_loaded=4)
+    coordinator.heartbeat(report)
+    assert coordinator.get("table").progress.rows_done == 4
+
+    coordinator.delete("table")
+
+    assert coordinator.create(spec(source)).progress.rows_done == 0
+
+
 def test_late_reports_of_a_dropped_load_count_for_nothing_after_a_restart_either(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
