@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_server import unclaimed
+from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
@@ -135,6 +137,22 @@ def test_what_was_dropped_before_a_restart_is_not_kept_for_whoever_reads_it(
     assert node.holds("table") == set()
     with pytest.raises(DatasetNotFoundError):
         again.get("table", fingerprint)
+
+
+def test_only_the_latest_drops_are_remembered(
+    coordinator: Coordinator, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unclaimed, "_REMEMBERED", 2)
+    for name in ("first", "second", "third", "second"):
+        coordinator.create(spec(source, name=name))
+        coordinator.delete(name)
+
+    dropped = Catalogue(tmp_path / "catalogue").read_dropped()
+
+    assert [(key.dataset, attempt) for key, attempt in dropped.items()] == [
+        ("third", 0),
+        ("second", 1),
+    ]
 
 
 # -- whole queries ---------------------------------------------------------------------------------
