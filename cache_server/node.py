@@ -443,7 +443,8 @@ class Node:
         with self._lock:
             beside = [load for load in self._loads() if not load.future.done()]
         try:
-            work()
+            if not job.cancelled.is_set():  # while it waited for a thread
+                work()
         except CancelledError:
             return
         except NodeUnavailableError as error:

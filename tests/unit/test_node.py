@@ -116,8 +116,10 @@ class Gate:
         self.read = loader.read_split
         self.arrived = threading.Semaphore(0)
         self.open = threading.Event()
+        self.files: set[str] = set()
 
     def read_split(self, file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+        self.files.add(file.path.name)
         for batch in self.read(file, sql, table):
             yield batch
             self.arrived.release()
@@ -497,6 +499,26 @@ def test_what_is_sealed_of_a_dropped_dataset_makes_room_while_its_last_load_hang
     )
     gate.open.set()
     wait_until(lambda: not harness.files(), WAIT_S, "nothing is left behind")
+
+
+def test_loads_of_a_dropped_dataset_that_wait_for_a_thread_read_no_source(
+    harness: Harness, source: Path, gate: Gate
+) -> None:
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    gate.wait_for(2)  # as many as there are threads
+    running = {load.job.index for load in harness.node._loads() if load.future.running()}
+
+    harness.coordinator.delete("table")
+    wait_until(
+        lambda: all(load.job.cancelled.is_set() for load in harness.node._loads()),
+        WAIT_S,
+        "the node knows that it is dropped",
+    )
+    gate.open.set()
+
+    wait_until(lambda: not harness.node._loads(), WAIT_S, "all loads have ended")
+    assert gate.files == {f"part-{index:03d}.parquet" for index in running}
 
 
 def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
