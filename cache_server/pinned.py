@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
+ORIGIN = b"cache.origin"  # in the metadata of a stored field: see `with_origins`
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -123,7 +124,7 @@ class Pin:
     Attributes:
         schema: every column, as the query sees them; no metadata but `PARTITION` of a field.
         content: JSON values that decide the rows, and no secret: part of the fingerprint.
-        cut: stored logical schema of the table's columns that are kept, decoded bytes of a split
+        cut: stored logical schema of what is kept, with its `ORIGIN`, and decoded bytes of a split
             -> splits in row order.
         snapshot: see `PinnedTable`.
         exact_rows: every split knows exactly how many rows it holds.
@@ -145,6 +146,29 @@ class Pin:
     prune: Callable[[Sequence[Condition]], Pin] | None = None
     sample: Sampler | None = None
     close: Callable[[], None] = lambda: None
+
+
+def with_origins(stored: pa.Schema, origins: Mapping[str, str]) -> pa.Schema:
+    """``stored``, the fields of which say what column of a table they stand for, and so how long.
+
+    Args:
+        origins: by name; the others stand for none.
+    """
+    return pa.schema(
+        [
+            field.with_metadata({**(field.metadata or {}), ORIGIN: origins.get(field.name, "")})
+            for field in stored
+        ]
+    )
+
+
+def origin_of(field: pa.Field) -> str:
+    """The column of a table that a stored field stands for: by default that of its own name.
+
+    Returns:
+        with dots, for a field of a structure; empty where it stands for none.
+    """
+    return str((field.metadata or {}).get(ORIGIN, field.name.encode()).decode())
 
 
 def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
 
@@ -21,6 +21,7 @@ from datafusion import DataFrame, SessionContext
 
 from cache_server import ignored_sql
 from cache_server.loader import open_session, read_only, reason_of, walk
+from cache_server.origins import Origin, origins, variant
 from cache_server.pinned import Condition, no_rows
 from cache_server.quoting import identifier
 from protos.errors import RequestError
@@ -72,6 +73,7 @@ class Query:
         only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
         joins: with other tables or subqueries, so that the rows of one table come in any order.
         conditions: that every row of the one table fulfils which the query keeps; not all of them.
+        origins: see `cache_server.origins`.
     """
 
     sql: str
@@ -84,6 +86,7 @@ class Query:
     only_drops_rows: bool
     joins: bool
     conditions: tuple[Condition, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
@@ -157,6 +160,7 @@ def check_query(
         bool(drivers) and not joins and "Unnest" not in kinds,
         joins,
         _conditions(optimised) if drivers and not joins else (),
+        origins(optimised, frame.schema(), tables),
     )
 
 
@@ -267,7 +271,7 @@ def _conditions(plan: Any) -> tuple[Condition, ...]:
 
 
 def _comparisons(predicate: Any) -> Iterator[Condition]:
-    node = _expression(predicate)
+    node = variant(predicate)
     if type(node).__name__ != "BinaryExpr":
         return
     left, right = predicate.rex_call_operands()
@@ -275,21 +279,13 @@ def _comparisons(predicate: Any) -> Iterator[Condition]:
         yield from _comparisons(left)
         yield from _comparisons(right)
         return
-    column, literal = _expression(left), _expression(right)
+    column, literal = variant(left), variant(right)
     if type(column).__name__ == "Column" and type(literal).__name__ == "Literal":
         value = right.python_value()
         value = value.as_py() if isinstance(value, pa.Scalar) else value
         is_plain = isinstance(value, int | str | date) and not isinstance(value, bool | datetime)
         if is_plain and node.op() in ("=", "<", "<=", ">", ">="):
             yield Condition(column.name(), node.op(), value)
-
-
-def _expression(expression: Any) -> Any:
-    """What an expression is; None of a kind that the bindings of DataFusion do not show."""
-    try:
-        return expression.to_variant()
-    except ValueError:
-        return None
 
 
 def _scans(plan: Any) -> list[str]:

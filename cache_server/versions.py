@@ -15,13 +15,13 @@ import pyarrow as pa
 
 from cache_server import loader, queries, tables
 from cache_server.packing import storage_schema, storage_type
-from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
+from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
 from cache_server.planning import ShardPlan, VersionKey, cut_shards, max_rows
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import schema_from_bytes
 from protos.spec import DatasetSpec
 
-_STORAGE_FORMAT = 6  # part of every fingerprint: a change of the stored bytes is another version
+_STORAGE_FORMAT = 7  # part of every fingerprint: a change of the stored bytes is another version
 # Tables that every node reads whole, all of them together, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 
@@ -159,11 +159,12 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         if query.conditions and pin.prune is not None:
             pin = pin.prune(query.conditions)
         read = pa.schema([pin.schema.field(column) for column in query.columns[name]])
-        stored = logical if len(pins) == 1 and query.drivers else _storable(read)
+        alone = len(pins) == 1 and query.drivers
+        stored = _made_of(logical, query, name) if alone else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
     driver, why = _driver(query, splits)
     if driver is not None and len(pins) > 1:  # what is stored has columns of the other tables, too
-        splits[driver] = pins[driver].cut(logical, spec.target_shard_bytes)
+        splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
     rows_before = max_rows(splits[driver]) if driver is not None else None
     if driver is not None and not query.joins:
         by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
@@ -218,6 +219,13 @@ def _driver(
         )
     names = ", ".join(repr(name) for name in sizes if name != largest)
     return largest, f"each row of {largest!r} is handled by itself; every node reads {names} whole"
+
+
+def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
+    """What is stored, with the columns of ``table`` that it stands for."""
+    return with_origins(
+        logical, {name: path for name, (of, path) in query.origins.items() if of == table}
+    )
 
 
 def _storable(schema: pa.Schema) -> pa.Schema:

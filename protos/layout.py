@@ -66,6 +66,7 @@ class Layout:
         columns: as stored.
         schema: of a stored batch; says in its metadata what the logical one is.
         fixed_row_bytes: bytes a row in packed and matrix columns.
+        plain_fields: of the plain columns.
         guessed_row_bytes: bytes a row, `GUESSED_VALUE_BYTES` for each plain column.
     """
 
@@ -87,8 +88,9 @@ class Layout:
         self.fixed_row_bytes: int = sum(
             c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None
         )
-        plain = sum(c.kind == "plain" for c in self.columns)
-        self.guessed_row_bytes: int = self.fixed_row_bytes + plain * GUESSED_VALUE_BYTES
+        self.plain_fields = tuple(c.field for c in self.columns if c.kind == "plain")
+        guessed = len(self.plain_fields) * GUESSED_VALUE_BYTES
+        self.guessed_row_bytes: int = self.fixed_row_bytes + guessed
 
     @classmethod
     def of_stored(cls, schema: pa.Schema) -> Layout:

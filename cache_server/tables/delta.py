@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -23,10 +24,11 @@ from deltalake.fs import DeltaStorageHandler
 from cache_server.object_stores.client import kind_of
 from cache_server.object_stores.connections import check_variables, settings_for_libraries
 from cache_server.object_stores.options import store_settings
-from cache_server.pinned import Pin, PinnedTable, SourceFile, Split
+from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
+from cache_server.tables.column_sizes import Place, value_bytes
 from protos.errors import LoadError, RequestError
-from protos.layout import Layout
+from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
 
 # Reader features that reading the files as below honours, or that change nothing in them.
@@ -134,12 +136,15 @@ def pin(table: TableSpec) -> Pin:
         state = _State(uri, opened.version(), str(opened.metadata().id))
         files = _counted(version)
 
+    @lru_cache(maxsize=lake.MOST_FOOTERS)
+    def footer_of(data: lake.DataFile) -> lake.Footer:
+        path = data.file.path
+        with lake.naming(f"file {path} of {what}", table.options, table.secrets):
+            return _footer(version, version.files[path])
+
     def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = Layout(stored_schema).guessed_row_bytes
-        return tuple(
-            Split(SourceFile(path, size, 0), 0, 1, rows, rows * row_bytes)
-            for path, size, rows in files
-        )
+        with lake.naming(what, table.options, table.secrets):
+            return lake.cut(files, stored_schema, footer_of)
 
     return Pin(
         schema=version.schema,
@@ -267,8 +272,8 @@ def _check_features(table: DeltaTable, what: str) -> None:
         )
 
 
-def _counted(version: _Version) -> list[tuple[str, int, int]]:
-    """URI, size and rows of each file; from its footer where the log does not tell."""
+def _counted(version: _Version) -> list[lake.DataFile]:
+    """Each file with its rows; from its footer where the log does not tell."""
 
     def rows(file: _File) -> int:
         if file.num_rows is not None:
@@ -278,7 +283,7 @@ def _counted(version: _Version) -> list[tuple[str, int, int]]:
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
         counts = pool.map(rows, version.files.values())
         return [
-            (uri, file.size, count)
+            lake.DataFile(SourceFile(uri, file.size, 0), count)
             for (uri, file), count in zip(version.files.items(), counts, strict=True)
         ]
 
@@ -308,6 +313,20 @@ def _reopen(state: _State, options: Mapping[str, str], secrets: Mapping[str, str
 
 def _fragment(version: _Version, file: _File) -> ds.ParquetFileFragment:
     return _PARQUET.make_fragment(file.path, filesystem=version.filesystem)
+
+
+def _footer(version: _Version, file: _File) -> lake.Footer:
+    footer = _fragment(version, file).metadata
+
+    def place(field: pa.Field) -> Place:
+        origin = origin_of(field)
+        if not origin:
+            return GUESSED_VALUE_BYTES
+        if origin in file.partition:
+            return value_bytes(field, file.partition[origin].as_py())
+        return origin
+
+    return footer, place
 
 
 def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from pyiceberg.catalog import load_catalog
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.expressions import (
@@ -32,21 +34,24 @@ from pyiceberg.io.pyarrow import (
     ArrowScan,
     PyArrowFileIO,
     _read_all_delete_files,
+    pyarrow_to_schema,
     schema_to_pyarrow,
 )
-from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent
 from pyiceberg.schema import Schema
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
+from pyiceberg.transforms import IdentityTransform
 
 from cache_server.object_stores.connections import check_variables, settings_for_libraries
 from cache_server.object_stores.options import catalog_settings
-from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split
+from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
+from cache_server.tables.column_sizes import Place, value_bytes
 from protos.errors import LoadError, RequestError
-from protos.layout import Layout
+from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
 
 # pyiceberg's names of what `store_settings` calls otherwise.
@@ -147,19 +152,22 @@ def pin(table: TableSpec) -> Pin:
         schema = _schema(metadata, snapshot_id if table.snapshot is not None else None, what)
         state = _State(opened.metadata_location, identifier, snapshot_id, schema.schema_id)
         tasks = _tasks(opened, snapshot_id, what)
-    files = [
-        (SourceFile(task.file.file_path, task.file.file_size_in_bytes, 0), task.file.record_count)
-        for task in tasks
-    ]
+    by_path = {task.file.file_path: task.file for task in tasks}
 
-    def cut(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        row_bytes = Layout(stored_schema).guessed_row_bytes
-        return tuple(Split(file, 0, 1, rows, rows * row_bytes) for file, rows in files)
+    @lru_cache(maxsize=lake.MOST_FOOTERS)
+    def footer_of(data: lake.DataFile) -> lake.Footer | None:
+        path = data.file.path
+        with lake.naming(f"data file {path} of {what}", table.options, table.secrets):
+            return _footer(opened, schema, by_path[path])
+
+    def cut_files(kept: Collection[str], stored_schema: pa.Schema) -> tuple[Split, ...]:
+        files = [_data_file(task) for task in tasks if task.file.file_path in kept]
+        return lake.cut(files, stored_schema, footer_of)
 
     whole = Pin(
         schema=lake.plain_schema(schema_to_pyarrow(schema, include_field_ids=False)),
         content=_content(metadata, state, schema, tasks),
-        cut=cut,
+        cut=lambda stored_schema, _: cut_files(by_path, stored_schema),
         snapshot=state.to_json(),
         exact_rows=not any(task.delete_files for task in tasks),
     )
@@ -167,12 +175,9 @@ def pin(table: TableSpec) -> Pin:
     def prune(conditions: Sequence[Condition]) -> Pin:
         with lake.naming(what, table.options, table.secrets):
             kept = _paths_that_may_hold(opened, snapshot_id, schema, conditions)
-
-        def cut_kept(stored_schema: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-            splits = cut(stored_schema, target_bytes)
-            return tuple(split for split in splits if kept is None or split.file.path in kept)
-
-        return replace(whole, cut=cut_kept, prune=None)
+        if kept is None:
+            return replace(whole, prune=None)
+        return replace(whole, cut=lambda stored, _: cut_files(kept, stored), prune=None)
 
     return replace(whole, prune=prune)
 
@@ -408,6 +413,38 @@ def _check_readable(task: FileScanTask, what: str) -> None:
                 f"{what}: positional deletes {delete.file_path} are {delete.file_format.value}, "
                 "which cannot be read here"
             )
+
+
+def _data_file(task: FileScanTask) -> lake.DataFile:
+    file = SourceFile(task.file.file_path, task.file.file_size_in_bytes, 0)
+    return lake.DataFile(file, task.file.record_count)
+
+
+def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer | None:
+    """The footer of a data file, whose columns have the ids of ``schema`` and their own names."""
+    if file.file_format != FileFormat.PARQUET:
+        return None
+    with table.io.new_input(file.file_path).open() as opened:
+        footer = pq.read_metadata(opened)
+    names = table.metadata.name_mapping()
+    stored = pyarrow_to_schema(footer.schema.to_arrow_schema(), names, True)
+    partition = {
+        field.source_id: file.partition[position]
+        for position, field in enumerate(table.metadata.specs()[file.spec_id].fields)
+        if isinstance(field.transform, IdentityTransform)
+    }
+
+    def place(field: pa.Field) -> Place:
+        if not (origin := origin_of(field)):
+            return GUESSED_VALUE_BYTES
+        field_id = schema.find_field(origin).field_id
+        name = stored.find_column_name(field_id)
+        if name is None:  # a value for all rows, or none: null
+            value = partition.get(field_id)
+            return value_bytes(field, None if value is None else str(value))
+        return name
+
+    return footer, place
 
 
 def _content(

@@ -11,19 +11,27 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from cache_server.object_stores.options import store_settings
+from cache_server.pinned import SourceFile, Split
 from cache_server.redaction import redacted
+from cache_server.tables.column_sizes import Place, plain_bytes
 from protos.errors import CacheError, LoadError
+from protos.layout import Layout
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
+MOST_FOOTERS = 64  # that are read to foretell what strings and lists take
+_FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
@@ -126,6 +134,65 @@ class OpenedSnapshots(Generic[T]):
                 slot.opened = open_it()
                 slot.opened_s = time.monotonic()
             return slot.opened
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file of a snapshot.
+
+    Attributes:
+        num_rows: before any deletes.
+    """
+
+    file: SourceFile
+    num_rows: int
+
+
+Footer = tuple[pq.FileMetaData, Callable[[pa.Field], Place]]
+
+
+def cut(
+    files: Sequence[DataFile], stored: pa.Schema, footer_of: Callable[[DataFile], Footer | None]
+) -> tuple[Split, ...]:
+    """A split a data file; what its strings and lists take is known from the footers of some.
+
+    Args:
+        stored: the logical schema that is kept, with its `pinned.ORIGIN`.
+        footer_of: a file that is none of Parquet has none. Asked by several threads, of no more
+            than `MOST_FOOTERS` files, evenly over all; and of none where all widths are fixed.
+    """
+    layout = Layout(stored)
+    sampled = evenly(len(files), MOST_FOOTERS) if layout.plain_fields else ()
+
+    def measure(index: int) -> int | None:
+        found = footer_of(files[index])
+        if found is None:
+            return None
+        footer, place_of = found
+        columns = [(field, place_of(field)) for field in layout.plain_fields]
+        return sum(map(sum, plain_bytes(footer, columns)))
+
+    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+        measured = dict(zip(sampled, pool.map(measure, sampled), strict=True))
+    known = {index: size for index, size in measured.items() if size is not None}
+    rows = sum(files[index].num_rows for index in known)
+    guess = layout.guessed_row_bytes - layout.fixed_row_bytes
+    mean = sum(known.values()) / rows if rows else guess
+    return tuple(
+        Split(
+            data.file,
+            0,
+            1,
+            data.num_rows,
+            data.num_rows * layout.fixed_row_bytes + known.get(index, round(data.num_rows * mean)),
+        )
+        for index, data in enumerate(files)
+    )
+
+
+def evenly(total: int, most: int) -> Sequence[int]:
+    """So many numbers below ``total``, or all of them where they are fewer, evenly spaced."""
+    return [index * total // most for index in range(most)] if total > most else range(total)
 
 
 @contextmanager

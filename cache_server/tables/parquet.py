@@ -6,19 +6,18 @@ Reads footers, never rows. Knows neither stores nor listings.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.pinned import SourceFile, Split, check_names
-from cache_server.tables.size_statistics import unencoded_bytes
+from cache_server.pinned import SourceFile, Split, check_names, origin_of, partition_texts
+from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
 from protos.errors import LoadError
 from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 _ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
-_OFFSET_BYTES = 4
 
 Range = tuple[int, int]
 
@@ -81,13 +80,16 @@ def cut(
     each split are known from the footer. Ranges without a row group are left out.
 
     Args:
-        stored: the logical schema that is kept; says what a row costs.
+        stored: the logical schema that is kept, with its `pinned.ORIGIN`; says what a row costs.
     """
     splits: list[Split] = []
     layout = Layout(stored)
     for file, footer in zip(files, footers, strict=True):
         groups = _groups(footer)
-        sizes = _decoded_bytes(footer, groups, layout)
+        fixed = (group.num_rows * layout.fixed_row_bytes for group in groups)
+        columns = [(field, _place(field, file, footer)) for field in layout.plain_fields]
+        plain = plain_bytes(footer, columns)
+        sizes = [size + sum(more) for size, more in zip(fixed, plain, strict=True)]
         wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))
         part_bytes = math.ceil(file.size / wanted)
         parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
@@ -112,7 +114,7 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
     """
     part_bytes = math.ceil(split.file.size / split.parts)
     wanted = set(columns) if columns is not None else None
-    needed = [wanted is None or _column_of(path, wanted) is not None for path in _paths(footer)]
+    needed = [wanted is None or column_of(path, wanted) is not None for path in leaf_paths(footer)]
     found: list[Range] = []
     data_end = 0
     for group in _groups(footer):
@@ -198,57 +200,10 @@ def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
     return int(offset if offset is not None else chunk.data_page_offset)
 
 
-def _paths(footer: pq.FileMetaData) -> list[str]:
-    """The names that lead to each leaf column, with dots between them."""
-    return [footer.schema.column(i).path for i in range(footer.num_columns)]
-
-
-def _column_of(path: str, names: Container[str]) -> str | None:
-    """Which of these columns a leaf is a part of; their own names may have dots, too."""
-    while path not in names:
-        path, dot, _ = path.rpartition(".")
-        if not dot:
-            return None
-    return path
-
-
-def _decoded_bytes(
-    footer: pq.FileMetaData, groups: Sequence[pq.RowGroupMetaData], layout: Layout
-) -> list[int]:
-    """Of each row group the columns that are kept, once they are stored."""
-    plain = {column.names[0] for column in layout.columns if column.kind == "plain"}
-    if not plain:
-        return [group.num_rows * layout.fixed_row_bytes for group in groups]
-    columns = [_column_of(path, plain) for path in _paths(footer)]
-    unknown = len(plain - set(columns)) * GUESSED_VALUE_BYTES
-    return [
-        group.num_rows * (layout.fixed_row_bytes + unknown)
-        + sum(
-            _plain_bytes(group.column(i), of_values)
-            for i, of_values in enumerate(unencoded)
-            if columns[i] is not None
-        )
-        for group, unencoded in zip(groups, unencoded_bytes(footer), strict=True)
-    ]
-
-
-def _plain_bytes(chunk: pq.ColumnChunkMetaData, unencoded: int | None) -> int:
-    """Bytes of a string or list column in Arrow: its values and their offsets."""
-    values: int = chunk.num_values
-    if unencoded is not None:
-        return unencoded + values * _OFFSET_BYTES
-    encoded: int = chunk.total_uncompressed_size
-    statistics = chunk.statistics
-    if chunk.dictionary_page_offset is None or statistics is None or not statistics.has_min_max:
-        return encoded  # with a length before each value, as long as an offset
-    ends = [len(end) for end in (statistics.min, statistics.max) if isinstance(end, str | bytes)]
-    if not ends:
-        return max(encoded, values * _chunk_width(chunk))
-    return max(encoded, values * (sum(ends) // len(ends) + _OFFSET_BYTES))
-
-
-def _chunk_width(chunk: pq.ColumnChunkMetaData) -> int:
-    """Bytes of one value of a fixed-width type in Parquet; 0 of others."""
-    return {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 8}.get(
-        chunk.physical_type, 0
-    )
+def _place(field: pa.Field, file: SourceFile, footer: pq.FileMetaData) -> Place:
+    origin, constants = origin_of(field), partition_texts(file.path)
+    if not origin:
+        return GUESSED_VALUE_BYTES
+    if origin in constants and origin not in footer.schema.to_arrow_schema().names:
+        return value_bytes(field, constants[origin])
+    return origin

@@ -98,7 +98,9 @@ def test_splits_are_the_files_by_path(tmp_path: Path) -> None:
         add = adds[split.file.path.removeprefix(f"file://{uri}/")]
         assert (split.file.size, split.num_rows) == (add["size_bytes"], add["num_records"])
         assert (split.part, split.parts) == (0, 1)
-        assert split.estimated_bytes == add["num_records"] * (Layout(stored).fixed_row_bytes + 32)
+        part = add["partition"]["part"] or ""
+        row_bytes = Layout(stored).fixed_row_bytes + 4 + len(part.encode())
+        assert split.estimated_bytes == add["num_records"] * row_bytes
 
 
 def test_only_the_columns_of_the_query_are_read(tmp_path: Path) -> None:

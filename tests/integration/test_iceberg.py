@@ -206,7 +206,8 @@ def test_splits_are_the_data_files_by_path(catalog: SqlCatalog) -> None:
         file = files[split.file.path]
         assert (split.file.size, split.num_rows) == (file.file_size_in_bytes, file.record_count)
         assert (split.part, split.parts, split.file.mtime_ns) == (0, 1, 0)
-        assert split.estimated_bytes == file.record_count * (Layout(stored).fixed_row_bytes + 32)
+        row_bytes = Layout(stored).fixed_row_bytes + 4 + len("p0")
+        assert split.estimated_bytes == file.record_count * row_bytes
 
 
 def test_only_the_columns_of_the_query_are_read(catalog: SqlCatalog) -> None:

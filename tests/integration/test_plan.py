@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import write_deltalake
+from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.__main__ import EXIT_CONFIG
@@ -76,11 +79,11 @@ def test_the_bytes_of_a_load_are_foretold(
 def test_words_are_foretold_without_size_statistics_too(
     client: CacheClient, dataset_name: str, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cache_server.tables import parquet
+    from cache_server.tables import column_sizes
     from cache_server.versions import plan_version
 
     monkeypatch.setattr(
-        parquet, "unencoded_bytes", lambda f: [[None] * f.num_columns] * f.num_row_groups
+        column_sizes, "unencoded_bytes", lambda f: [[None] * f.num_columns] * f.num_row_groups
     )
     spec = DatasetSpec(dataset_name, table, columns=["word", "note"])
 
@@ -90,6 +93,69 @@ def test_words_are_foretold_without_size_statistics_too(
     assert plan.shards is not None
     foretold = sum(shard.estimated_bytes for shard in plan.shards)
     assert foretold == pytest.approx(info.num_bytes, rel=0.30)
+
+
+def _as_parquet(rows: pa.Table, root: Path) -> dict[str, Any]:
+    root.mkdir()
+    pq.write_table(rows, root / "a.parquet", row_group_size=1250)
+    return {"source": root}
+
+
+def _as_delta(rows: pa.Table, root: Path) -> dict[str, Any]:
+    for start in range(0, NUM_ROWS, 5000):
+        write_deltalake(str(root), rows.slice(start, 5000), mode="append", partition_by=["word"])
+    return {"source": root, "format": "delta"}
+
+
+def _as_iceberg(rows: pa.Table, root: Path) -> dict[str, Any]:
+    """Some of its columns have other names in the first files."""
+    places = {"uri": f"sqlite:///{root}.db", "warehouse": f"file://{root}"}
+    with closing(SqlCatalog("default", **places)) as catalog:
+        catalog.create_namespace("ns")
+        old = {"note": "text", "tags": "note"}
+        names = [old.get(name, name) for name in rows.column_names]
+        table = catalog.create_table("ns.t", rows.rename_columns(names).schema)
+        for start in range(0, NUM_ROWS, 5000):
+            table.append(rows.rename_columns(names).slice(start, 5000))
+        for new, name in {"tags": "note", "note": "text"}.items():
+            with table.update_schema() as update:
+                update.rename_column(name, new)
+        return {"source": table.metadata_location}
+
+
+@pytest.mark.parametrize("write", [_as_parquet, _as_delta, _as_iceberg])
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT half, whole FROM source",
+        "SELECT note AS word, word AS note FROM source",
+        "SELECT arrow_cast(note, 'LargeUtf8') AS t, CAST(half AS FLOAT) AS f FROM source",
+        "SELECT tags FROM source",
+        "SELECT CAST(t AS DOUBLE[]) AS d FROM (SELECT tags AS t FROM source)",
+        "SELECT person['name'] AS name FROM source",
+        "SELECT word FROM source",
+    ],
+)
+def test_columns_that_are_passed_on_are_foretold_in_any_format_with_footers(
+    cluster: LocalCluster, dataset_name: str, tmp_path: Path, write: Any, sql: str
+) -> None:
+    rows = pa.table(
+        {
+            "half": np.linspace(0, 1, NUM_ROWS),
+            "whole": np.arange(NUM_ROWS),
+            "word": [("short", "quite a lot longer than that")[n % 2] for n in range(NUM_ROWS)],
+            "note": ["y" * (n % 300) for n in range(NUM_ROWS)],
+            "tags": [[n] * (n % 40) for n in range(NUM_ROWS)],
+            "person": [{"name": "z" * (n % 200), "age": n} for n in range(NUM_ROWS)],
+        }
+    )
+    spec = DatasetSpec(dataset_name, sql=sql, **write(rows, tmp_path / "table"))
+    client = CacheClient(cluster.endpoint)
+
+    forecast = client.plan(spec)
+    info = client.load(spec)
+
+    assert forecast.num_bytes == pytest.approx(info.num_bytes, rel=0.05)
 
 
 def test_the_time_of_a_load_is_foretold_by_the_last_one_that_took_any(

@@ -1,8 +1,15 @@
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from cache_server.pinned import SourceFile
+from cache_server.tables import lake
 from cache_server.tables.lake import OpenedSnapshots, conform, naming, plain_schema
 from protos.errors import LoadError, RequestError
 
@@ -97,3 +104,32 @@ def test_a_plain_schema_has_small_offsets_and_no_extension_or_view() -> None:
         ]
     )
     assert plain_schema(wide).equals(plain)
+
+
+@given(st.integers(0, 500), st.integers(1, 70))
+def test_samples_lie_evenly_over_all_files(total: int, most: int) -> None:
+    chosen = list(lake.evenly(total, most))
+    assert len(chosen) == min(total, most)
+    assert chosen == sorted(set(chosen)) and all(0 <= index < total for index in chosen)
+    steps = [b - a for a, b in itertools.pairwise(chosen)]
+    assert not steps or max(steps) - min(steps) <= 1
+
+
+def test_of_many_files_the_footers_of_some_foretell_the_others(tmp_path: Path) -> None:
+    """Files of no Parquet, which have none, do not count."""
+    text = pa.table({"text": ["x" * 96] * 10})
+    pq.write_table(text, tmp_path / "a.parquet")
+    footer = pq.read_metadata(tmp_path / "a.parquet")
+    files = [lake.DataFile(SourceFile(str(n), 1, 0), 10) for n in range(1000)]
+    asked = []
+
+    def footer_of(data: lake.DataFile) -> lake.Footer | None:
+        asked.append(data)
+        return None if len(asked) == 1 else (footer, lambda field: field.name)
+
+    splits = lake.cut(files, text.schema, footer_of)
+    fixed = lake.cut(files, pa.schema([("n", pa.int16())]), footer_of)
+
+    assert len(asked) == lake.MOST_FOOTERS
+    assert [split.estimated_bytes for split in splits] == [10 * (96 + 4)] * 1000
+    assert [split.estimated_bytes for split in fixed] == [10 * 2] * 1000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from cache_server.pinned import SourceFile, Split
+from cache_server.pinned import SourceFile, Split, origin_of
 from cache_server.tables.postgres.quoting import array_literal
 from cache_server.tables.postgres.ranges import (
     CTID,
@@ -126,22 +126,22 @@ class Cutting:
             stored: the columns that are kept, of which a query may have made some.
         """
         layout = Layout(stored)
-        plain = [column.field for column in layout.columns if column.kind == "plain"]
-        if not plain:
+        if not layout.plain_fields:
             return max(1, layout.fixed_row_bytes)
         if not self.relation.is_stored:
             return layout.guessed_row_bytes
-        sizes = ", ".join(self._average_bytes(field) for field in plain)
+        sizes = ", ".join(self._average_bytes(field) for field in layout.plain_fields)
         source = self._sample(self.estimate, _MEASURED_ROWS)
         return layout.fixed_row_bytes + float(
             sum(self.session.rows(f"SELECT {sizes} FROM {source}")[0])
         )
 
     def _average_bytes(self, field: pa.Field) -> str:
-        own = self.schema.field(field.name).type if field.name in self.columns else None
+        name = origin_of(field)
+        own = self.schema.field(name).type if name in self.columns else None
         if own is None or _kind(own) != _kind(field.type):
             return str(GUESSED_VALUE_BYTES)
-        column = self.columns[field.name]
+        column = self.columns[name]
         if pa.types.is_list(field.type):
             size = f"{_value_bytes(field.type.value_type)} * pg_catalog.cardinality({column})"
         elif pa.types.is_string(field.type):

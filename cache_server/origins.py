@@ -1,0 +1,122 @@
+"""Which column of a table each column of a query's result stands for: what tells its size. Pure.
+
+A column stands for another one where a query renames it, casts it to a type of the same kind, or
+takes a field of a structure; all through subqueries and joins. What else makes a column, such as a
+function of texts, stands for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+Origin = tuple[str, str]  # a table, and a column of it; of a field of a structure, with dots
+_Columns = dict[tuple[str, str], Origin]  # qualifier and name, as a plan has them
+
+_PASSES_COLUMNS = {"Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Subquery"}
+
+
+def origins(plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]) -> dict[str, Origin]:
+    """For each column of a result the one that it stands for; none for those that are made.
+
+    Args:
+        plan: the logical plan, optimised: there `arrow_cast` is a cast like the others.
+        tables: that it may read.
+    """
+    found = {name: origin for (_, name), origin in _columns(plan, tables).items()}
+    types = {field.name: field.type for field in result}
+    return {
+        name: origin
+        for name, origin in found.items()
+        if name in types and _alike(types[name], _type_of(origin, tables))
+    }
+
+
+def variant(expression: Any) -> Any:
+    """What an expression is; None of a kind that the bindings of DataFusion do not show."""
+    try:
+        return expression.to_variant()
+    except ValueError:
+        return None
+
+
+def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:
+    node = plan.to_variant()
+    kind = type(node).__name__
+    if kind == "TableScan":
+        name = str(node.table_name())
+        return (
+            {(name, column): (name, column) for column in tables[name].names}
+            if name in tables
+            else {}
+        )
+    below: _Columns = {}
+    for child in plan.inputs():
+        below |= _columns(child, tables)
+    if kind == "Projection":
+        return _projected(node.projections(), below)
+    if kind == "SubqueryAlias":
+        return {(str(node.alias()), name): origin for (_, name), origin in below.items()}
+    return below if kind in _PASSES_COLUMNS else {}
+
+
+def _projected(expressions: list[Any], below: _Columns) -> _Columns:
+    columns = {}
+    for expression in expressions:
+        origin = _origin(expression, below)
+        node = variant(expression)
+        if origin is None:
+            continue
+        if type(node).__name__ == "Column":
+            columns[str(node.relation() or ""), str(node.name())] = origin
+        else:
+            name = node.alias() if type(node).__name__ == "Alias" else expression.schema_name()
+            columns["", str(name)] = origin
+    return columns
+
+
+def _origin(expression: Any, below: _Columns) -> Origin | None:
+    node = variant(expression)
+    kind = type(node).__name__
+    if kind in ("Alias", "Cast", "TryCast"):
+        return _origin(node.expr(), below)
+    if kind == "Column":
+        name = str(node.name())
+        if (relation := node.relation()) is not None:
+            return below.get((str(relation), name))
+        return next((origin for (_, known), origin in below.items() if known == name), None)
+    if node is None and expression.rex_call_operator() == "get_field":
+        structure, *fields = expression.rex_call_operands()
+        origin = _origin(structure, below)
+        names = [str(field.python_value()) for field in fields]
+        return origin and (origin[0], ".".join((origin[1], *names)))
+    return None
+
+
+def _type_of(origin: Origin, tables: Mapping[str, pa.Schema]) -> pa.DataType | None:
+    """None of what is no field of a structure, such as a value of a map."""
+    table, path = origin
+    schema = tables[table]
+    if path in schema.names:
+        return schema.field(path).type
+    name = next(name for name in schema.names if path.startswith(f"{name}."))
+    dtype = schema.field(name).type
+    for part in path[len(name) + 1 :].split("."):
+        if not pa.types.is_struct(dtype) or dtype.get_field_index(part) < 0:
+            return None
+        dtype = dtype.field(part).type
+    return dtype
+
+
+def _alike(dtype: pa.DataType, other: pa.DataType | None) -> bool:
+    """Whether the values of both are texts, or those of neither are: a number as text is longer."""
+    return other is not None and _holds_texts(dtype) == _holds_texts(other)
+
+
+def _holds_texts(dtype: pa.DataType) -> bool:
+    """Whether the values, maybe in lists, have no one width."""
+    while hasattr(dtype, "value_type"):  # of a list or a dictionary
+        dtype = dtype.value_type
+    return not pa.types.is_primitive(dtype) and not pa.types.is_decimal(dtype)

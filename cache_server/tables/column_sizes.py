@@ -1,0 +1,119 @@
+"""What strings and lists of a Parquet file take once they are stored, by its footer. Pure.
+
+Of fixed-width columns the type tells it. Here the footer does: how many values there are, and of
+strings how long they are, exactly where its writer kept size statistics, nearly where not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_server.tables.size_statistics import unencoded_bytes
+
+# Where a stored column is: a column of the file, with dots for a field of a structure, or no column
+# of it, but so many bytes a row.
+Place = str | int
+
+_LENGTH_BYTES = 4  # before each string of a page
+
+
+def plain_bytes(
+    footer: pq.FileMetaData, columns: Sequence[tuple[pa.Field, Place]]
+) -> list[list[int]]:
+    """For each row group what each of these columns of strings or lists takes once it is stored.
+
+    Args:
+        columns: as stored, each with its place. A column that is not in the file is null.
+    """
+    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    if not columns:
+        return [[] for _ in groups]
+    wanted = {place for _, place in columns if isinstance(place, str)}
+    leaves = {column_of(path, wanted): leaf for leaf, path in enumerate(leaf_paths(footer))}
+    lengths = [footer.schema.column(leaf).length for leaf in range(footer.num_columns)]
+
+    def size(field: pa.Field, place: Place, index: int) -> int:
+        rows: int = groups[index].num_rows
+        if isinstance(place, int):
+            return rows * place
+        if (leaf := leaves.get(place)) is None:
+            return rows * value_bytes(field, None)
+        chunk = groups[index].column(leaf)
+        return _leaf_bytes(field.type, chunk, rows, unencoded[index][leaf], lengths[leaf])
+
+    unencoded = unencoded_bytes(footer)
+    return [[size(*column, index) for column in columns] for index in range(len(groups))]
+
+
+def value_bytes(field: pa.Field, text: str | None) -> int:
+    """Of a row of a stored column that has one value for all rows."""
+    return len((text or "").encode()) + _offset_bytes(field.type)
+
+
+def leaf_paths(footer: pq.FileMetaData) -> list[str]:
+    """The names that lead to each leaf column, with dots between them."""
+    return [footer.schema.column(i).path for i in range(footer.num_columns)]
+
+
+def column_of(path: str, names: Container[str]) -> str | None:
+    """Which of these columns a leaf is a part of; their own names may have dots, too."""
+    while path not in names:
+        path, dot, _ = path.rpartition(".")
+        if not dot:
+            return None
+    return path
+
+
+def _leaf_bytes(
+    dtype: pa.DataType, chunk: pq.ColumnChunkMetaData, rows: int, unencoded: int | None, length: int
+) -> int:
+    """Of a column of type ``dtype``, whose values stand in ``chunk``: see `_text_bytes`."""
+    lists, values = 0, int(chunk.num_values)
+    if pa.types.is_nested(dtype):
+        lists = rows * _offset_bytes(dtype)
+        values -= _count_nulls(chunk)  # which the lists without values count as
+    while pa.types.is_nested(dtype):
+        dtype = dtype.value_type
+    if pa.types.is_primitive(dtype):
+        return lists + values * int(dtype.bit_width) // 8
+    texts = _text_bytes(chunk, values, unencoded, length)
+    return lists + texts + values * _offset_bytes(dtype)
+
+
+def _count_nulls(chunk: pq.ColumnChunkMetaData) -> int:
+    statistics = chunk.statistics
+    known = statistics is not None and statistics.has_null_count
+    return int(statistics.null_count) if known else 0
+
+
+def _offset_bytes(dtype: pa.DataType) -> int:
+    types = pa.types
+    is_large = (
+        types.is_large_string(dtype) or types.is_large_binary(dtype) or types.is_large_list(dtype)
+    )
+    return 8 if is_large else 4
+
+
+def _text_bytes(
+    chunk: pq.ColumnChunkMetaData, values: int, unencoded: int | None, length: int
+) -> int:
+    """Bytes of the strings of a column chunk, without offsets.
+
+    Args:
+        values: that are not null in place of a list.
+        unencoded: as the footer tells; None where it does not.
+        length: of each, where all have one.
+    """
+    if unencoded is not None:
+        return unencoded
+    if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
+        return values * length
+    encoded = max(0, int(chunk.total_uncompressed_size) - values * _LENGTH_BYTES)
+    statistics = chunk.statistics
+    if chunk.dictionary_page_offset is None or statistics is None or not statistics.has_min_max:
+        return encoded
+    ends = [len(end) for end in (statistics.min, statistics.max) if isinstance(end, str | bytes)]
+    return max(encoded, values * sum(ends) // len(ends)) if ends else encoded
