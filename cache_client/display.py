@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cache_client.client import DatasetInfo
-from cache_client.forecast import LoadForecast
+from cache_client.forecast import LoadForecast, TableForecast
 from protos.sizes import size
 
 _MOST_NAMES = 6  # of columns in one line
@@ -68,10 +68,16 @@ def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
             (
                 f"reads {table.name}",
                 f"{how}: {table.format}, {rows}{files if table.source_bytes else ''}, "
-                f"{size(table.num_bytes)} decoded, {_column_names(table.columns)}",
+                f"{_bytes_of(table)}, {_column_names(table.columns)}",
             )
         )
     return facts
+
+
+def _bytes_of(table: TableForecast) -> str:
+    if not table.bytes_by:
+        return f"{size(table.num_bytes)} decoded"
+    return f"about {size(table.num_bytes)} decoded, by {table.bytes_by}"
 
 
 def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
@@ -79,7 +85,9 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     facts = way_facts(forecast)
     if forecast.whole:
         facts.append(("result", "not known before the query has run"))
-        facts.append(("memory to run it", size(forecast.num_bytes)))
+        facts.append(
+            ("to run it", f"{size(forecast.num_bytes)}, and what its sorts, joins and groups hold")
+        )
         return facts
     exact = "" if forecast.rows_exact else " before the query"
     rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
@@ -93,15 +101,23 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
                 f"{size(round(forecast.num_bytes * share))}, by statistics",
             )
         )
-    facts.append(
-        ("decoded", f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}")
-    )
+    in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
+    if forecast.makes_rows:
+        facts.append(("decoded", f"unknown; {in_shards}, if it makes one row of each"))
+    else:
+        sampled = any(table.bytes_by for table in forecast.tables if table.by_split)
+        about = "about " if forecast.guessed_columns or sampled else ""
+        facts.append(("decoded", f"{about}{in_shards}"))
+    if forecast.guessed_columns:
+        names = _column_names(forecast.guessed_columns)
+        facts.append(("guessed", f"{names}: nobody knows how long the values are"))
     nodes = len(forecast.node_bytes)
     fewer = f"; {nodes} on so many nodes" if 0 < nodes < forecast.replicas else ""
     facts.append(("replicas", f"{forecast.replicas}{fewer}"))
     if forecast.node_bytes:
         most = size(max(forecast.node_bytes))
-        facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}"))
+        if_one = ", if it makes one row of each" if forecast.makes_rows else ""
+        facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}{if_one}"))
     if forecast.memory_limit_bytes is not None:
         facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
     if forecast.load_s is not None:
@@ -115,19 +131,21 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
 
 
 def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
+    if forecast.fits is None:
+        return f"unknown; each has a limit of {limit}"
     if forecast.nodes_needed is None:
         return (
             f"none is enough: one shard ({size(forecast.largest_shard_bytes)}) is larger than the "
             f"limit of {limit}; lower target_shard_bytes, or write smaller row groups"
         )
-    fits = "" if forecast.fits else "; it does not fit"
+    fits = "; it does not fit" if forecast.fits is False else ""
     return f"{forecast.nodes_needed}, of {limit} each{fits}"
 
 
 def _column_names(columns: Sequence[str]) -> str:
     if len(columns) > _MOST_NAMES:
         return f"{len(columns)} columns"
-    return f"columns {', '.join(columns)}"
+    return f"column{'' if len(columns) == 1 else 's'} {', '.join(columns)}"
 
 
 def forecast_json(forecast: LoadForecast) -> dict[str, Any]:

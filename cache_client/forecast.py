@@ -21,6 +21,8 @@ class TableForecast:
         num_bytes: decoded, of the columns that the query reads.
         columns: that the query reads.
         by_split: spread over the nodes; else each node that needs it reads it whole.
+        bytes_by: what `num_bytes` is estimated by, for a person; empty where that is the metadata
+            of every file.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TableForecast:
     num_bytes: int
     columns: tuple[str, ...]
     by_split: bool
+    bytes_by: str
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,13 @@ class LoadForecast:
             filter, or without statistics.
         num_bytes: decoded, after projection and before any filter, of one replica; of a whole
             query, what it reads.
+        makes_rows: an unnest or a join makes any number of rows of one; bytes count one for each.
+        guessed_columns: strings and lists that the query makes: nobody knows how long they are.
         largest_shard_bytes: decoded, as `num_bytes`; 0 of a whole query.
         node_bytes: on each node, all replicas.
         memory_limit_bytes: of each node; None for none.
-        nodes_needed: for that limit; None when no number of nodes is enough.
+        nodes_needed: for that limit; None when no number of nodes is enough, and where nobody can
+            tell, as `fits`.
         load_s: seconds until it is ready, about, as the last load of this cache went; None before
             any, and of a whole query.
         world_size, batch_size: asked for.
@@ -71,6 +77,8 @@ class LoadForecast:
     rows_exact: bool
     filtered_rows: int | None
     num_bytes: int
+    makes_rows: bool
+    guessed_columns: tuple[str, ...]
     num_shards: int
     largest_shard_bytes: int
     node_bytes: tuple[int, ...]
@@ -89,10 +97,18 @@ class LoadForecast:
         return "whole, on one node" if self.whole else "split by split"
 
     @property
-    def fits(self) -> bool:
-        """Whether no node would hold more than its limit."""
+    def fits(self) -> bool | None:
+        """Whether no node would hold more than its limit.
+
+        Returns:
+            None where nobody can tell: of a whole query, and of one that makes rows.
+        """
         limit = self.memory_limit_bytes
-        return limit is None or all(size <= limit for size in self.node_bytes)
+        if limit is None:
+            return True
+        if self.whole or self.makes_rows:
+            return None
+        return all(size <= limit for size in self.node_bytes)
 
 
 def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> LoadForecast:
@@ -121,12 +137,14 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         rows_exact=forecast.rows_exact,
         filtered_rows=filtered,
         num_bytes=forecast.num_bytes,
+        makes_rows=forecast.makes_rows,
+        guessed_columns=tuple(forecast.guessed_columns),
         num_shards=forecast.num_shards,
         largest_shard_bytes=forecast.largest_shard_bytes,
         node_bytes=tuple(forecast.node_bytes),
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
-        nodes_needed=forecast.nodes_needed or None,
+        nodes_needed=None if forecast.makes_rows else forecast.nodes_needed or None,
         load_s=forecast.load_s if forecast.HasField("load_s") else None,
         world_size=world_size,
         batch_size=batch_size,
@@ -145,4 +163,5 @@ def _table(table: pb.TableForecast) -> TableForecast:
         table.num_bytes,
         tuple(table.columns),
         table.by_split,
+        table.bytes_by,
     )

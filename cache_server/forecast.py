@@ -13,6 +13,7 @@ from cache_server.planning import bytes_by_node, max_rows, nodes_needed, place
 from cache_server.versions import PlannedVersion, VersionPlan
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
+from protos.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ def forecast(
         why=plan.why,
         ordered=planned.query.ordered,
         memory_limit_bytes=memory_limit_bytes,
+        makes_rows=plan.shards is not None and not planned.query.only_drops_rows,
+        guessed_columns=_guessed_columns(planned),
     )
     for number, table in enumerate(plan.tables):
         splits = planned.table_splits[table.name]
@@ -75,6 +78,7 @@ def forecast(
             num_bytes=sum(split.estimated_bytes for split in splits),
             columns=planned.query.columns[table.name],
             by_split=number == 0 and plan.shards is not None,
+            bytes_by=planned.pins[table.name].bytes_by,
         )
     if plan.shards is None:
         result.num_bytes = sum(table.num_bytes for table in result.tables)
@@ -100,6 +104,17 @@ def forecast(
     if filtered is not None:
         result.filtered_rows = filtered
     return result
+
+
+def _guessed_columns(planned: PlannedVersion) -> list[str]:
+    """Strings and lists of the result that stand for none of the table that is read by splits."""
+    plan = planned.plan
+    if plan.shards is None:
+        return []
+    known = {
+        name for name, (table, _) in planned.query.origins.items() if table == plan.tables[0].name
+    }
+    return [field.name for field in Layout(plan.logical).plain_fields if field.name not in known]
 
 
 def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:

@@ -133,6 +133,8 @@ class Pin:
         prune: the same without splits of which no row fulfils all conditions, as partitions and
             statistics tell; None where there are none to tell.
         sample: makes up rows from the statistics of the table; None where the format has none.
+        bytes_by: what the bytes of its splits are estimated by, for a person; empty where that is
+            the metadata of every file.
         close: lets go of what keeps the state readable, such as a transaction. Called once, when
             no split will be read any more.
     """
@@ -145,6 +147,7 @@ class Pin:
     comparable: bool = True
     prune: Callable[[Sequence[Condition]], Pin] | None = None
     sample: Sampler | None = None
+    bytes_by: str = ""
     close: Callable[[], None] = lambda: None
 
 

@@ -151,6 +151,7 @@ def pin(table: TableSpec) -> Pin:
         content=_content(state, version),
         cut=cut,
         snapshot=state.to_json(),
+        bytes_by=lake.bytes_by(len(files)),
         exact_rows=all(file.keep is None for file in version.files.values()),
     )
 

@@ -92,6 +92,7 @@ def _pin(
         cut,
         exact_rows=is_parquet,
         sample=sample if is_parquet else None,
+        bytes_by="" if is_parquet else "the sizes of the files",
     )
 
 

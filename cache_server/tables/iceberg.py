@@ -169,6 +169,7 @@ def pin(table: TableSpec) -> Pin:
         content=_content(metadata, state, schema, tasks),
         cut=lambda stored_schema, _: cut_files(by_path, stored_schema),
         snapshot=state.to_json(),
+        bytes_by=lake.bytes_by(len(tasks)),
         exact_rows=not any(task.delete_files for task in tasks),
     )
 

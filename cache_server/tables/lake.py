@@ -190,6 +190,11 @@ def cut(
     )
 
 
+def bytes_by(num_files: int) -> str:
+    """`Pin.bytes_by` of splits from `cut`."""
+    return f"the footers of {MOST_FOOTERS} of its files" if num_files > MOST_FOOTERS else ""
+
+
 def evenly(total: int, most: int) -> Sequence[int]:
     """So many numbers below ``total``, or all of them where they are fewer, evenly spaced."""
     return [index * total // most for index in range(most)] if total > most else range(total)

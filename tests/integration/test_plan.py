@@ -18,6 +18,8 @@ from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.__main__ import EXIT_CONFIG
+from cache_client.display import forecast_facts
+from cache_client.forecast import LoadForecast
 from cache_server import LocalCluster
 from protos.errors import ConfigError, LoadError, RequestError
 from tests.conftest import write_numbered
@@ -337,6 +339,35 @@ def test_a_join_is_foretold_and_cut_by_the_columns_that_come_of_it(
 
     assert forecast.num_bytes == pytest.approx(info.num_bytes, rel=0.10)
     assert info.num_bytes / info.num_shards < 2 * 1024**2
+
+
+def test_what_nobody_can_foretell_is_said_to_be_unknown(
+    client: CacheClient, table: Path, tmp_path: Path
+) -> None:
+    def plan(sql: str, **arguments: Any) -> LoadForecast:
+        spec = DatasetSpec("t", **{"source": table, **arguments}, sql=sql)
+        return client.plan(spec, memory_limit_bytes=10_000_000)
+
+    (tmp_path / "a.csv").write_text("n,word\n" + "1,one\n" * 100)
+    spread = plan("SELECT unnest(tags) AS tag, word FROM source")
+    total = plan("SELECT word, count(*) AS n FROM source GROUP BY word ORDER BY word")
+    made = plan("SELECT upper(note) AS loud, note AS same, half FROM source WHERE half < 0.5")
+    text = plan("SELECT n FROM source", source=tmp_path / "a.csv")
+    plain = plan("SELECT note, tags AS more FROM source")
+
+    assert spread.makes_rows and spread.num_rows is None
+    assert total.whole and total.num_rows is None and total.num_shards == 0
+    for forecast in (spread, total):
+        assert forecast.fits is None and forecast.nodes_needed is None
+    assert made.guessed_columns == ("loud",) and made.fits is True
+    assert text.tables[0].bytes_by == "the sizes of the files"
+    assert plain.guessed_columns == () and plain.tables[0].bytes_by == ""
+    shown = {forecast.why: dict(forecast_facts(forecast)) for forecast in (spread, total)}
+    assert "unknown" in shown[spread.why]["decoded"]
+    assert "unknown" in shown[spread.why]["nodes needed"]
+    assert "not known" in shown[total.why]["result"]
+    assert "column loud" in dict(forecast_facts(made))["guessed"]
+    assert dict(forecast_facts(text))["decoded"].startswith("about ")
 
 
 def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:

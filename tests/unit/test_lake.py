@@ -131,5 +131,7 @@ def test_of_many_files_the_footers_of_some_foretell_the_others(tmp_path: Path) -
     fixed = lake.cut(files, pa.schema([("n", pa.int16())]), footer_of)
 
     assert len(asked) == lake.MOST_FOOTERS
+    assert lake.bytes_by(len(files)) == "the footers of 64 of its files"
+    assert lake.bytes_by(lake.MOST_FOOTERS) == ""
     assert [split.estimated_bytes for split in splits] == [10 * (96 + 4)] * 1000
     assert [split.estimated_bytes for split in fixed] == [10 * 2] * 1000

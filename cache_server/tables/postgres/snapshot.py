@@ -198,6 +198,9 @@ def _pin(session: Session, address: Address, wanted: Mapping[str, str]) -> Pin:
             }
         ],
         cut=cutting.splits,
+        bytes_by="a sample of its rows"
+        if relation.is_stored
+        else "guesses of the server and of texts",
         snapshot=json.dumps(asdict(reading)),
         exact_rows=is_counted,
         comparable=False,

@@ -844,6 +844,8 @@ class LoadForecast(_message.Message):
     NODES_NEEDED_FIELD_NUMBER: _builtins.int
     LOAD_S_FIELD_NUMBER: _builtins.int
     LARGEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    MAKES_ROWS_FIELD_NUMBER: _builtins.int
+    GUESSED_COLUMNS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     schema: _builtins.bytes
     """logical columns, storage types"""
@@ -870,6 +872,8 @@ class LoadForecast(_message.Message):
     """about; by the rate of the last load of this cache"""
     largest_shard_bytes: _builtins.int
     """before any filter; 0 of a whole query"""
+    makes_rows: _builtins.bool
+    """an unnest or a join makes any number of rows of one: bytes count one"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -877,6 +881,10 @@ class LoadForecast(_message.Message):
     @_builtins.property
     def node_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """all replicas"""
+
+    @_builtins.property
+    def guessed_columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts and lists that the query makes, of no known length"""
 
     def __init__(
         self,
@@ -898,10 +906,12 @@ class LoadForecast(_message.Message):
         nodes_needed: _builtins.int = ...,
         load_s: _builtins.float | None = ...,
         largest_shard_bytes: _builtins.int = ...,
+        makes_rows: _builtins.bool = ...,
+        guessed_columns: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "largest_shard_bytes", b"largest_shard_bytes", "load_s", b"load_s", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
     _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
@@ -931,6 +941,7 @@ class TableForecast(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     BY_SPLIT_FIELD_NUMBER: _builtins.int
+    BYTES_BY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     format: _builtins.str
     snapshot: _builtins.str
@@ -941,6 +952,8 @@ class TableForecast(_message.Message):
     """decoded, of the columns that the query reads or keeps"""
     by_split: _builtins.bool
     """else every node that needs it reads it whole"""
+    bytes_by: _builtins.str
+    """what its bytes are estimated by, in words; empty: by every footer"""
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """that the query reads"""
@@ -957,10 +970,11 @@ class TableForecast(_message.Message):
         num_bytes: _builtins.int = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
         by_split: _builtins.bool = ...,
+        bytes_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "by_split", b"by_split", "columns", b"columns", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_files", b"num_files", "num_rows", b"num_rows", "snapshot", b"snapshot", "source_bytes", b"source_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "by_split", b"by_split", "bytes_by", b"bytes_by", "columns", b"columns", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_files", b"num_files", "num_rows", b"num_rows", "snapshot", b"snapshot", "source_bytes", b"source_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
     _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
