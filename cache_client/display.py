@@ -131,15 +131,15 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
 
 
 def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
-    if forecast.fits is None:
+    if not forecast.foretold:
         return f"unknown; each has a limit of {limit}"
     if forecast.nodes_needed is None:
         return (
             f"none is enough: one shard ({size(forecast.largest_shard_bytes)}) is larger than the "
             f"limit of {limit}; lower target_shard_bytes, or write smaller row groups"
         )
-    fits = "; it does not fit" if forecast.fits is False else ""
-    return f"{forecast.nodes_needed}, of {limit} each{fits}"
+    fits = {True: "", False: "; it does not fit", None: "; it may fit after the query"}
+    return f"{forecast.nodes_needed}, of {limit} each{fits[forecast.fits]}"
 
 
 def _column_names(columns: Sequence[str]) -> str:

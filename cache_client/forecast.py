@@ -58,7 +58,7 @@ class LoadForecast:
         node_bytes: on each node, all replicas.
         memory_limit_bytes: of each node; None for none.
         nodes_needed: for that limit; None when no number of nodes is enough, and where nobody can
-            tell, as `fits`.
+            tell: it is not `foretold`.
         load_s: seconds until it is ready, about, as the last load of this cache went; None before
             any, and of a whole query.
         world_size, batch_size: asked for.
@@ -97,18 +97,25 @@ class LoadForecast:
         return "whole, on one node" if self.whole else "split by split"
 
     @property
+    def foretold(self) -> bool:
+        """Whether bytes are known before the query: not of one that makes rows or texts."""
+        return not (self.whole or self.makes_rows or self.guessed_columns)
+
+    @property
     def fits(self) -> bool | None:
         """Whether no node would hold more than its limit.
 
         Returns:
-            None where nobody can tell: of a whole query, and of one that makes rows.
+            None where nobody can tell: it is not `foretold`, or a filter may drop enough.
         """
         limit = self.memory_limit_bytes
         if limit is None:
             return True
-        if self.whole or self.makes_rows:
+        if not self.foretold:
             return None
-        return all(size <= limit for size in self.node_bytes)
+        if all(size <= limit for size in self.node_bytes):
+            return True
+        return False if self.rows_exact else None
 
 
 def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> LoadForecast:
@@ -144,7 +151,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         node_bytes=tuple(forecast.node_bytes),
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
-        nodes_needed=None if forecast.makes_rows else forecast.nodes_needed or None,
+        nodes_needed=forecast.nodes_needed or None,
         load_s=forecast.load_s if forecast.HasField("load_s") else None,
         world_size=world_size,
         batch_size=batch_size,

@@ -13,7 +13,6 @@ from cache_server.planning import bytes_by_node, max_rows, nodes_needed, place
 from cache_server.versions import PlannedVersion, VersionPlan
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
-from protos.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def forecast(
         ordered=planned.query.ordered,
         memory_limit_bytes=memory_limit_bytes,
         makes_rows=plan.shards is not None and not planned.query.only_drops_rows,
-        guessed_columns=_guessed_columns(planned),
+        guessed_columns=plan.guessed_columns,
     )
     for number, table in enumerate(plan.tables):
         splits = planned.table_splits[table.name]
@@ -92,7 +91,8 @@ def forecast(
     result.num_shards = len(sizes)
     result.largest_shard_bytes = max(sizes, default=0)
     result.node_bytes.extend(_node_bytes(plan, node_ids))
-    result.nodes_needed = nodes_needed(sizes, plan.spec.replicas, memory_limit_bytes)
+    if not (result.makes_rows or plan.guessed_columns):
+        result.nodes_needed = nodes_needed(sizes, plan.spec.replicas, memory_limit_bytes)
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(plan.spec.replicas, result.nodes_needed):
         result.nodes_needed = len(node_ids)  # by luck; see `nodes_needed`
@@ -104,17 +104,6 @@ def forecast(
     if filtered is not None:
         result.filtered_rows = filtered
     return result
-
-
-def _guessed_columns(planned: PlannedVersion) -> list[str]:
-    """Strings and lists of the result that stand for none of the table that is read by splits."""
-    plan = planned.plan
-    if plan.shards is None:
-        return []
-    known = {
-        name for name, (table, _) in planned.query.origins.items() if table == plan.tables[0].name
-    }
-    return [field.name for field in Layout(plan.logical).plain_fields if field.name not in known]
 
 
 def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:

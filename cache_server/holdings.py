@@ -96,12 +96,13 @@ class Holdings:
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.
 
-        Nobody can while a filter, a join or a whole query may leave more or fewer rows.
+        Nobody can while a filter, a join or a whole query may leave more or fewer rows, or while a
+        query makes texts of any length.
         """
         sealed, plan = self.version.sealed, self.version.plan
         if self.version.row_starts() is not None:
             return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
-        if plan.shards is None or not plan.keeps_every_row:
+        if plan.shards is None or not plan.keeps_every_row or plan.guessed_columns:
             return None
         return [shard.estimated_bytes for shard in plan.shards]
 

@@ -18,7 +18,7 @@ from cache_server.packing import storage_schema, storage_type
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
 from cache_server.planning import ShardPlan, VersionKey, cut_shards, max_rows
 from protos.cache.v1 import cache_pb2 as pb
-from protos.layout import schema_from_bytes
+from protos.layout import Layout, schema_from_bytes
 from protos.spec import DatasetSpec
 
 _STORAGE_FORMAT = 7  # part of every fingerprint: a change of the stored bytes is another version
@@ -41,6 +41,8 @@ class VersionPlan:
         comparable: planning it again tells whether the source changed.
         joined: the query also reads other tables, or the same ones in subqueries.
         has_secrets: without those of its spec it cannot be loaded.
+        guessed_columns: strings and lists that the query makes, whose bytes nobody can tell. Not
+            kept: where it matters, the plan is new.
     """
 
     spec: DatasetSpec
@@ -54,6 +56,7 @@ class VersionPlan:
     joined: bool = False
     has_secrets: bool = False
     why: str = field(default="", compare=False)
+    guessed_columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def max_rows(self) -> int:
@@ -198,6 +201,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         query.joins,
         any(table.secrets for table in spec.tables),
         why,
+        _guessed_columns(logical, query, driver),
     )
     return PlannedVersion(plan, dict(pins), splits, query, rows_before)
 
@@ -226,6 +230,16 @@ def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
     return with_origins(
         logical, {name: path for name, (of, path) in query.origins.items() if of == table}
     )
+
+
+def _guessed_columns(
+    logical: pa.Schema, query: queries.Query, driver: str | None
+) -> tuple[str, ...]:
+    """Strings and lists that stand for none of the table that is read split by split."""
+    if driver is None:
+        return ()
+    known = {name for name, (table, _) in query.origins.items() if table == driver}
+    return tuple(f.name for f in Layout(logical).plain_fields if f.name not in known)
 
 
 def _storable(schema: pa.Schema) -> pa.Schema:

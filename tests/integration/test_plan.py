@@ -257,6 +257,22 @@ def test_a_load_that_cannot_fit_is_refused_with_the_forecast(tmp_path: Path, tab
         assert client.datasets() == []
 
 
+def test_a_load_is_not_refused_for_what_was_guessed_or_may_be_dropped(
+    tmp_path: Path, table: Path
+) -> None:
+    with LocalCluster(1, memory_limit_bytes=300_000) as cluster:
+        client = CacheClient(cluster.endpoint)
+        guessed = DatasetSpec("t", table, sql="SELECT CAST(small AS VARCHAR) AS s FROM source")
+        filtered = DatasetSpec("u", table, columns=["half", "whole"], filter="whole < 10")
+
+        for spec in (guessed, filtered):
+            forecast = client.plan(spec)
+            info = client.load(spec)
+
+            assert forecast.num_bytes > 300_000 > info.num_bytes
+            assert forecast.fits is None
+
+
 def test_a_plan_loads_nothing_and_names_what_is_wrong(
     client: CacheClient, table: Path, tmp_path: Path
 ) -> None:
@@ -357,9 +373,9 @@ def test_what_nobody_can_foretell_is_said_to_be_unknown(
 
     assert spread.makes_rows and spread.num_rows is None
     assert total.whole and total.num_rows is None and total.num_shards == 0
-    for forecast in (spread, total):
+    for forecast in (spread, total, made):
         assert forecast.fits is None and forecast.nodes_needed is None
-    assert made.guessed_columns == ("loud",) and made.fits is True
+    assert made.guessed_columns == ("loud",) and not made.foretold and plain.foretold
     assert text.tables[0].bytes_by == "the sizes of the files"
     assert plain.guessed_columns == () and plain.tables[0].bytes_by == ""
     shown = {forecast.why: dict(forecast_facts(forecast)) for forecast in (spread, total)}

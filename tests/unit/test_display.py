@@ -69,6 +69,7 @@ def test_floats_have_the_names_that_torch_has_for_them(dtype: pa.DataType | str,
 
 def nodes_needed(largest: int, limit: int, needed: int, on_node: int) -> str:
     forecast = pb.LoadForecast(
+        rows_exact=True,
         schema=pa.schema([("x", pa.int64())]).serialize().to_pybytes(),
         num_shards=3,
         largest_shard_bytes=largest,

@@ -867,7 +867,7 @@ class LoadForecast(_message.Message):
     memory_limit_bytes: _builtins.int
     """0: none"""
     nodes_needed: _builtins.int
-    """for that limit; 0: no number of nodes is enough"""
+    """for that limit; 0: no number is enough, or none is known"""
     load_s: _builtins.float
     """about; by the rate of the last load of this cache"""
     largest_shard_bytes: _builtins.int
