@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
 from deltalake import DeltaTable
-from deltalake.exceptions import TableNotFoundError
 from deltalake.fs import DeltaStorageHandler
 
 from cache_server.object_stores.client import kind_of
@@ -179,14 +178,14 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
 def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
     try:
         return DeltaTable(uri, version=version, storage_options=storage)
-    except TableNotFoundError:
-        raise
-    except Exception:
+    except Exception as error:
         if version is None:
             raise
         latest = DeltaTable(uri, storage_options=storage).version()
-        if version <= latest:  # its log is gone, or cannot be read
-            raise
+        if version <= latest:
+            raise ValueError(
+                f"the log of version {version} is gone or unreadable: {error}"
+            ) from None
         raise RequestError(
             f"Delta table {uri} has no version {version}; its versions go up to {latest}"
         ) from None

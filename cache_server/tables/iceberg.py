@@ -438,10 +438,10 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
     def place(field: pa.Field) -> Place:
         if not (origin := origin_of(field)):
             return GUESSED_VALUE_BYTES
-        field_id = schema.find_field(origin).field_id
-        name = stored.find_column_name(field_id)
+        column = schema.find_field(origin)
+        name = stored.find_column_name(column.field_id)
         if name is None:  # a value for all rows, or none: null
-            value = partition.get(field_id)
+            value = partition.get(column.field_id, column.initial_default)
             return value_bytes(field, None if value is None else str(value))
         return name
 

@@ -298,6 +298,31 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         delta.pin(several)
 
 
+def test_a_version_of_which_the_log_was_cleaned_up_is_named(tmp_path: Path) -> None:
+    for n in range(3):
+        write_deltalake(str(tmp_path), pa.table({"id": [n]}), mode="append")
+    DeltaTable(str(tmp_path)).create_checkpoint()
+    for version in range(2):
+        (tmp_path / "_delta_log" / f"{version:020}.json").unlink()
+
+    assert delta.pin(_spec(str(tmp_path))).exact_rows
+    with pytest.raises(LoadError, match="the log of version 1 is gone or unreadable"):
+        delta.pin(_spec(str(tmp_path), snapshot=1))
+
+
+def test_the_planner_names_a_file_that_was_vacuumed_where_it_needs_its_footer(
+    tmp_path: Path,
+) -> None:
+    write_deltalake(str(tmp_path), pa.table({"id": [1], "text": ["a"]}))
+    write_deltalake(str(tmp_path), pa.table({"id": [2], "text": ["b"]}), mode="overwrite")
+    table = DeltaTable(str(tmp_path))
+    table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    pin = delta.pin(_spec(str(tmp_path), snapshot=0))
+
+    with pytest.raises(LoadError, match=r"file file://.*\.parquet of Delta table"):
+        pin.cut(pa.schema([("text", pa.string())]), 1)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     uri = tmp_path / "t"
     write_deltalake(str(uri), _rows(0, 3))
