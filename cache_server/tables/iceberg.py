@@ -157,7 +157,9 @@ def pin(table: TableSpec) -> Pin:
     @lru_cache(maxsize=lake.MOST_FOOTERS)
     def footer_of(data: lake.DataFile) -> lake.Footer | None:
         path = data.file.path
-        with lake.naming(f"data file {path} of {what}", table.options, table.secrets):
+        with lake.naming(
+            f"Iceberg data file {path} of table {source}", table.options, table.secrets
+        ):
             return _footer(opened, schema, by_path[path])
 
     def cut_files(kept: Collection[str], stored_schema: pa.Schema) -> tuple[Split, ...]:

@@ -356,10 +356,15 @@ def s3() -> Iterator[str]:
 def test_a_table_in_s3(s3: str) -> None:
     storage = {**s3_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
     table = _evolve("s3://lake/a table", {**storage, "aws_conditional_put": "etag"})
+    parts = pa.schema([("part", pa.string())])
     for scheme in ("s3", "s3a"):
         spec = _spec(f"{scheme}://lake/a table", storage_options=s3_options(s3))
         pin = delta.pin(spec)
         assert_same_rows(read_table(spec, pin), table.to_pyarrow_table())
+        assert sum(split.estimated_bytes for split in pin.cut(parts, 1)) == sum(
+            4 + len((part or "").encode())
+            for part in table.to_pyarrow_table().column("part").to_pylist()
+        )
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 

@@ -161,7 +161,8 @@ def test_an_iceberg_data_file_that_is_gone_fails_the_load_by_name(
 ) -> None:
     gone = sorted(task.file.file_path for task in evolved.scan().plan_files())[1]
     Path(gone.removeprefix("file://")).unlink()
-    spec = DatasetSpec("iceberg", evolved.metadata_location, target_shard_bytes=1)
+    fixed = ["id", "points"]  # of texts the planner would look for its footer
+    spec = DatasetSpec("iceberg", evolved.metadata_location, columns=fixed, target_shard_bytes=1)
 
     text = failure(lambda: clean.load(spec, timeout_s=WAIT_S))
 

@@ -487,6 +487,8 @@ def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
         spec = _spec(location, storage_options=s3_options(s3))
         pin = iceberg.pin(spec)
         assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
+        parts = pin.cut(pa.schema([("part", pa.string())]), 1)
+        assert sum(s.estimated_bytes for s in parts) == table.scan().count() * (4 + len("p0"))
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
