@@ -123,7 +123,11 @@ class S3Server:
     def fail(
         self, pattern: str, *, status: int = 503, times: int = 1, method: str | None = None
     ) -> None:
-        """The next requests for a ``bucket/key`` that ``pattern`` finds fail, so many times."""
+        """The next requests of which ``pattern`` finds ``bucket/key`` or the query fail.
+
+        Args:
+            times: how many.
+        """
         self._faults.append(_Fault(re.compile(pattern), times, status, method))
 
     def break_body(self, pattern: str, *, times: int = 1) -> None:
@@ -182,7 +186,7 @@ class S3Server:
             if (
                 fault.times
                 and fault.method in (None, request.method)
-                and fault.pattern.search(request.key)
+                and any(map(fault.pattern.search, (request.key, request.query)))
             ):
                 fault.times -= 1
                 return fault

@@ -6,16 +6,18 @@ store is spoken to is a matter of `client`, `connections` and `hub`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from cache_server import delta_roots
+from cache_server import lake_roots
 from cache_server.object_stores.client import Location, RangesNotServedError
 from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
@@ -29,6 +31,7 @@ _GAP_BYTES = 1024 * 1024  # to read it costs less than another request
 _WHOLE_BYTES = 64 * 1024 * 1024  # up to here an object is one request
 _PART_BYTES = 32 * 1024 * 1024
 _THREADS = 4
+_LOOKED_AT = 10_000  # objects, to find out whether a directory is an Iceberg table
 
 
 class _Client(Protocol):
@@ -74,7 +77,8 @@ def expand(
 
     Raises:
         LoadError: naming a source that does not exist, or a store that fails or refuses.
-        RequestError: for a URI or an option that can never be right, or files of a Delta table.
+        RequestError: for a URI or an option that can never be right, or files of a Delta or
+            Iceberg table.
     """
     location = _location(source, options)
     client = _client(location, options, secrets)
@@ -238,11 +242,13 @@ class _Listing:
         base: URI of the directory, with a slash at its end.
         names: of the objects that may count, below ``base``.
         directories: those in which there is any object, likewise.
+        roots: URIs of the lake tables that are known of, and their formats.
     """
 
     base: str
     names: dict[str, SourceFile] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
+    roots: dict[str, str] = field(default_factory=dict)
 
     def walk(
         self, client: _Client, prefix: str, *, deep: bool
@@ -252,27 +258,46 @@ class _Listing:
             if file.path.rstrip("/") == self.base.rstrip("/"):
                 continue  # the directory itself
             name = file.path.removeprefix(self.base)
-            for directory in delta_roots.directories_of(name):
+            for directory in lake_roots.directories_of(name):
                 if directory in self.directories:
                     break
                 self.directories.add(directory)
+            self._note(file.path)
             if not name.endswith(_FOLDER):
                 yield file, name, name.split("/")
+
+    def look_for_root(self, client: _Client, directory: str) -> None:
+        """Finds out whether a directory is the root of a table, by a request for each format.
+
+        Args:
+            directory: its key.
+        """
+        for own in lake_roots.OWN_DIRECTORIES.values():
+            found = client.walk(f"{directory}{own}/", deep=True)
+            if any(self._note(file.path) for file in itertools.islice(found, _LOOKED_AT)):
+                return
+
+    def _note(self, uri: str) -> bool:
+        """Whether an object is the log or the metadata of a table, whose root is then known."""
+        if (told := lake_roots.root_told_by(uri)) is None:
+            return False
+        root, format = told
+        self.roots[root] = format
+        return True
 
     def files(self, source: str, is_ignored: Callable[[str], bool]) -> list[SourceFile]:
         """The files, by name, without empty objects in the place of directories.
 
         Raises:
-            RequestError: files that are not ignored belong to a Delta table.
+            RequestError: files that are not ignored belong to a lake table.
         """
         found = sorted(
             name for name, file in self.names.items() if file.size or name not in self.directories
         )
-        logs = {name for name in self.directories if name.rpartition("/")[2] == delta_roots.LOG}
-        kept = (name for name in found if not is_ignored(self.base + name))
-        root = delta_roots.first_root(kept, {name.rpartition("/")[0] for name in logs})
+        uris = (self.base + name for name in found)
+        root = lake_roots.first_root((uri for uri in uris if not is_ignored(uri)), self.roots)
         if root is not None:
-            raise delta_roots.refusal(source, self.base + root)
+            raise lake_roots.refusal(source, self.base, root, self.roots[root])
         return [self.names[name] for name in found]
 
 
@@ -285,6 +310,8 @@ def _below(
     for file, name, parts in listing.walk(client, prefix, deep=True):
         if not _hidden(parts) and name.lower().endswith(suffixes):
             listing.names[name] = file
+    if listing.names:
+        _look_above(client, prefix, listing)
     return listing if listing.directories else None
 
 
@@ -303,10 +330,18 @@ def _glob(client: _Client, location: Location) -> _Listing:
             return _Listing(listing.base, {name: file})
         if _matches(parts, patterns):
             listing.names[name] = file
-    if listing.names and not deep:
-        for _ in listing.walk(client, f"{prefix}{delta_roots.LOG}/", deep=False):
-            break  # one says that there is a log
+    if listing.names:
+        if not deep:
+            listing.look_for_root(client, prefix)
+        _look_above(client, prefix, listing)
     return listing
+
+
+def _look_above(client: _Client, prefix: str, listing: _Listing) -> None:
+    for directory in lake_roots.likely_roots_above(prefix):
+        # A reader need not be allowed to list what is not below its source.
+        with suppress(LoadError):
+            listing.look_for_root(client, directory)
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:

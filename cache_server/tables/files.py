@@ -109,7 +109,7 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         LoadError: naming a path that is missing or unreadable, a link that leads nowhere, or a
             source that holds no file.
         RequestError: for a URI scheme that is not served, a format that cannot be told, files of a
-            Delta table, or one that is compressed as a whole.
+            Delta or Iceberg table, or one that is compressed as a whole.
     """
     format = table.format
     plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]

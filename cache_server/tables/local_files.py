@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from cache_server import delta_roots
+from cache_server import lake_roots
 from protos.errors import LoadError, RequestError
 
 _HIDDEN = (".", "_")  # how names begin that are passed over
@@ -36,12 +36,12 @@ def expand(
     Raises:
         LoadError: it does not exist, or is neither a file nor a directory; naming a directory that
             cannot be read, or a link that leads nowhere. RequestError: it is no file of this
-            machine, or has files of a Delta table.
+            machine, or has files of a Delta or Iceberg table.
     """
     path = _path_of(source)
     if os.path.isdir(path):
-        if os.path.isdir(os.path.join(path, delta_roots.LOG)):
-            raise delta_roots.refusal(source, path)
+        if (format := _lake_format(path)) is not None:
+            raise lake_roots.refusal(source, path, path, format)
         tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
         root, paths = tree.root, tree.files(("**", "*"))
     elif glob.has_magic(path) and not os.path.exists(path):
@@ -52,21 +52,33 @@ def expand(
         return os.path.dirname(path), [path]
     else:
         raise LoadError(f"source {source!r} does not exist on the node")
-    _refuse_delta(source, root, paths, ignore)
+    _refuse_lakes(source, root, paths, ignore)
     return root, paths
 
 
-def _refuse_delta(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
-    """Raises a `RequestError` where files that are not ignored belong to a Delta table."""
-    names = [name for path in paths if not is_ignored(name := below(path, root), ignore)]
-    directories = {directory for name in names for directory in delta_roots.directories_of(name)}
+def _refuse_lakes(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
+    """Raises a `RequestError` where files that are not ignored belong to a lake table."""
+    kept = [path for path in paths if not is_ignored(below(path, root), ignore)]
+    directories = {directory for path in kept for directory in lake_roots.directories_of(path)}
     roots = {
-        directory
+        directory: format
         for directory in directories
-        if os.path.isdir(os.path.join(root, directory, delta_roots.LOG))
+        if (format := _lake_format(directory)) is not None
     }
-    if (found := delta_roots.first_root(names, roots)) is not None:
-        raise delta_roots.refusal(source, os.path.join(root, found))
+    if (found := lake_roots.first_root(kept, roots)) is not None:
+        raise lake_roots.refusal(source, root, found, roots[found])
+
+
+def _lake_format(directory: str) -> str | None:
+    """The format of the table whose root a directory is; None where it is that of none."""
+    if os.path.isdir(f"{directory}/{lake_roots.DELTA_LOG}"):
+        return "delta"
+    try:
+        with os.scandir(f"{directory}/{lake_roots.ICEBERG_METADATA}") as entries:
+            is_iceberg = any(lake_roots.is_metadata_file(entry.name) for entry in entries)
+    except OSError:
+        return None
+    return "iceberg" if is_iceberg else None
 
 
 def _is_there(source: str, path: str | Path) -> bool:

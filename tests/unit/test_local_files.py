@@ -232,7 +232,7 @@ def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
     assert uri in str(caught.value)
 
 
-# -- Delta tables ----------------------------------------------------------------------------------
+# -- lake tables -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -244,7 +244,13 @@ def lake(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("source", ["t", "t/", "t/*.parquet", "t/*/*.parquet", "", "**/*.parquet"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("t", "t/", "t/*.parquet", "t/*/*.parquet", "", "**/*.parquet"),
+        *("t/day=1", "t/day=1/", "t/day=1/*.parquet"),
+    ],
+)
 @pytest.mark.parametrize("prefix", ["", "file://"])
 def test_files_of_a_delta_table_are_not_read_as_plain_ones(
     lake: Path, source: str, prefix: str
@@ -266,6 +272,50 @@ def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(
     log = [str(lake / "t/_delta_log/0.json")]
     assert paths_of(lake / "t/_delta_log/*.json") == log
     assert paths_of(lake / "t/_*/*.json") == log
+
+
+_METADATA = "00002-81c84686-1151-417f-bf29-87c00c220852.metadata.json"
+
+
+@pytest.mark.parametrize(
+    "source", ["i", "i/", "i/data", "i/data/*.parquet", "i/data/day=1", "", "**/*.parquet", "i/*/*"]
+)
+@pytest.mark.parametrize("metadata", [_METADATA, "v3.metadata.json", "v3.gz.metadata.json"])
+def test_files_of_an_iceberg_table_are_not_read_as_plain_ones(
+    tmp_path: Path, source: str, metadata: str
+) -> None:
+    for name in (f"i/metadata/{metadata}", "i/data/day=1/a.parquet", "i/data/b.parquet"):
+        touch(tmp_path / name)
+    with pytest.raises(RequestError, match="is an Iceberg table: say format: iceberg") as caught:
+        paths_of(f"{tmp_path}/{source}", format="parquet")
+    assert str(tmp_path / "i") in str(caught.value)
+    table = table_spec(tmp_path, format="parquet", ignore=["i/*", "c*"])
+    beside = touch(tmp_path / "d.parquet")
+    assert [file.path for file in sources.find_files(table)[1]] == [beside]
+
+
+def test_a_file_of_an_iceberg_table_that_is_named_and_its_metadata_are_read_as_they_are(
+    tmp_path: Path,
+) -> None:
+    metadata = touch(tmp_path / "metadata" / _METADATA)
+    file = touch(tmp_path / "data/b.parquet")
+    assert paths_of(file) == [file]
+    assert paths_of(tmp_path / "metadata/*.json") == [metadata]
+
+
+def test_a_directory_of_metadata_of_another_kind_makes_no_iceberg_table(tmp_path: Path) -> None:
+    touch(tmp_path / "metadata/picture-1.metadata.json")
+    touch(tmp_path / "metadata/schema.json")
+    file = touch(tmp_path / "data/b.parquet")
+    assert paths_of(tmp_path, format="parquet") == [file]
+    assert paths_of(tmp_path / "data") == [file]
+
+
+def test_ignore_is_no_way_out_for_a_source_inside_of_a_table(lake: Path) -> None:
+    with pytest.raises(RequestError, match=r"with that as the source$"):
+        paths_of(lake / "t/day=1")
+    with pytest.raises(RequestError, match=r"or leave its files out by ignore$"):
+        paths_of(lake, format="parquet")
 
 
 # -- what is no file -------------------------------------------------------------------------------

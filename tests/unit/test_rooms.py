@@ -26,7 +26,7 @@ PURE_MODULES = (
     "cache_server/texts/csv_sample.py",
     "cache_server/flight_messages.py",
     "cache_server/decimals.py",
-    "cache_server/delta_roots.py",
+    "cache_server/lake_roots.py",
     "cache_server/null_advice.py",
     "cache_server/planning.py",
     "cache_server/pinned.py",

@@ -139,7 +139,11 @@ def lake(s3: S3Server) -> S3Server:
 
 
 @pytest.mark.parametrize(
-    "source", ["t", "t/", "t/*.parquet", "t/*/*.parquet", "t/**", "", "**/*.parquet", "*/*.parquet"]
+    "source",
+    [
+        *("t", "t/", "t/*.parquet", "t/*/*.parquet", "t/**", "", "**/*.parquet", "*/*.parquet"),
+        *("t/day=1", "t/day=1/", "t/day=1/*.parquet"),
+    ],
 )
 def test_files_of_a_delta_table_are_not_read_as_plain_ones(lake: S3Server, source: str) -> None:
     with pytest.raises(RequestError, match="is a Delta table: say format: delta") as caught:
@@ -162,6 +166,36 @@ def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(
     for name, pattern in (("t/b.parquet",) * 2, ("t/_delta_log/0.json", "t/_delta_log/*.json")):
         assert found(lake, f"s3://delta-lake/{pattern}") == [f"s3://delta-lake/{name}"]
     assert found(lake, "s3://delta-lake/t/_*/*.json") == ["s3://delta-lake/t/_delta_log/0.json"]
+
+
+_METADATA = "i/metadata/00002-81c84686-1151-417f-bf29-87c00c220852.metadata.json"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("i", "i/", "i/*.parquet", "i/*/*.parquet", "", "**/*.parquet"),
+        *("i/data", "i/data/*.parquet", "i/data/day=1/", "i/data/day=1/h=2/*.parquet"),
+    ],
+)
+def test_files_of_an_iceberg_table_are_not_read_as_plain_ones(s3: S3Server, source: str) -> None:
+    names = ("i/a.parquet", "i/data/b.parquet", "i/data/day=1/h=2/c.parquet", "d.parquet")
+    s3.put_many("iceberg-lake", dict.fromkeys((*names, _METADATA), b"x"))
+    with pytest.raises(RequestError, match="is an Iceberg table: say format: iceberg") as caught:
+        found(s3, f"s3://iceberg-lake/{source}")
+    assert "s3://iceberg-lake/i" in str(caught.value)
+    for named in (names[0], names[2], _METADATA):
+        assert found(s3, f"s3://iceberg-lake/{named}") == [f"s3://iceberg-lake/{named}"]
+    assert found(s3, "s3://iceberg-lake/*.parquet") == ["s3://iceberg-lake/d.parquet"]
+
+
+def test_what_may_not_be_listed_above_a_source_does_not_hinder_it(s3: S3Server) -> None:
+    s3.put("partly", "t/day=1/a.parquet", b"x")
+    s3.clear()
+    s3.fail(r"prefix=t(%2F|/)(_delta_log|metadata)", times=9, status=403)
+    assert found(s3, "s3://partly/t/day=1/") == ["s3://partly/t/day=1/a.parquet"]
+    queries = [request.query for request in s3.requests if request.key == "partly"]
+    assert any("_delta_log" in query for query in queries)
 
 
 @pytest.mark.parametrize("pattern", ["", "**", "**/*", "*", "*/*"])
