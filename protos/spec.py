@@ -98,7 +98,7 @@ class TableSpec:
         name: in the query.
         source: paths, globs and URIs, in row order.
         format: one of `FORMATS`; None: by the names.
-        snapshot: Iceberg snapshot id or Delta version; None: the current one.
+        snapshot: Iceberg snapshot id, tag or branch, or Delta version; None: the current one.
         missing_columns: ``refuse`` or ``null``.
         options: settings of the store or catalogue that are no secrets.
         secrets: the other ones. They are neither shown nor written anywhere.
@@ -108,7 +108,7 @@ class TableSpec:
     name: str
     source: tuple[str, ...]
     format: str | None = None
-    snapshot: int | None = None
+    snapshot: int | str | None = None
     missing_columns: str = "refuse"
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -120,7 +120,8 @@ class TableSpec:
             name=self.name,
             source=self.source,
             format=self.format or "",
-            snapshot=self.snapshot,
+            snapshot=self.snapshot if isinstance(self.snapshot, int) else None,
+            snapshot_name=self.snapshot if isinstance(self.snapshot, str) else "",
             missing_columns=self.missing_columns,
             options=self.options,
             ignore=self.ignore,
@@ -145,7 +146,8 @@ class DatasetSpec:
         sql: a query over the table ``source``, or over the names of ``sources``.
         columns: shortcut for ``sql``: the columns to keep, in this order.
         filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
-        snapshot: Iceberg snapshot id or Delta version. Default: the current one.
+        snapshot: Iceberg snapshot id, or the name of a tag or a branch; or Delta version. Default:
+            the current one.
         catalog: properties of an Iceberg catalogue, by pyiceberg's names: ``type``, ``uri``.
         missing_columns: what becomes of a column that some files lack: ``refuse`` or ``null``.
         storage_options: settings of the store by its own names, such as ``AWS_ENDPOINT_URL``, in
@@ -187,7 +189,7 @@ class DatasetSpec:
         sql: str | None = None,
         columns: Iterable[str] | None = None,
         filter: str | None = None,
-        snapshot: int | None = None,
+        snapshot: int | str | None = None,
         catalog: Mapping[str, object] | None = None,
         missing_columns: str = "refuse",
         storage_options: Mapping[str, object] | None = None,
@@ -299,7 +301,8 @@ class DatasetSpec:
             tables[table.name] = {
                 "source": list(table.source) or None,
                 "format": table.format or None,
-                "snapshot": table.snapshot if table.HasField("snapshot") else None,
+                "snapshot": table.snapshot_name
+                or (table.snapshot if table.HasField("snapshot") else None),
                 "missing_columns": table.missing_columns or "refuse",
                 "storage_options": {**table.options, **values} or None,
                 "ignore": list(table.ignore) or None,
@@ -422,12 +425,7 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
     if format is not None and not (isinstance(format, str) and format in FORMATS):
         problems.append(f"format must be one of {', '.join(FORMATS)}, got {_shown(format)}")
         format = None
-    given = arguments.get("snapshot")
-    snapshot = as_integer(given)
-    if given is not None and (snapshot is None or not 0 <= snapshot <= _LAST_SNAPSHOT):
-        problems.append(
-            f"snapshot must be the number of a snapshot or version, got {_shown(given)}"
-        )
+    snapshot = _snapshot(arguments.get("snapshot"), problems)
     policy = arguments.get("missing_columns", "refuse")
     if not isinstance(policy, str) or policy not in ("refuse", "null"):
         problems.append(f"missing_columns must be refuse or null, got {_shown(policy)}")
@@ -455,6 +453,19 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
         secrets,
         ignore,
     )
+
+
+def _snapshot(given: object, problems: list[str]) -> int | str | None:
+    if isinstance(given, str) and given:
+        problems += _text_problems("snapshot", [given])
+        return given
+    snapshot = as_integer(given)
+    if given is not None and (snapshot is None or not 0 <= snapshot <= _LAST_SNAPSHOT):
+        problems.append(
+            "snapshot must be the number of a snapshot or version, or the name of a tag or branch, "
+            f"got {_shown(given)}"
+        )
+    return snapshot
 
 
 def _ignored(patterns: object, problems: list[str]) -> tuple[str, ...]:

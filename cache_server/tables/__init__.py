@@ -65,7 +65,7 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
         return format, cast(Pin, _module(format).pin(table))
     if table.snapshot is not None:
         raise RequestError(
-            f"table {table.name!r}: snapshot {table.snapshot} is for iceberg and delta tables"
+            f"table {table.name!r}: snapshot {table.snapshot!r} is for iceberg and delta tables"
         )
     return files.pin(table)
 

@@ -128,6 +128,10 @@ def pin(table: TableSpec) -> Pin:
         )
     (uri,) = table.source
     what = f"Delta table {uri}"
+    if isinstance(table.snapshot, str):
+        raise RequestError(
+            f"{what} has no snapshot {table.snapshot!r}: its versions have numbers, without quotes"
+        )
     with lake.naming(what, table.options, table.secrets):
         storage = _storage_options(uri, table.options, table.secrets)
         opened = _open(uri, table.snapshot, storage)

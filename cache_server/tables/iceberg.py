@@ -43,6 +43,7 @@ from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
+from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 
 from cache_server.object_stores.connections import check_variables, settings_for_libraries
@@ -80,7 +81,7 @@ _OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # names that are pyiceberg'
 _UNTRANSLATED = ("application_credentials",)  # pyarrow takes it from the environment alone
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
-_MAX_LISTED = 20  # snapshots in a message
+_MAX_LISTED = 20  # snapshots, tags or branches in a message
 _COMPARISONS = {
     "=": EqualTo,
     "<": LessThan,
@@ -130,13 +131,13 @@ _PLANS = lake.OpenedSnapshots[_Plan](max_age_s=_PLAN_AGE_S)
 def pin(table: TableSpec) -> Pin:
     """The snapshot that ``table`` names, or the current one; splits are ordered by file path.
 
-    Columns are those of the snapshot where one is named, and those of the table now where not: as
-    pyiceberg's own scan has it.
+    Columns are those of the snapshot where it is named by its id or a tag, and those of the table
+    now where it is the current one or that of a branch: the rule of Iceberg's own library.
 
     Raises:
         LoadError: when the table, its metadata or its manifests cannot be read.
-        RequestError: for a snapshot that the table does not have, for equality deletes and for
-            data or delete files of a format that cannot be read.
+        RequestError: for a snapshot, tag or branch that the table does not have, for equality
+            deletes and for data or delete files of a format that cannot be read.
     """
     if len(table.source) != 1:
         raise RequestError(
@@ -148,8 +149,8 @@ def pin(table: TableSpec) -> Pin:
     with lake.naming(what, table.options, table.secrets):
         opened, identifier = _find(source, table.options, table.secrets)
         metadata = opened.metadata
-        snapshot_id = _snapshot_id(metadata, table.snapshot, what)
-        schema = _schema(metadata, snapshot_id if table.snapshot is not None else None, what)
+        snapshot_id, is_fixed = _snapshot_id(metadata, table.snapshot, what)
+        schema = _schema(metadata, snapshot_id if is_fixed else None, what)
         state = _State(opened.metadata_location, identifier, snapshot_id, schema.schema_id)
         tasks = _tasks(opened, snapshot_id, what)
     by_path = {task.file.file_path: task.file for task in tasks}
@@ -334,16 +335,29 @@ def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) ->
     return properties
 
 
-def _snapshot_id(metadata: TableMetadata, wanted: int | None, what: str) -> int | None:
-    if wanted is None:
+def _snapshot_id(
+    metadata: TableMetadata, wanted: int | str | None, what: str
+) -> tuple[int | None, bool]:
+    """The snapshot that is wanted, and whether it stays the same for ever."""
+    if wanted is None or wanted == MAIN_BRANCH:
         current = metadata.current_snapshot()
-        return current.snapshot_id if current is not None else None
+        return current.snapshot_id if current is not None else None, False
+    if isinstance(wanted, str):
+        ref = metadata.refs.get(wanted)
+        if ref is None:
+            raise RequestError(
+                f"{what} has no tag or branch {wanted!r}; there are{_listed(sorted(metadata.refs))}"
+            )
+        return ref.snapshot_id, ref.snapshot_ref_type == SnapshotRefType.TAG
     known = [snapshot.snapshot_id for snapshot in metadata.snapshots]
     if wanted not in known:
-        listed = ", ".join(str(number) for number in known[-_MAX_LISTED:]) or "none"
-        more = f" (the last {_MAX_LISTED} of {len(known)})" if len(known) > _MAX_LISTED else ""
-        raise RequestError(f"{what} has no snapshot {wanted}; there are{more}: {listed}")
-    return wanted
+        raise RequestError(f"{what} has no snapshot {wanted}; there are{_listed(known)}")
+    return wanted, True
+
+
+def _listed(known: Sequence[int | str]) -> str:
+    more = f" (the last {_MAX_LISTED} of {len(known)})" if len(known) > _MAX_LISTED else ""
+    return f"{more}: {', '.join(map(str, known[-_MAX_LISTED:])) or 'none'}"
 
 
 def _schema(metadata: TableMetadata, snapshot_id: int | None, what: str) -> Schema:

@@ -296,6 +296,8 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     several = DatasetSpec("d", ["/a", "/b"], format="delta").tables[0]
     with pytest.raises(RequestError, match="one source"):
         delta.pin(several)
+    with pytest.raises(RequestError, match="no snapshot 'v1': its versions have numbers"):
+        delta.pin(_spec(str(tmp_path), snapshot="v1"))
 
 
 def test_a_version_of_which_the_log_was_cleaned_up_is_named(tmp_path: Path) -> None:

@@ -135,6 +135,41 @@ def test_the_current_state_has_the_current_columns(catalog: SqlCatalog) -> None:
     assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
 
 
+def test_a_tag_is_its_snapshot_and_a_branch_moves(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    first, last = table.metadata.snapshots[0].snapshot_id, table.metadata.current_snapshot_id
+    assert last is not None
+    table.manage_snapshots().create_tag(first, "v1").create_branch(first, "audit").commit()
+
+    tagged = _spec(table.metadata_location, snapshot="v1")
+    pin = iceberg.pin(tagged)
+    assert pin.content == iceberg.pin(_spec(table.metadata_location, snapshot=first)).content
+    assert_same_rows(read_table(tagged, pin), table.scan(snapshot_id=first).to_arrow())
+
+    branch = _spec(table.metadata_location, snapshot="audit")
+    before = iceberg.pin(branch)
+    assert before.schema.names == ["id", "part", "points", "tags", "extra"]  # those of today
+    rows = read_table(branch, before)
+    assert rows.column("id").to_pylist() == read_table(tagged, pin).column("id").to_pylist()
+
+    table.manage_snapshots().create_branch(last, "audit").commit()
+    moved = _spec(table.metadata_location, snapshot="audit")
+    after = iceberg.pin(moved)
+    assert after.content != before.content
+    assert_same_rows(read_table(moved, after), table.scan().to_arrow())
+    assert read_table(branch, before).equals(rows)
+    for snapshot in (None, "main"):
+        current = _spec(table.metadata_location, snapshot=snapshot)
+        assert iceberg.pin(current).content == after.content
+
+
+def test_an_unknown_tag_or_branch_is_refused_with_the_known_ones(catalog: SqlCatalog) -> None:
+    table = _evolve(catalog)
+    table.manage_snapshots().create_tag(table.metadata.snapshots[0].snapshot_id, "v1").commit()
+    with pytest.raises(RequestError, match="no tag or branch 'v2'; there are: main, v1"):
+        iceberg.pin(_spec(table.metadata_location, snapshot="v2"))
+
+
 def test_data_files_that_no_row_can_come_from_are_pruned(catalog: SqlCatalog) -> None:
     table = _evolve(catalog)
     spec = _spec(table.metadata_location)
@@ -272,9 +307,10 @@ def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog)
     assert found.column("m").to_pylist() == [row["m"] for row in rows]
 
 
-def test_a_table_without_a_snapshot_has_no_rows(catalog: SqlCatalog) -> None:
+@pytest.mark.parametrize("snapshot", [None, "main"])
+def test_a_table_without_a_snapshot_has_no_rows(catalog: SqlCatalog, snapshot: str | None) -> None:
     table = catalog.create_table("ns.empty", SCHEMA)
-    spec = _spec(table.metadata_location)
+    spec = _spec(table.metadata_location, snapshot=snapshot)
     pin = iceberg.pin(spec)
     assert pin.schema.names == ["id", "part", "score", "tags"]
     assert pin.cut(pin.schema.empty_table().select(["id"]).schema, 1) == ()

@@ -28,6 +28,11 @@ import yaml
 from deltalake import write_deltalake
 from moto.server import ThreadedMotoServer
 from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table.metadata import new_table_metadata
+from pyiceberg.table.sorting import SortOrder
+from pyiceberg.types import LongType, NestedField
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
@@ -224,6 +229,8 @@ def _write_tables(root: Path) -> tuple[str, list[int]]:
             table = catalog.create_table("shop.orders", orders().schema, location=location)
             for half in halves(orders()):
                 table.append(half)
+            first = table.metadata.snapshots[0].snapshot_id
+            table.manage_snapshots().create_tag(first, "v1").commit()
             metadata = table.metadata_location
             snapshots = [snapshot.snapshot_id for snapshot in table.metadata.snapshots]
         storage = {
@@ -237,6 +244,17 @@ def _write_tables(root: Path) -> tuple[str, list[int]]:
     finally:
         server.stop()
     return metadata, snapshots
+
+
+def _write_iceberg_files(root: Path) -> None:
+    """A table without a catalogue, as Hadoop's are."""
+    for name in ("metadata", "data"):
+        (root / name).mkdir(parents=True)
+    metadata = new_table_metadata(
+        Schema(NestedField(1, "id", LongType())), PartitionSpec(), SortOrder(), str(root)
+    )
+    (root / "metadata/v1.metadata.json").write_text(metadata.model_dump_json())
+    pq.write_table(houses(), root / "data/a.parquet")
 
 
 def _catalogue(metadata: str, endpoint: str) -> type[FilesStub]:
@@ -301,7 +319,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     all_houses, all_orders = houses().to_pylist(), orders().to_pylist()
     if name in ("iceberg", "iceberg-sql", "iceberg-rest", "postgres-table"):
         return all_orders
-    if name == "iceberg-snapshot":
+    if name in ("iceberg-snapshot", "iceberg-tag"):
         return all_orders[:45]
     if name == "delta-version":
         return all_houses[:60]
@@ -407,11 +425,16 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "has other columns than": {"source": f"{root}/grown"},
         "several columns are named 'rooms'": {"source": f"{root}/twice.csv"},
         "is a Delta table: say format: delta": {"source": f"{root}/trips"},
+        "is an Iceberg table: say format: iceberg": {"source": f"{root}/files-of-iceberg"},
         "snapshot 7 is for iceberg and delta tables": {"source": path, "snapshot": 7},
         "has no version 7; its versions go up to 0": {
             "source": f"{root}/one-version",
             "format": "delta",
             "snapshot": 7,
+        },
+        "has no tag or branch 'v2'": {
+            "source": f"{root}/files-of-iceberg/metadata/v1.metadata.json",
+            "snapshot": "v2",
         },
         "the rows of DISTINCT have no order of their own": {
             "source": path,
@@ -444,6 +467,7 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     nodes: LocalCluster, lake: Lake
 ) -> None:
     write_deltalake(str(lake.root / "one-version"), houses())
+    _write_iceberg_files(lake.root / "files-of-iceberg")
     pq.write_table(pa.table({"rooms": pa.array([1, None])}), lake.root / "nulls.parquet")
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")

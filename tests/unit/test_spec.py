@@ -119,6 +119,14 @@ def test_integers_of_numpy_are_integers() -> None:
     assert spec.to_proto().tables[0].snapshot == 7
 
 
+def test_a_snapshot_is_a_number_or_a_name() -> None:
+    for snapshot in (0, 7, "v1", "7", None):
+        spec = DatasetSpec("t", "/data", snapshot=snapshot)
+        assert DatasetSpec.from_proto(spec.to_proto()).tables[0].snapshot == snapshot
+    assert "got ''" in problem_of(snapshot="")
+    assert "text in UTF-8" in problem_of(snapshot="a\udc80")
+
+
 def test_every_bad_field_is_quoted_at_once() -> None:
     problem = problem_of(
         name="a b",
@@ -293,12 +301,12 @@ def test_unknown_keys_come_with_the_known_ones(tmp_path: Path) -> None:
 
 def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Path) -> None:
     problem = yaml_problem(
-        tmp_path, "name: a b\nreplica: 2\nreplicas: 0\ncolumns: x\nsnapshot: new"
+        tmp_path, "name: a b\nreplica: 2\nreplicas: 0\ncolumns: x\nsnapshot: [new]"
     )
 
     for words in (
         *("unknown key 'replica'", "lacks source", "letter or digit, got 'a b'"),
-        *("at least 1, got 0", "column names, got 'x'", "snapshot or version, got 'new'"),
+        *("at least 1, got 0", "column names, got 'x'", "tag or branch, got ['new']"),
     ):
         assert words in problem
     assert "'missing'" not in problem and "source must be" not in problem
@@ -361,7 +369,7 @@ def test_an_unreadable_yaml_file_is_named(tmp_path: Path, missing: str) -> None:
         ({"sources": {"a": {"source": {"key": "hush"}}}}, "sources.a: source must be a path"),
         ({"sources": {"a": {"source": "/a", "ignore": {"key": "hush"}}}}, "names, got a dict"),
         ({"source": "/a", "format": {"key": "hush"}}, "postgres, got a dict"),
-        ({"source": "/a", "snapshot": {"key": "hush"}}, "version, got a dict"),
+        ({"source": "/a", "snapshot": {"key": "hush"}}, "branch, got a dict"),
         ({"source": "/a", "missing_columns": {"key": "hush"}}, "null, got a dict"),
         ({"source": "/a", "columns": [{"key": "hush"}]}, "names, got a list"),
         ({"source": "/a", "target_shard_bytes": {"key": "hush"}}, "64MiB, got a dict"),

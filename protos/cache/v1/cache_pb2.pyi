@@ -188,13 +188,17 @@ class TableSpec(_message.Message):
     MISSING_COLUMNS_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     IGNORE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """in the query; "source" where there is only one"""
     format: _builtins.str
     """empty: by the names"""
     snapshot: _builtins.int
+    """its number"""
     missing_columns: _builtins.str
     """"refuse" or "null" """
+    snapshot_name: _builtins.str
+    """instead of a number: a tag or a branch"""
     @_builtins.property
     def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -215,10 +219,11 @@ class TableSpec(_message.Message):
         missing_columns: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ignore: _abc.Iterable[_builtins.str] | None = ...,
+        snapshot_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__snapshot: _TypeAlias = _typing.Literal["snapshot"]  # noqa: Y015
     _WhichOneofArgType__snapshot: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot"]  # noqa: Y015
