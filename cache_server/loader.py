@@ -33,6 +33,7 @@ from cache_server.quoting import identifier
 from cache_server.skipped_groups import skips_wrongly
 from cache_server.texts.csv_sample import read_sample
 from cache_server.texts.csv_times import check_times, times_as_texts
+from cache_server.texts.first_bytes import FIRST_BYTES, objection
 from cache_server.texts.json_escapes import check_escapes
 from cache_server.texts.json_numbers import check_integers, integers_as_floats, may_have_fractions
 from protos.errors import LoadError
@@ -78,12 +79,20 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
         LoadError: naming the file when it cannot be read.
     """
     try:
+        check_first_bytes(path, format)
         schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
         if format == "arrow":
             check_names(_names_of_arrow(path))
         return schema
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
+
+
+def check_first_bytes(path: Path, format: str) -> None:
+    """Raises a ValueError for a file that begins as one of another format does, or as a page."""
+    with path.open("rb") as opened:
+        if (reason := objection(opened.read(FIRST_BYTES), format)) is not None:
+            raise ValueError(reason)
 
 
 def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -106,6 +115,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if _reads_nothing(plan):
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
+            if file.format in ("csv", "json"):
+                check_first_bytes(file.path, file.format)
             if file.format == "json":
                 check_escapes(file.path, split)
                 _check_integers(file, table)

@@ -6,14 +6,14 @@ which settings the bucket is reached: see `connections`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import obstore
 from obstore import exceptions
 
-from cache_server.object_stores.errors import Place, store_error
+from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
 from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
 
@@ -27,6 +27,8 @@ _PLAIN = "/!$&'()*+,;=:@~"  # stand for themselves in the path of a URL
 _LISTED_AT_ONCE = 1000
 _CHUNK_BYTES = 256 * 1024  # small enough to stay in the processor's cache
 _FAILURES = (exceptions.BaseError, OSError, ValueError)
+_NO_HEAD = ("status code: 501", NO_LENGTH)
+_COMPRESSED = ("gzip", "x-gzip", "deflate", "br", "zstd")
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
@@ -34,6 +36,13 @@ def kind_of(uri: str) -> str:
     """``s3``, ``gs``, ``az``, ``http``; empty for what is none of them, such as a path."""
     scheme, found, _ = uri.partition("://")
     return _KINDS.get(scheme.lower(), "") if found else ""
+
+
+def _may_answer_get(error: Exception) -> bool:
+    """Whether a web server that failed so for a HEAD may be one that answers a GET."""
+    # Some refuse a HEAD, by 403, 404, 405 or 501, or do not say how long the answer would be.
+    known = (FileNotFoundError, *_REFUSALS)
+    return isinstance(error, known) or any(sign in str(error) for sign in _NO_HEAD)
 
 
 class RangesNotServedError(Exception):
@@ -109,10 +118,9 @@ class ObjectClient:
         try:
             try:
                 return self._file(obstore.head(self._store, key))
-            except (FileNotFoundError, *_REFUSALS):
-                if self.lists:
+            except _FAILURES as error:
+                if self.lists or not _may_answer_get(error):
                     raise
-                # Some web servers refuse a HEAD, by 403, 404 or 405, and answer a GET.
                 return self._file(self._begun(key))
         except FileNotFoundError:
             return None
@@ -122,9 +130,23 @@ class ObjectClient:
     def _begun(self, key: str) -> Any:
         """What is known of an object by a request for its bytes, of which none is taken."""
         try:
-            return obstore.get(self._store, key, options={"range": (0, 1)}).meta
+            result = obstore.get(self._store, key, options={"range": (0, 1)})
         except exceptions.NotSupportedError:
-            return obstore.get(self._store, key).meta
+            result = obstore.get(self._store, key)
+        self._check_encoding(self._uri(key), result.attributes)
+        return result.meta
+
+    def _check_encoding(self, uri: str, attributes: Mapping[Any, Any]) -> None:
+        """Raises a `LoadError` where a web server sends other bytes than those of the object.
+
+        An object of a store has this attribute as it was uploaded with, and its bytes as they are.
+        """
+        encoding = str(attributes.get("Content-Encoding", "identity")).lower()
+        if not self.lists and encoding in _COMPRESSED:
+            raise LoadError(
+                f"cannot read {uri}: {self._place} sends it with Content-Encoding: {encoding}, "
+                "though asked for the bytes as they are"
+            )
 
     def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
         """The objects below ``prefix``, which ends with a slash or is empty, in no order.
@@ -155,6 +177,7 @@ class ObjectClient:
             result = obstore.get(
                 self._store, self._key(file), options={"range": span} if span else None
             )
+            self._check_encoding(file.path, result.attributes)
             check_unchanged(file, self._file(result.meta))
             stream = result.stream(min_chunk_size=_CHUNK_BYTES)
         except exceptions.NotSupportedError:

@@ -303,11 +303,14 @@ def _http(
     origin = f"{location.base.partition('://')[0]}://{host}"
     user = unquote(user) if at else values.get("user", "")
     token = values.get("bearer_token") or values.get("access_token") or values.get("session_token")
+    # Compressed on the way, an object would have another size than its own, and no ranges.
+    headers = {"Accept-Encoding": "identity"}
     if user and (password := values.get("password")):
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
-        common["client_options"]["default_headers"] = {"Authorization": f"Basic {pair}"}
+        headers["Authorization"] = f"Basic {pair}"
     elif token:
-        common["client_options"]["default_headers"] = {"Authorization": f"Bearer {token}"}
+        headers["Authorization"] = f"Bearer {token}"
+    common["client_options"]["default_headers"] = headers
     _allow_http(common, origin)
     return HTTPStore(origin, **common), Place("", origin)
 

@@ -21,6 +21,7 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _SYSTEM = re.compile(r'message: "([^"]+)"')
 _DETAIL = " Debug source: "  # obstore's, after `redacted`
 _PROVIDER = "credential provider: "
+NO_LENGTH = "Content-Length Header missing"  # in obstore's words
 _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
@@ -63,6 +64,8 @@ def store_error(
         said = ": ".join(filter(None, [code, _first(_MESSAGE, text)]))
         answer = f"{place} answered {status} {_phrase(number)}{tries}"
         reason = f"{answer} ({said})" if said else answer
+    elif NO_LENGTH in text:
+        reason = f"{place} does not say how large it is (no Content-Length), which must be known"
     elif "error sending request" in text:
         system = "timed out" if "TimedOut" in detail else "no connection"
         reason = f"no answer from {place}{tries}: {_first(_SYSTEM, detail) or system}"

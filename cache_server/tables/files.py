@@ -32,6 +32,7 @@ from cache_server.pinned import (
 )
 from cache_server.tables import local_files, parquet
 from cache_server.tables.synthetic import rows_like
+from cache_server.texts.first_bytes import FIRST_BYTES, objection
 from protos.errors import LoadError, RequestError
 from protos.spec import FILE_SUFFIXES, TableSpec
 
@@ -180,7 +181,7 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
         try:
             return pq.read_metadata(file.path)
         except (pa.ArrowInvalid, OSError) as error:
-            raise LoadError(f"cannot read the Parquet footer of {file.path}: {error}") from None
+            raise _no_footer(file, _first_bytes(file.path), error) from None
 
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
         return tuple(pool.map(read, files))
@@ -202,7 +203,21 @@ def read_remote_footer(file: SourceFile, read_tail: Callable[[int], bytes]) -> p
     try:
         return pq.read_metadata(pa.BufferReader(tail))
     except (pa.ArrowInvalid, OSError) as error:
-        raise LoadError(f"cannot read the Parquet footer of {file.path}: {error}") from None
+        raise _no_footer(file, tail if len(tail) == file.size else b"", error) from None
+
+
+def _no_footer(file: SourceFile, head: bytes, error: Exception) -> LoadError:
+    if (reason := objection(head[:FIRST_BYTES], "parquet")) is not None:
+        return LoadError(f"cannot read {file.path} as parquet: {reason}")
+    return LoadError(f"cannot read the Parquet footer of {file.path}: {error}")
+
+
+def _first_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as opened:
+            return opened.read(FIRST_BYTES)
+    except OSError:
+        return b""  # whatever it is that cannot be read says so by itself
 
 
 def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> tuple[Split, ...]:

@@ -422,6 +422,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
             "storage_options": {"AWS_ACCESS_KEY_ID": "x"},
         },
         "one dataset has one format, found several": {"source": f"{root}/mixed"},
+        "it is an HTML page, such as that of a login": {"source": f"{root}/login.csv"},
         "has other columns than": {"source": f"{root}/grown"},
         "several columns are named 'rooms'": {"source": f"{root}/twice.csv"},
         "is a Delta table: say format: delta": {"source": f"{root}/trips"},
@@ -472,6 +473,7 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
     (lake.root / "escapes.jsonl").write_text(json.dumps({"town": "\U00020bb7"}))
+    (lake.root / "login.csv").write_text("<html><body>Who are you?</body></html>")
     (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
     (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')

@@ -24,6 +24,7 @@ PURE_MODULES = (
     "cache_client/permutation.py",
     "cache_client/routing.py",
     "cache_server/texts/csv_sample.py",
+    "cache_server/texts/first_bytes.py",
     "cache_server/flight_messages.py",
     "cache_server/decimals.py",
     "cache_server/lake_roots.py",

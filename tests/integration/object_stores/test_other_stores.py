@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.pinned import SourceFile
+from cache_server.tables import pin
 from protos.errors import LoadError, RequestError
+from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
-from tests.store_stubs import AzureStub, FilesStub, Served
+from tests.store_stubs import AzureStub, FilesStub, Served, _Stub
 
 
 def test_google_cloud_storage_is_read_by_a_service_account(s3: S3Server, tmp_path: Path) -> None:
@@ -80,7 +84,7 @@ def test_azure_is_read_by_key_by_signature_and_by_token(
         assert query in path
 
 
-@pytest.mark.parametrize("status", [403, 404, 405])
+@pytest.mark.parametrize("status", [403, 404, 405, 501])
 def test_a_web_server_that_refuses_to_tell_of_an_object_is_asked_for_it(
     s3: S3Server, tmp_path: Path, status: int
 ) -> None:
@@ -97,6 +101,82 @@ def test_a_web_server_that_refuses_to_tell_of_an_object_is_asked_for_it(
         assert read_tail(file, 5, {}, {}) == bytes(range(195, 200))
         with pytest.raises(LoadError, match=re.escape(f"{origin}/none.csv' does not exist")):
             expand(f"{origin}/none.csv", (".csv",), {}, {})
+
+
+_ROWS = b"id,name\n" + b"1,a\n" * 50
+_MODIFIED = {"Last-Modified": "Tue, 01 Jul 2025 10:00:00 GMT"}
+
+
+class _OneFile(_Stub):
+    """A server of one CSV, which says only in an answer to GET how long that is."""
+
+    encodings: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Last-Modified", _MODIFIED["Last-Modified"])
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.encodings.append(self.headers.get("Accept-Encoding", ""))
+        self._answer(200, _ROWS, _MODIFIED)
+
+
+class _Compressing(_OneFile):
+    """Compresses whatever is asked for; does or does not say so beforehand."""
+
+    head: ClassVar[bytes] = _ROWS
+
+    def do_HEAD(self) -> None:
+        self._answer(200, self.head, _MODIFIED)
+
+    def do_GET(self) -> None:
+        self._answer(200, gzip.compress(_ROWS), {**_MODIFIED, "Content-Encoding": "gzip"})
+
+
+class _Chunked(_OneFile):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Last-Modified", _MODIFIED["Last-Modified"])
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(_ROWS), _ROWS))
+
+
+def test_a_web_server_that_does_not_tell_the_length_is_asked_for_the_object(
+    tmp_path: Path,
+) -> None:
+    with Served(_OneFile) as origin:
+        (file,) = expand(f"{origin}/a.csv", (".csv",), {}, {})
+        assert file.size == len(_ROWS)
+        download(file, tmp_path / "f", {}, {})
+    assert (tmp_path / "f").read_bytes() == _ROWS
+    assert set(_OneFile.encodings) == {"identity"}
+
+
+@pytest.mark.parametrize("head", [_ROWS, gzip.compress(_ROWS)])
+def test_a_web_server_that_compresses_all_the_same_is_named(tmp_path: Path, head: bytes) -> None:
+    with Served(type("Handler", (_Compressing,), {"head": head})) as origin:
+        (file,) = expand(f"{origin}/a.csv", (".csv",), {}, {})
+        with pytest.raises(LoadError, match=f"{origin} sends it with Content-Encoding: gzip"):
+            download(file, tmp_path / "f", {}, {})
+
+
+def test_a_web_server_that_never_tells_the_length_is_named() -> None:
+    with (
+        Served(_Chunked) as origin,
+        pytest.raises(LoadError, match=f"{origin} does not say how large it is"),
+    ):
+        expand(f"{origin}/a.csv", (".csv",), {}, {})
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "parquet"])
+def test_a_page_in_place_of_an_object_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a.{suffix}").write_text("<!DOCTYPE html><title>Log in</title>")
+    with Served(functools.partial(FilesStub, directory=str(tmp_path))) as origin:
+        (table,) = DatasetSpec("t", f"{origin}/a.{suffix}").tables
+        with pytest.raises(LoadError, match=rf"a\.{suffix} as {suffix}: it is an HTML page"):
+            pin(table)
 
 
 def test_one_object_is_read_over_http(
