@@ -4,6 +4,13 @@
 obstore and of what speaks to a store; no module here knows tables.
 """
 
-from cache_server.object_stores.objects import download, expand, is_remote, read_tail, root_of
+from cache_server.object_stores.objects import (
+    check_unused,
+    download,
+    expand,
+    is_remote,
+    read_tail,
+    root_of,
+)
 
-__all__ = ["download", "expand", "is_remote", "read_tail", "root_of"]
+__all__ = ["check_unused", "download", "expand", "is_remote", "read_tail", "root_of"]

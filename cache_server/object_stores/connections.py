@@ -11,7 +11,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -100,14 +100,9 @@ def client_for(
         LoadError: where there are no credentials.
     """
     settings = store_settings(options, secrets)
+    check_names(location.kind, settings)
     for name in _UNUSED:
         settings.pop(name, None)
-    known = {*_CLIENT, *_RETRY, *_SETTINGS[location.kind]}
-    if unknown := sorted(settings.keys() - known):
-        raise RequestError(
-            f"the {location.kind} store has no option {', '.join(map(repr, unknown))}; "
-            f"it has {', '.join(sorted(known))}"
-        )
     for name in _FLAGS & settings.keys():
         settings[name] = settings[name].lower()
         if settings[name] not in ("true", "false"):
@@ -119,6 +114,26 @@ def client_for(
         tuple(sorted(environ.items())),
         secret_values(secrets, environ),
     )
+
+
+def check_names(kind: str, settings: Iterable[str], others: Collection[str] = ()) -> None:
+    """Raises a `RequestError` for a setting that a store does not have.
+
+    Args:
+        kind: of the store, as `kind_of` says it. Empty: files of the nodes, beside which may stand
+            whatever some store has, since one set of settings may be given with all sources.
+        settings: by the names of `store_settings`.
+        others: that are known as well.
+    """
+    kinds = [kind] if kind else list(_SETTINGS)
+    known = {*_CLIENT, *_RETRY, *(name for each in kinds for name in _SETTINGS[each])}
+    if unknown := sorted({*settings} - {*known, *_UNUSED, *others}):
+        names = ", ".join(map(repr, unknown))
+        if kind:
+            reason = f"the {kind} store has no option {names}; it has {', '.join(sorted(known))}"
+        else:
+            reason = f"no store has an option {names}"
+        raise RequestError(reason)
 
 
 def from_env() -> dict[str, str]:

@@ -31,7 +31,7 @@ from protos.errors import LoadError, RequestError
 SCHEME = "hf"
 _HOST = "https://huggingface.co"
 _KINDS = ("datasets", "spaces", "models", "buckets")
-_SETTINGS = (
+SETTINGS = (
     *("revision", "endpoint", "session_token", "access_token", "hf_token"),
     *("max_retries", "retry_timeout_s"),
 )
@@ -64,10 +64,10 @@ class HubClient:
         self, location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
     ) -> None:
         settings = store_settings(options, secrets)
-        if unknown := sorted(settings.keys() - set(_SETTINGS)):
+        if unknown := sorted(settings.keys() - set(SETTINGS)):
             raise RequestError(
                 f"the hf store has no option {', '.join(map(repr, unknown))}; it has "
-                f"{', '.join(_SETTINGS)}"
+                f"{', '.join(SETTINGS)}"
             )
         self._base = location.base
         names = ("access_token", "session_token", "hf_token")

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from cache_server import lake_roots
 from cache_server.object_stores.client import Location, RangesNotServedError
-from cache_server.object_stores.connections import client_for
-from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
+from cache_server.object_stores.connections import check_names, client_for
+from cache_server.object_stores.hub import SCHEME, SETTINGS, HubClient, hub_location
+from cache_server.object_stores.options import setting_name
 from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
 
@@ -114,6 +115,11 @@ def root_of(source: str, options: Mapping[str, str]) -> str:
     """
     location = _location(source, options)
     return location.base + _fixed_directory(location.key)
+
+
+def check_unused(options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
+    """Raises a `RequestError` for settings, given with files of a node, that no store has."""
+    check_names("", map(setting_name, (*options, *secrets)), SETTINGS)
 
 
 def read_tail(

@@ -21,7 +21,11 @@ from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
 from cache_server.object_stores.client import kind_of
-from cache_server.object_stores.connections import check_variables, settings_for_libraries
+from cache_server.object_stores.connections import (
+    check_names,
+    check_variables,
+    settings_for_libraries,
+)
 from cache_server.object_stores.options import store_settings
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
@@ -56,6 +60,11 @@ _S3_NAMES = {
     "metadata_endpoint": "AWS_METADATA_ENDPOINT",
     "imdsv1_fallback": "AWS_IMDSV1_FALLBACK",
 }
+# Settings of deltalake's that stand beside the others where the same ones are written with.
+_FOR_WRITERS = (
+    *("s3_allow_unsafe_rename", "s3_locking_provider", "copy_if_not_exists"),
+    *("allow_unsafe_rename", "dynamo_lock_table_name"),
+)
 # Parquet's INT96 as what Delta means by it: nanoseconds would overflow for far dates.
 _PARQUET = ds.ParquetFileFormat(
     read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
@@ -198,8 +207,10 @@ def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
 def _storage_options(
     uri: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
+    kind = kind_of(uri)
+    check_names(kind, store_settings(options, secrets), _FOR_WRITERS)
     check_variables(uri, options, secrets)
-    if kind_of(uri) != "s3":
+    if kind != "s3":
         return store_settings(options, secrets)
     settings = settings_for_libraries(options, secrets)
     if settings.get("endpoint", "").startswith("http://"):

@@ -109,8 +109,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     Raises:
         LoadError: naming a path that is missing or unreadable, a link that leads nowhere, or a
             source that holds no file.
-        RequestError: for a URI scheme that is not served, a format that cannot be told, files of a
-            Delta or Iceberg table, or one that is compressed as a whole.
+        RequestError: for a URI scheme that is not served, an option that is unknown, a format that
+            cannot be told, files of a Delta or Iceberg table, or one that is compressed as a whole.
     """
     format = table.format
     plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
@@ -130,6 +130,7 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
                 partial(_is_ignored, table, root),
             )
         else:
+            object_stores.check_unused(table.options, table.secrets)
             root, paths = local_files.expand(source, suffixes, table.ignore)
             found = [_stat(path) for path in paths]
         found = [file for file in found if not _is_ignored(table, root, file.path)]

@@ -46,8 +46,12 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 
-from cache_server.object_stores.connections import check_variables, settings_for_libraries
-from cache_server.object_stores.options import catalog_settings
+from cache_server.object_stores.connections import (
+    check_names,
+    check_variables,
+    settings_for_libraries,
+)
+from cache_server.object_stores.options import catalog_settings, setting_name, store_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
@@ -66,8 +70,8 @@ _STORE_PROPERTIES = {
     "role_session_name": "s3.role-session-name",
     "skip_signature": "s3.anonymous",
     "connect_timeout": "s3.connect-timeout",
-    "request_timeout": "s3.request-timeout",
-    "proxy_uri": "s3.proxy-uri",
+    "timeout": "s3.request-timeout",
+    "proxy_url": "s3.proxy-uri",
     "virtual_hosted_style_request": "s3.force-virtual-addressing",
     "account_name": "adls.account-name",
     "account_key": "adls.account-key",
@@ -312,8 +316,11 @@ def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) ->
     """Settings of the store by pyiceberg's names.
 
     Raises:
-        RequestError: naming a setting that pyiceberg has no property for, and that matters.
+        RequestError: naming a setting that no store has, or one that pyiceberg has no property for,
+            and that matters.
     """
+    own = {setting_name(key) for key in (*options, *secrets) if key.startswith(_OWN_PREFIXES)}
+    check_names("", store_settings(options, secrets), own)
     settings = settings_for_libraries(options, secrets)
     for name in _UNTRANSLATED:
         if name in settings:

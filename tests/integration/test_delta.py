@@ -407,3 +407,15 @@ def test_a_secret_in_a_message_of_the_library_is_hidden() -> None:
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
     ):
         delta.pin(spec)
+
+
+def test_an_unknown_option_is_refused_by_its_name_before_anything_is_asked(tmp_path: Path) -> None:
+    write_deltalake(str(tmp_path), _rows(0, 3))
+    options = {**s3_options("http://127.0.0.1:1"), "nope": SECRET}
+    with pytest.raises(RequestError, match="the s3 store has no option 'nope'; it has") as caught:
+        delta.pin(_spec("s3://lake/t", storage_options=options))
+    assert SECRET not in str(caught.value)
+    with pytest.raises(RequestError, match="no store has an option 'nope'"):
+        delta.pin(_spec(str(tmp_path), storage_options={"nope": "x"}))
+    of_a_writer = {"AWS_S3_ALLOW_UNSAFE_RENAME": "true", "AWS_REGION": "us-east-1"}
+    assert delta.pin(_spec(str(tmp_path), storage_options=of_a_writer)).exact_rows

@@ -625,3 +625,21 @@ def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None
             serving.join()
     assert SECRET not in pin.snapshot + json.dumps(pin.content)
     assert "rest-token" not in pin.snapshot + json.dumps(pin.content)
+
+
+def test_an_unknown_option_is_refused_by_its_name(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.options", SCHEMA)
+    with pytest.raises(RequestError, match="no store has an option 'nope'") as caught:
+        iceberg.pin(_spec(table.metadata_location, storage_options={"nope": SECRET}))
+    assert SECRET not in str(caught.value)
+    own = {"s3.signer": "none", "client.region": "us-east-1", "AWS_REGION": "us-east-1"}
+    assert iceberg.pin(_spec(table.metadata_location, storage_options=own)).exact_rows
+
+
+def test_time_limits_and_the_proxy_reach_the_library() -> None:
+    options = {"proxy_url": "http://p:1", "timeout": "5", "connect_timeout": "2"}
+    assert iceberg._store_properties(options, {}) == {
+        "s3.proxy-uri": "http://p:1",
+        "s3.request-timeout": "5",
+        "s3.connect-timeout": "2",
+    }
