@@ -8,6 +8,7 @@ mapping, is refused here by name before a row is read. It does not know shards, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pyarrow.fs
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
+from cache_server.lake_roots import DELTA_LOG
 from cache_server.object_stores.client import kind_of
 from cache_server.object_stores.connections import (
     check_names,
@@ -71,6 +73,10 @@ _PARQUET = ds.ParquetFileFormat(
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
 )
 _FOOTER_THREADS = 8
+# In the words of deltalake: no log, one with a gap, and each of the versions beside that.
+_NO_LOG = "No files in log segment"
+_GAP = "Expected contiguous commit files"
+_LOGGED = re.compile(r"version: (\d+), file_type: Commit")
 
 
 @dataclass(frozen=True)
@@ -192,9 +198,18 @@ def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:
     try:
         return DeltaTable(uri, version=version, storage_options=storage)
     except Exception as error:
+        text = str(error)
+        if _NO_LOG in text and version is None:
+            raise ValueError(f"there is no such table: it has no log ({DELTA_LOG})") from None
+        if _GAP in text:
+            before, after = (int(number) for number in _LOGGED.findall(text)[:2])
+            lacking = f"version {before + 1}"
+            if before + 2 < after:
+                lacking += f" to {after - 1}"
+            raise ValueError(f"its log lacks {lacking}") from None
         if version is None:
             raise
-        latest = DeltaTable(uri, storage_options=storage).version()
+        latest = _open(uri, None, storage).version()
         if version <= latest:
             raise ValueError(
                 f"the log of version {version} is gone or unreadable: {error}"

@@ -10,15 +10,17 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyiceberg.catalog import load_catalog
+import pydantic
+from pyiceberg.catalog import CatalogType, load_catalog
 from pyiceberg.catalog.noop import NoopCatalog
+from pyiceberg.exceptions import ValidationError
 from pyiceberg.expressions import (
     AlwaysTrue,
     And,
@@ -53,6 +55,7 @@ from cache_server.object_stores.connections import (
 )
 from cache_server.object_stores.options import catalog_settings, setting_name, store_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.redaction import redacted
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from protos.errors import LoadError, RequestError
@@ -93,6 +96,7 @@ _COMPARISONS = {
     ">": GreaterThan,
     ">=": GreaterThanOrEqual,
 }
+_CATALOGS = tuple(str(kind.value) for kind in CatalogType)
 _PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
 
 
@@ -254,6 +258,12 @@ def _find(
     """The table as it is now, and its name in the catalogue where it was found in one."""
     properties = _store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
+    kind = catalog.get("type")
+    if kind is not None and kind.lower() not in _CATALOGS:
+        raise RequestError(
+            f"the type of a catalog must be one of {', '.join(_CATALOGS)}, "
+            f"got {redacted(repr(kind), secrets.values())}"
+        )
     if not catalog:
         if ".json" not in source:
             raise RequestError(
@@ -274,15 +284,37 @@ def _ask_catalog(
     properties: dict[str, str] = {**catalog, **store}
     properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
     name = properties.pop("name", "default")
-    with closing(load_catalog(name, **properties)) as opened:
+    with closing(load_catalog(name, **properties)) as opened, _explained():
         found = opened.load_table(identifier)
         return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
 
 
 def _static(name: str, location: str, io: FileIO) -> StaticTable:
     """The table that the metadata at ``location`` describes: planned here, never by a server."""
-    metadata = FromInputFile.table_metadata(io.new_input(location))
+    with _explained():
+        metadata = FromInputFile.table_metadata(io.new_input(location))
     return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Says in one line what is wrong with metadata that pyiceberg does not take."""
+    try:
+        yield
+    except (ValidationError, pydantic.ValidationError) as error:
+        found = error.__cause__ if isinstance(error, ValidationError) else error
+        if not isinstance(found, pydantic.ValidationError):
+            raise
+        first = found.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "union_tag_invalid":
+            raise ValueError(
+                f"it is of format version {first['ctx']['tag']}; those that are read are 1 to 3"
+            ) from None
+        if first["type"] == "union_tag_not_found":
+            raise ValueError("its metadata does not say which format version it is of") from None
+        where = ".".join(str(part) for part in first["loc"])
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ValueError(f"its metadata is not that of a table: {reason}") from None
 
 
 def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
@@ -309,7 +341,11 @@ def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, 
 
 def _is_rest(catalog: Mapping[str, str]) -> bool:
     kind = catalog.get("type")
-    return kind == "rest" if kind else urlsplit(catalog.get("uri", "")).scheme in ("http", "https")
+    return (
+        kind.lower() == "rest"
+        if kind
+        else urlsplit(catalog.get("uri", "")).scheme in ("http", "https")
+    )
 
 
 def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ _CACHED_SNAPSHOTS = 8
 MOST_FOOTERS = 64  # that are read to foretell what strings and lists take
 _FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
+_FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # of a stack, behind a message
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
@@ -214,7 +215,7 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
     except Exception as error:
         endpoint = store_settings(options, {}).get("endpoint")
         store = f" from {endpoint}" if endpoint else ""
-        text = _DRAWN.sub("", str(error) or type(error).__name__)
+        text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(text, secrets.values())
         if len(reason) > _MAX_REASON:
             reason = f"{reason[:_MAX_REASON]}..."

@@ -419,3 +419,28 @@ def test_an_unknown_option_is_refused_by_its_name_before_anything_is_asked(tmp_p
         delta.pin(_spec(str(tmp_path), storage_options={"nope": "x"}))
     of_a_writer = {"AWS_S3_ALLOW_UNSAFE_RENAME": "true", "AWS_REGION": "us-east-1"}
     assert delta.pin(_spec(str(tmp_path), storage_options=of_a_writer)).exact_rows
+
+
+@pytest.mark.parametrize(
+    ("gone", "lacking"),
+    [((2,), "version 2$"), ((1, 2, 3), "version 1 to 3$"), ((3,), "version 3$")],
+)
+def test_a_gap_in_the_log_is_named_by_the_versions_that_it_lacks(
+    tmp_path: Path, gone: tuple[int, ...], lacking: str
+) -> None:
+    for n in range(5):
+        write_deltalake(str(tmp_path), pa.table({"id": [n]}), mode="append")
+    for version in gone:
+        (tmp_path / "_delta_log" / f"{version:020}.json").unlink()
+    for snapshot in (None, 4, gone[0], 9):
+        with pytest.raises(LoadError, match=f"{tmp_path}: its log lacks {lacking}"):
+            delta.pin(_spec(str(tmp_path), snapshot=snapshot))
+    assert delta.pin(_spec(str(tmp_path), snapshot=0)).exact_rows
+
+
+def test_a_damaged_log_is_told_without_the_stack_of_the_library(tmp_path: Path) -> None:
+    for n in range(2):
+        write_deltalake(str(tmp_path), pa.table({"id": [n]}), mode="append")
+    (tmp_path / "_delta_log" / f"{1:020}.json").write_text("{bad")
+    with pytest.raises(LoadError, match=r"Json error: .*whilst parsing object$"):
+        delta.pin(_spec(str(tmp_path)))

@@ -643,3 +643,41 @@ def test_time_limits_and_the_proxy_reach_the_library() -> None:
         "s3.request-timeout": "5",
         "s3.connect-timeout": "2",
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format-version": 4}, "it is of format version 4; those that are read are 1 to 3"),
+        ({"format-version": None}, "does not say which format version it is of"),
+        ({"location": None}, r"not that of a table: 2\.location: Field required"),
+        ([1], "not that of a table: Input should be an object"),
+        ("", "not that of a table: Invalid JSON: EOF while parsing a value"),
+    ],
+)
+def test_wrong_metadata_is_told_in_one_line(
+    catalog: SqlCatalog, tmp_path: Path, change: Any, reason: str
+) -> None:
+    table = catalog.create_table("ns.wrong", SCHEMA)
+    if isinstance(change, dict):
+        metadata = {**json.loads(table.metadata.model_dump_json()), **change}
+        change = {key: value for key, value in metadata.items() if value is not None}
+    path = tmp_path / "v1.metadata.json"
+    path.write_text(json.dumps(change) if change else "")
+    with pytest.raises(LoadError, match=reason) as caught:
+        iceberg.pin(_spec(str(path)))
+    message = str(caught.value)
+    assert str(path) in message and "pydantic" not in message and "input_" not in message
+
+
+def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> None:
+    for kind in ("sqll", f"postgresql://reader:{SECRET}@host/shop"):
+        catalogue = {"type": kind, "uri": f"sqlite:///{tmp_path}/catalog.db"}
+        with pytest.raises(RequestError, match=r"one of rest, .*, got '") as caught:
+            iceberg.pin(_spec("ns.t", catalog=catalogue))
+        assert SECRET not in str(caught.value)
+
+
+def test_the_type_of_a_catalogue_may_be_in_capitals() -> None:
+    assert iceberg._is_rest({"type": "REST"})
+    assert not iceberg._is_rest({"type": "SQL", "uri": "http://h"})
