@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -48,44 +47,17 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 
-from cache_server.object_stores.connections import (
-    check_names,
-    check_variables,
-    settings_for_libraries,
-)
-from cache_server.object_stores.options import catalog_settings, setting_name, store_settings
+from cache_server.object_stores.connections import check_variables
+from cache_server.object_stores.options import catalog_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.redaction import redacted
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
+from cache_server.tables.iceberg_settings import is_rest, store_properties
 from protos.errors import LoadError, RequestError
 from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
 
-# pyiceberg's names of what `store_settings` calls otherwise.
-_STORE_PROPERTIES = {
-    "endpoint": "s3.endpoint",
-    "access_key_id": "s3.access-key-id",
-    "secret_access_key": "s3.secret-access-key",
-    "session_token": "s3.session-token",
-    "region": "s3.region",
-    "role_arn": "s3.role-arn",
-    "role_session_name": "s3.role-session-name",
-    "skip_signature": "s3.anonymous",
-    "connect_timeout": "s3.connect-timeout",
-    "timeout": "s3.request-timeout",
-    "proxy_url": "s3.proxy-uri",
-    "virtual_hosted_style_request": "s3.force-virtual-addressing",
-    "account_name": "adls.account-name",
-    "account_key": "adls.account-key",
-    "sas_token": "adls.sas-token",
-    "sas_key": "adls.sas-token",
-    "tenant_id": "adls.tenant-id",
-    "client_id": "adls.client-id",
-    "client_secret": "adls.client-secret",
-}
-_OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # names that are pyiceberg's already
-_UNTRANSLATED = ("application_credentials",)  # pyarrow takes it from the environment alone
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
 _MAX_LISTED = 20  # snapshots, tags or branches in a message
@@ -256,7 +228,7 @@ def _find(
     source: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> tuple[StaticTable, str | None]:
     """The table as it is now, and its name in the catalogue where it was found in one."""
-    properties = _store_properties(options, secrets)
+    properties = store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
     kind = catalog.get("type")
     if kind is not None and kind.lower() not in _CATALOGS:
@@ -324,11 +296,11 @@ def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, st
 
 def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
     check_variables(state.metadata_location, options, secrets)
-    store = _store_properties(options, secrets)
+    store = store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
     io: FileIO = PyArrowFileIO(store)
     # The other catalogues say where the metadata lies and no more: a node need not reach them.
-    if state.identifier is not None and _is_rest(catalog):
+    if state.identifier is not None and is_rest(catalog):
         _, io = _ask_catalog(state.identifier, catalog, store)
     elif catalog:
         io = PyArrowFileIO({**catalog, **store})
@@ -337,45 +309,6 @@ def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, 
     schema = _schema_by_id(table.metadata, state.schema_id, what)
     tasks = {task.file.file_path: task for task in _tasks(table, state.snapshot_id, what)}
     return _Plan(table, schema, tasks)
-
-
-def _is_rest(catalog: Mapping[str, str]) -> bool:
-    kind = catalog.get("type")
-    return (
-        kind.lower() == "rest"
-        if kind
-        else urlsplit(catalog.get("uri", "")).scheme in ("http", "https")
-    )
-
-
-def _store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """Settings of the store by pyiceberg's names.
-
-    Raises:
-        RequestError: naming a setting that no store has, or one that pyiceberg has no property for,
-            and that matters.
-    """
-    own = {setting_name(key) for key in (*options, *secrets) if key.startswith(_OWN_PREFIXES)}
-    check_names("", store_settings(options, secrets), own)
-    settings = settings_for_libraries(options, secrets)
-    for name in _UNTRANSLATED:
-        if name in settings:
-            raise RequestError(
-                f"{name} cannot be set for one Iceberg table: set it in the environment of the "
-                "nodes (GOOGLE_APPLICATION_CREDENTIALS)"
-            )
-    properties = {
-        key: value for key, value in {**options, **secrets}.items() if key.startswith(_OWN_PREFIXES)
-    }
-    properties |= {
-        _STORE_PROPERTIES[name]: value
-        for name, value in settings.items()
-        if name in _STORE_PROPERTIES
-    }
-    if "s3.endpoint" in properties and "client.region" not in properties:
-        # Without a region pyiceberg asks Amazon where the bucket lies, which is not theirs.
-        properties.setdefault("s3.region", "us-east-1")
-    return properties
 
 
 def _snapshot_id(

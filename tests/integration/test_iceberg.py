@@ -46,7 +46,7 @@ from pyiceberg.types import (
 from pyroaring import BitMap
 
 from cache_server.pinned import Condition
-from cache_server.tables import iceberg
+from cache_server.tables import iceberg, iceberg_settings
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
@@ -638,7 +638,7 @@ def test_an_unknown_option_is_refused_by_its_name(catalog: SqlCatalog) -> None:
 
 def test_time_limits_and_the_proxy_reach_the_library() -> None:
     options = {"proxy_url": "http://p:1", "timeout": "5", "connect_timeout": "2"}
-    assert iceberg._store_properties(options, {}) == {
+    assert iceberg_settings.store_properties(options, {}) == {
         "s3.proxy-uri": "http://p:1",
         "s3.request-timeout": "5",
         "s3.connect-timeout": "2",
@@ -679,5 +679,5 @@ def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> No
 
 
 def test_the_type_of_a_catalogue_may_be_in_capitals() -> None:
-    assert iceberg._is_rest({"type": "REST"})
-    assert not iceberg._is_rest({"type": "SQL", "uri": "http://h"})
+    assert iceberg_settings.is_rest({"type": "REST"})
+    assert not iceberg_settings.is_rest({"type": "SQL", "uri": "http://h"})
