@@ -23,11 +23,11 @@ from google.protobuf import json_format
 from cache_server.planning import VersionKey
 from cache_server.versions import VersionPlan, split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, ConfigError
+from protos.errors import CacheError, ConfigError, from_proto, to_proto
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of an entry; what is added to one raises it
+_FORMAT = 2  # of an entry; what is added to one raises it
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class CatalogueEntry:
         sealed: one summary a shard once all are sealed, else none.
         created: grows with each request: the largest of a dataset is its newest version.
         was_ready: it was served once; there may be no shard in it.
+        failure: why it can never be ready, unless it is loaded again; without secrets.
     """
 
     plan: VersionPlan
@@ -54,6 +55,7 @@ class CatalogueEntry:
     sealed: tuple[SealedSummary, ...]
     created: int = 0
     was_ready: bool = False
+    failure: CacheError | None = None
 
 
 class Catalogue:
@@ -90,6 +92,7 @@ class Catalogue:
         created: int = 0,
         *,
         was_ready: bool = False,
+        failure: CacheError | None = None,
     ) -> None:
         """Keeps one version; the arguments are those of `CatalogueEntry`.
 
@@ -103,6 +106,7 @@ class Catalogue:
             created=created,
             was_ready=was_ready,
             format=_FORMAT,
+            failure=None if failure is None else to_proto(failure),
         )
         for shard in plan.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
@@ -202,7 +206,8 @@ def _read_entry(path: Path) -> CatalogueEntry:
             "forgotten and may be loaded again"
         ) from None
     sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
-    return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready)
+    failure = from_proto(entry.failure) if entry.HasField("failure") else None
+    return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure)
 
 
 def _replace_file(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from cache_server.capacity import check_room
-from cache_server.catalogue import Catalogue, SealedSummary
+from cache_server.catalogue import Catalogue
 from cache_server.forecast import LoadRate, forecast
 from cache_server.holdings import Holdings
 from cache_server.membership import Membership
@@ -129,7 +129,7 @@ class Coordinator:
             )
             try:
                 self._check_room(made)
-                self._write(made)
+                made.keep(self._catalogue)
             except LoadError:
                 made.release()
                 raise
@@ -226,7 +226,7 @@ class Coordinator:
         secrets = given if given.tables else version.secrets
         plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
         created = self._created + 1
-        self._write(replace(version, plan=plan, created=created))
+        replace(version, plan=plan, created=created).keep(self._catalogue)
         version.plan, version.secrets, version.created = plan, secrets, created
         self._created = created
         self._settle()
@@ -389,7 +389,7 @@ class Coordinator:
                 version.was_ready = True
                 version.release()
                 try:
-                    self._write(version)
+                    version.keep(self._catalogue)
                 except LoadError as error:  # after a restart nobody would know of its shards
                     version.was_ready = False
                     version.fail(error)
@@ -399,6 +399,8 @@ class Coordinator:
                     self._load_rate.note(version.plan, elapsed_s, len(self._membership.alive()))
                 logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
             self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
+        for version in self._versions.values():
+            version.keep_failure(self._catalogue)
 
     def _is_leased(self, version: Version) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -457,23 +459,6 @@ class Coordinator:
         if version is None:
             return key not in self._unclaimed.held()
         return version.failure is not None or not version.is_told_of(actual)
-
-    def _write(self, version: Version) -> None:
-        sealed: list[SealedSummary] = []
-        if version.row_starts() is not None:
-            sealed = [version.sealed[index] for index in range(version.num_shards or 0)]
-        try:
-            self._catalogue.write(
-                version.plan,
-                version.attempt,
-                sealed,
-                version.created,
-                was_ready=version.was_ready,
-            )
-        except OSError as error:
-            raise LoadError(
-                f"cannot keep the catalogue entry of {version.plan.spec.name!r}: {error.strerror}"
-            ) from None
 
     def _read_back(self) -> None:
         for entry in self._catalogue.read():

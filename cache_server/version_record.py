@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from cache_server.catalogue import CatalogueEntry, SealedSummary
+from cache_server.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.pinned import Pin
 from cache_server.planning import row_starts
 from cache_server.versions import VersionPlan
@@ -24,6 +24,7 @@ class Version:
         pins: keep the source as it was planned; closed when no split will be read any more.
         last_used: by the coordinator's clock; None while nobody has read its rows.
         asked_at: by the coordinator's clock; None of one that was there before a restart.
+        is_failure_kept: on disk, so that a restart finds it.
     """
 
     plan: VersionPlan
@@ -37,6 +38,7 @@ class Version:
     result_shards: int | None = None
     last_used: float | None = None
     asked_at: float | None = None
+    is_failure_kept: bool = False
 
     @classmethod
     def read_back(cls, entry: CatalogueEntry) -> Version:
@@ -46,10 +48,45 @@ class Version:
             entry.plan,
             entry.created,
             sealed=dict(enumerate(entry.sealed)),
+            failure=entry.failure,
             attempt=entry.attempt,
             was_ready=entry.was_ready,
             result_shards=len(entry.sealed) if has_run else None,
+            is_failure_kept=entry.failure is not None,
         )
+
+    def keep(self, catalogue: Catalogue) -> None:
+        """Has it last over a restart, as it is now.
+
+        Raises:
+            LoadError: it cannot be written; what was kept before still is.
+        """
+        sealed: list[SealedSummary] = []
+        if self.row_starts() is not None:
+            sealed = [self.sealed[index] for index in range(self.num_shards or 0)]
+        try:
+            catalogue.write(
+                self.plan,
+                self.attempt,
+                sealed,
+                self.created,
+                was_ready=self.was_ready,
+                failure=self.failure,
+            )
+        except OSError as error:
+            raise LoadError(
+                f"cannot keep the catalogue entry of {self.plan.spec.name!r}: {error.strerror}"
+            ) from None
+
+    def keep_failure(self, catalogue: Catalogue) -> None:
+        """Has a failure, if there is one, last over a restart; to be called until it does."""
+        if self.failure is None or self.is_failure_kept:
+            return
+        try:
+            self.keep(catalogue)
+            self.is_failure_kept = True
+        except LoadError as error:  # it is missed after a restart only
+            logger.error("failure not kept reason=%s", error)
 
     @property
     def num_shards(self) -> int | None:

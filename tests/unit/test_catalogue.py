@@ -11,7 +11,7 @@ import pytest
 from cache_server.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.planning import VersionKey
 from cache_server.versions import VersionPlan, plan_version
-from protos.errors import ConfigError
+from protos.errors import ConfigError, LoadError
 from protos.spec import DatasetSpec
 
 
@@ -96,6 +96,16 @@ def test_unknown_row_counts_stay_unknown(
     assert {shard.max_rows for shard in found[uncounted.key].shards} == {None}
 
 
+def test_why_a_load_failed_is_read_back(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [], failure=LoadError("cannot read 'ü.parquet'"))
+
+    failure = read_one(tmp_path / "cache").failure
+
+    assert isinstance(failure, LoadError) and str(failure) == "cannot read 'ü.parquet'"
+
+
 def test_writing_again_replaces_the_version(
     tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
 ) -> None:
@@ -160,7 +170,7 @@ def test_a_write_that_a_crash_cut_short_changes_nothing(
         (b"\xff\xfe", "codec can't decode"),
         (b"[]", "'list' object"),
         (b'{"newField": 3}', 'no field named "newField"'),
-        (b'{"format": 2, "newField": 3}', "a newer release wrote it, in format 2"),
+        (b'{"format": 3, "newField": 3}', "a newer release wrote it, in format 3"),
         (b'{"format": "new"}', "not supported"),
         (b'{"plan": {"dataset": "x"}}', "bad dataset spec"),
     ],
@@ -184,7 +194,7 @@ def test_an_entry_that_names_no_format_is_read(
     catalogue.write(plan, 0, [])
     (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
     content = json.loads(path.read_text())
-    assert content.pop("format") == 1
+    assert content.pop("format") == 2
     path.write_text(json.dumps(content))
 
     assert read_one(tmp_path / "cache").plan == plan

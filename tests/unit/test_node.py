@@ -308,6 +308,7 @@ def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error(
 
 
 def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
+    tmp_path: Path,
     harness: Harness,
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,6 +331,8 @@ def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
     assert "ZeroDivisionError" in info.error.message and "hush" not in info.error.message
     assert "ZeroDivisionError" in caplog.text and "no key in" in caplog.text
     assert "hush" not in caplog.text
+    (kept,) = (tmp_path / "catalogue" / ".catalogue").iterdir()
+    assert "ZeroDivisionError" in kept.read_text() and "hush" not in kept.read_text()
 
 
 def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_written(

@@ -1684,6 +1684,7 @@ class CatalogueEntry(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     WAS_READY_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     keeps_every_row: _builtins.bool
     created: _builtins.int
     """grows with each request: the largest is the newest version"""
@@ -1700,6 +1701,10 @@ class CatalogueEntry(_message.Message):
     def sealed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedShard]:
         """one a shard once all are sealed, else empty"""
 
+    @_builtins.property
+    def failure(self) -> Global___Error:
+        """why it is not loaded any more"""
+
     def __init__(
         self,
         *,
@@ -1711,10 +1716,11 @@ class CatalogueEntry(_message.Message):
         created: _builtins.int = ...,
         was_ready: _builtins.bool = ...,
         format: _builtins.int = ...,
+        failure: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -145,9 +145,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def coordinator_starts_again(self) -> None:
+        # Of one that was ready, no more than what live nodes say of it.
+        failed = {key for key in self.loads.keys() - self.ready if self._state(key) == FAILED}
         self.coordinator.close()
         self.coordinator = make_coordinator(self.directory, self.clock)
         self.said.clear()
+        assert all(self._state(key) == FAILED for key in failed)
 
     @rule(seconds=st.sampled_from([1, TIMEOUT_S / 2, TIMEOUT_S + 1, LEASE_S + 1]))
     def time_passes(self, seconds: float) -> None:

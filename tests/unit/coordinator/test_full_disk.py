@@ -66,6 +66,23 @@ def test_members_that_cannot_be_kept_are_kept_when_there_is_room(
     assert [node.id for node in make_coordinator(tmp_path, clock).nodes()] == ["one"]
 
 
+def test_a_failure_that_cannot_be_kept_is_kept_when_there_is_room(
+    tmp_path: Path, coordinator: Coordinator, source: Path, clock: Clock, full_disk: list[str]
+) -> None:
+    node = FakeNode(coordinator, "one")
+    node.failing = failing("corrupt")
+    coordinator.create(spec(source))
+    full_disk.append("table@")
+    settle(node)
+    assert state(coordinator) == "failed"
+    assert state(make_coordinator(tmp_path, clock)) == "loading"
+
+    full_disk.clear()
+    node.beat()
+
+    assert state(make_coordinator(tmp_path, clock)) == "failed"
+
+
 def test_a_drop_that_cannot_be_kept_is_one_all_the_same(
     coordinator: Coordinator, source: Path, full_disk: list[str]
 ) -> None:

@@ -11,7 +11,7 @@ from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import DatasetNotFoundError, StaleVersionError
+from protos.errors import DatasetNotFoundError, StaleVersionError, from_proto
 from tests.fake_nodes import (
     FILES,
     LEASE_S,
@@ -105,6 +105,34 @@ def test_a_load_that_was_under_way_goes_on_after_a_restart(
 
     assert state(again) == "ready"
     assert node.loads == FILES - 3
+
+
+def test_a_load_that_failed_does_not_begin_again_by_itself_after_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    node.beat()
+    before = coordinator.create(spec(source))
+    settle(node)
+    node.failing = {("table", 3): "the source is gone"}
+    failed = coordinator.create(spec(source, columns=["row"]))
+    settle(node)
+
+    again = make_coordinator(tmp_path, clock)
+    node = node.restart(again)  # and would load it by now
+    settle(node)
+
+    info = again.get("table", failed.fingerprint)
+    assert info.state == pb.DATASET_STATE_FAILED
+    assert str(from_proto(info.error)) == "dataset 'table': the source is gone"
+    assert again.get("table").fingerprint == before.fingerprint
+    assert node.loads == 0
+
+    again.create(spec(source, columns=["row"]))
+    settle(node)
+    assert again.get("table").fingerprint == failed.fingerprint
+    assert state(again) == "ready"
+    assert state(make_coordinator(tmp_path, clock)) != "failed"
 
 
 def test_a_deleted_dataset_stays_deleted_after_a_restart(
