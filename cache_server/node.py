@@ -201,9 +201,9 @@ class Node:
                 yield chunk
         with shard.path.open("rb", buffering=0) as file:
             checksum = digests.checksum(file.fileno())
-        if checksum != shard.sealed.checksum:
+        # The file may be of another one by now, as of a version that was loaded again.
+        if checksum != shard.sealed.checksum and self._store.drop_this(key, shard):
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
-            self._store.drop(key, shard.sealed.index)
             self.wake()
 
     def describe(

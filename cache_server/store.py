@@ -268,24 +268,37 @@ class ShardStore:
 
         All at once where there are many: each call writes the manifest.
         """
-        directory = self._directory(key)
         with self._manifests:
-            with self._lock:
-                shards = self._shards.get(key, {})
-                dropped = [shards.pop(index) for index in indices if index in shards]
-                kept = [shard.sealed for shard in shards.values()]
-                if not shards:
-                    self._shards.pop(key, None)
-            if not dropped:
-                return
-            self._discard([shard.path for shard in dropped], _bytes_of(dropped))
-            for shard in dropped:
-                logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
-            try:
-                manifest.write(directory / MANIFEST, kept)
-            except OSError as error:  # a line too many is found out when a store opens
-                logger.warning("manifest not written path=%s reason=%s", directory, error)
-        self._remove_empty(directory)
+            self._drop(key, indices)
+        self._remove_empty(self._directory(key))
+
+    def drop_this(self, key: VersionKey, shard: MappedShard) -> bool:
+        """Removes one shard, unless another one is in its place by now; whether it did."""
+        with self._manifests:  # without which none takes a place
+            if self.versions().get(key, {}).get(shard.sealed.index) is not shard:
+                return False
+            self._drop(key, [shard.sealed.index])
+        self._remove_empty(self._directory(key))
+        return True
+
+    def _drop(self, key: VersionKey, indices: Iterable[int]) -> None:
+        """With the lock of the manifests."""
+        directory = self._directory(key)
+        with self._lock:
+            shards = self._shards.get(key, {})
+            dropped = [shards.pop(index) for index in indices if index in shards]
+            kept = [shard.sealed for shard in shards.values()]
+            if not shards:
+                self._shards.pop(key, None)
+        if not dropped:
+            return
+        self._discard([shard.path for shard in dropped], _bytes_of(dropped))
+        for shard in dropped:
+            logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
+        try:
+            manifest.write(directory / MANIFEST, kept)
+        except OSError as error:  # a line too many is found out when a store opens
+            logger.warning("manifest not written path=%s reason=%s", directory, error)
 
     def drop_version(self, key: VersionKey) -> None:
         """Removes everything that was written for one version."""

@@ -22,6 +22,7 @@ from cache_server.coordinator import Coordinator
 from cache_server.loader import LocalFile
 from cache_server.node import Node
 from cache_server.pinned import PinnedTable
+from cache_server.planning import VersionKey
 from cache_server.store import ShardStore
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
@@ -541,6 +542,34 @@ def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
         gate.open.set()
 
         assert harness.wait(pb.DATASET_STATE_READY, "other").num_rows == rows
+
+
+@pytest.mark.parametrize("loaded_again", [False, True])
+def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
+    harness: Harness, source: Path, loaded_again: bool
+) -> None:
+    harness.node.start()
+    harness.coordinator.create(spec(source))
+    info = harness.wait(pb.DATASET_STATE_READY)
+    key = VersionKey("table", info.fingerprint)
+    damaged = harness.store.versions()[key][0]
+    content = damaged.path.read_bytes()
+    damaged.path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    copied = harness.node.shard_file(key, 0)
+    next(copied)
+
+    if loaded_again:  # while it is copied
+        harness.coordinator.delete("table")
+        wait_until(lambda: harness.files() == [], WAIT_S, "it is dropped")
+        harness.coordinator.create(spec(source))
+        harness.wait(pb.DATASET_STATE_READY)
+    healthy = harness.store.versions()[key]
+    assert list(copied) == []
+
+    wait_until(lambda: len(harness.store.versions().get(key, ())) == FILES, WAIT_S, "it is whole")
+    held = harness.store.versions()[key]
+    assert held[0] is not damaged
+    assert (held[0] is healthy[0]) == loaded_again
 
 
 def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(
