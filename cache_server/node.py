@@ -191,16 +191,21 @@ class Node:
         shard = self._store.versions().get(key, {}).get(index)
         if shard is None:
             raise NotReadyError(f"shard {index} of {key.dataset!r} is not on this node")
-        return self._checked_bytes(key, shard)
+        try:
+            mapped = pa.memory_map(str(shard.path))
+        except FileNotFoundError:
+            raise NotReadyError(f"shard {index} of {key.dataset!r} was just dropped") from None
+        return self._checked_bytes(key, shard, mapped)
 
-    def _checked_bytes(self, key: VersionKey, shard: MappedShard) -> Iterator[pa.Buffer]:
+    def _checked_bytes(
+        self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile
+    ) -> Iterator[pa.Buffer]:
         digests = PieceDigests()
-        with pa.memory_map(str(shard.path)) as mapped:
+        with mapped:
             while len(chunk := mapped.read_buffer(_COPY_BYTES)):
                 digests.add(mapped.tell() - len(chunk), chunk)
                 yield chunk
-        with shard.path.open("rb", buffering=0) as file:
-            checksum = digests.checksum(file.fileno())
+            checksum = digests.checksum(mapped.fileno())
         # The file may be of another one by now, as of a version that was loaded again.
         if checksum != shard.sealed.checksum and self._store.drop_this(key, shard):
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)

@@ -572,6 +572,19 @@ def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
     assert (held[0] is healthy[0]) == loaded_again
 
 
+def test_a_shard_whose_file_was_just_dropped_is_not_ready_to_be_copied(
+    harness: Harness, source: Path
+) -> None:
+    harness.node.start()
+    harness.coordinator.create(spec(source))
+    info = harness.wait(pb.DATASET_STATE_READY)
+    key = VersionKey("table", info.fingerprint)
+    harness.store.versions()[key][0].path.unlink()
+
+    with pytest.raises(NotReadyError, match="shard 0 of 'table' was just dropped"):
+        harness.node.shard_file(key, 0)
+
+
 def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(
     tmp_path: Path, source: Path, gate: Gate
 ) -> None:
