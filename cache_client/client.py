@@ -56,6 +56,7 @@ class DatasetInfo:
         state: ``loading``, ``ready`` or ``failed``.
         placement: shard -> ids of the nodes that hold it, in order of preference.
         error: why it failed; None unless it did.
+        waits: why a part of its load cannot go on yet; None where it can.
     """
 
     name: str
@@ -67,6 +68,7 @@ class DatasetInfo:
     state: str
     placement: Mapping[int, tuple[str, ...]]
     error: str | None = None
+    waits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -419,4 +421,5 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         STATE_NAMES[info.state],
         {shard.index: tuple(shard.node_ids) for shard in info.shards},
         info.error.message or None,
+        info.progress.waits or None,
     )

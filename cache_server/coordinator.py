@@ -327,7 +327,9 @@ class Coordinator:
                         )
             self._settle()
             response = pb.HeartbeatResponse(
-                interval_s=self._interval_s, coordinator=self._endpoints
+                interval_s=self._interval_s,
+                coordinator=self._endpoints,
+                room_may_come=not self._membership.is_settled(),
             )
             for version in self._versions.values():
                 if version.failure is None:

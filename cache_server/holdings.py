@@ -155,7 +155,8 @@ class Holdings:
             if starts is not None and version.num_shards is not None:
                 desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
-        holders = self.holders(serving=True)
+        # Nobody reads before row ids are known: what is held twice by then only takes room.
+        holders = self.holders(serving=starts is not None)
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         if plan.shards is None and version.num_shards is None:
@@ -254,10 +255,11 @@ class Holdings:
     def _progress(self) -> pb.LoadProgress:
         version = self.version
         partial: dict[int, int] = {}
-        whole = 0
+        whole, waits = 0, ""
         for node_id in self._alive:
             actual = self._said(node_id)
             whole += actual.rows_loaded
+            waits = max(waits, actual.waits)
             for shard in actual.shards:
                 if not shard.sealed:
                     partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
@@ -269,4 +271,5 @@ class Holdings:
             rows_done=max(done, whole),
             estimated_rows=version.plan.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
+            waits=waits,
         )

@@ -14,15 +14,21 @@ from protos.shards import NODE_ID_FILE
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_S = 60.0  # a node that starts again is back by then
 _FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
 
 
 @dataclass
 class Member:
-    """A node, as it last reported."""
+    """A node, as it last reported.
+
+    Attributes:
+        back_at: when it reported for the first time after it was lost; None if it never was.
+    """
 
     node: pb.Node
     last_seen: float
+    back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: Former | None = None
 
@@ -63,6 +69,13 @@ class Membership:
         """The ids of those that answer."""
         return self._silent_for_less_than(self._timeout_s)
 
+    def is_settled(self) -> bool:
+        """Whether every shard is where it stays: nobody was lost, or came back, lately."""
+        lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self.alive()
+        now = self._clock()
+        back = (m.back_at for m in self._members.values() if m.back_at is not None)
+        return not lost and all(now - back_at > _SETTLE_S for back_at in back)
+
     def nodes(self) -> list[pb.Node]:
         """Every node heard of, by id, and whether it is alive."""
         alive = self.alive()
@@ -86,6 +99,9 @@ class Membership:
         known = self._members.get(node_id)
         joined = known is None
         member = Member(request.node, self._clock(), former=self._former(known, request.node))
+        if known is not None:
+            is_back = node_id not in self.alive()
+            member.back_at = member.last_seen if is_back else known.back_at
         for actual in request.datasets:
             member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
         self._members[node_id] = member

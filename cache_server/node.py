@@ -87,6 +87,7 @@ class Node:
         self._serving: dict[VersionKey, Serving] = {}
         self._joined = threading.Event()
         self._ready = False
+        self._room_may_come = False
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
@@ -343,6 +344,7 @@ class Node:
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
                 news |= serving.publish(self._store.versions().get(key, {}))
+            self._room_may_come = response.room_may_come
             self._joined.set()
             ready = all(
                 serving.is_settled()
@@ -379,6 +381,8 @@ class Node:
                 load.job.cancelled.set()
             if load.future.done():
                 del serving.loads[index]
+        for unwanted in serving.waits.keys() - wanted.keys() - {None}:
+            del serving.waits[unwanted]
         serving.forgive_copies()
         for index, shard in wanted.items():
             if index in sealed or index in serving.loads or index in serving.failures:
@@ -399,6 +403,8 @@ class Node:
 
     def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
         run, desired = serving.whole_run, serving.desired
+        if not desired.run_whole:
+            serving.waits.pop(None, None)
         if run is not None and (run.future.done() or not desired.run_whole):
             run.job.cancelled.set()
             if not run.future.done():
@@ -447,6 +453,7 @@ class Node:
         """
         with self._lock:
             beside = [load for load in self._loads() if not load.future.done()]
+        waits = False
         try:
             if not job.cancelled.is_set():  # while it waited for a thread
                 work()
@@ -457,12 +464,12 @@ class Node:
             self._stop.wait(_RETRY_S)
         except CacheError as error:
             leaving = any(load.job.cancelled.is_set() for load in beside)
-            if isinstance(error, NoRoomError) and leaving:
-                logger.warning("load waits dataset=%s %s %s", job.key.dataset, what, error)
-                self._stop.wait(_RETRY_S)
-                return
-            logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
-            self._fail(serving, job, str(error))
+            waits = isinstance(error, NoRoomError) and (leaving or self._room_may_come)
+            if waits:
+                self._wait_for_room(serving, what, job, error, leaving=leaving)
+            else:
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
+                self._fail(serving, job, str(error))
         except defects.NO_DEFECTS:
             raise
         except BaseException as error:
@@ -470,7 +477,26 @@ class Node:
             logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
             self._fail(serving, job, f"cannot load {what}: {reason}")
         finally:
+            if not waits:
+                with self._lock:
+                    serving.waits.pop(job.index, None)
             self._wake.set()
+
+    def _wait_for_room(
+        self, serving: Serving, what: str, job: Job, error: CacheError, *, leaving: bool
+    ) -> None:
+        """Pauses before the load is begun again; says why, once."""
+        until = (
+            "until a load that is not wanted any more has ended"
+            if leaving
+            else "for a moment, in which a node that was lost may come back"
+        )
+        reason = f"{what} waits on node {self.description.id} {until}: {error}"
+        with self._lock:
+            known, serving.waits[job.index] = serving.waits.get(job.index), reason
+        if known is None:
+            logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
+        self._stop.wait(_RETRY_S)
 
     def _fail(self, serving: Serving, job: Job, reason: str) -> None:
         with self._lock:

@@ -32,6 +32,7 @@ class Serving:
     Attributes:
         reported: the sealed shards that the coordinator knows of.
         loads, failures: by shard.
+        waits: why a load is to be begun again, by shard; None is the whole query.
         copy_again_at: monotonic seconds; until then shards whose copy failed are left alone.
         whole_run, failure, num_shards: of a whole query, if this node is asked to run one.
         last_read: monotonic seconds; None while nobody has read its rows here.
@@ -44,6 +45,7 @@ class Serving:
     reported: set[int] = field(default_factory=set)
     loads: dict[int, Load] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    waits: dict[int | None, str] = field(default_factory=dict)
     copy_again_at: float = 0.0
     whole_run: Load | None = None
     failure: str = ""
@@ -113,6 +115,7 @@ class Serving:
             actual.shards.add(index=index, failure=reason)
         if self.whole_run is not None:
             actual.rows_loaded = self.whole_run.job.rows
+        actual.waits = max(self.waits.values(), default="")
         if self.last_read is not None:
             actual.idle_s = time.monotonic() - self.last_read
         if num_shards is not None:

@@ -59,8 +59,13 @@ def shown_progress(
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=None, rows=0)
+        waited = False
 
         def show(report: LoadReport) -> None:
+            nonlocal waited
+            if report.waits and not waited:
+                bar.console.print(report.waits, markup=False, highlight=False)
+            waited = bool(report.waits)
             # The shards of a whole query are not known while it runs: the bar says that it does.
             bar.update(
                 task,

@@ -24,6 +24,7 @@ class LoadReport:
         num_bytes: of the shards that are sealed, decoded, of one replica.
         percent: 100 only when every shard is sealed; None where nothing tells how much there is.
         remaining_s: at the rate since the first reading; None before there is one.
+        waits: why a part of it cannot go on yet; empty where it can.
     """
 
     dataset: str
@@ -33,6 +34,7 @@ class LoadReport:
     num_bytes: int
     percent: int | None
     remaining_s: float | None
+    waits: str = ""
 
     def __str__(self) -> str:
         parts = [
@@ -43,6 +45,8 @@ class LoadReport:
             f"percent={'?' if self.percent is None else self.percent}",
             f"remaining_s={'?' if self.remaining_s is None else round(self.remaining_s)}",
         ]
+        if self.waits:
+            parts.append(f"waits={self.waits!r}")
         return " ".join(parts)
 
 
@@ -80,6 +84,7 @@ class LoadMeter:
             progress.bytes_done,
             None if share is None else int(100 * share),
             remaining_s,
+            progress.waits,
         )
 
 

@@ -220,6 +220,25 @@ def test_a_lost_shard_without_a_source_is_failed_with_the_path_until_its_node_is
     assert client.head("table", NUM_ROWS).column("row").to_pylist() == [*range(NUM_ROWS)]
 
 
+def test_a_load_waits_for_a_lost_node_without_which_there_is_no_room(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "source", 60_000, files=FILES)
+    # What comes of a filter is not known beforehand; rows of 36 bytes are on two nodes too many.
+    wanted = DatasetSpec("table", source, filter="row >= 0", target_shard_bytes=1)
+    limit = 900_000
+    with LocalCluster(3, memory_limit_bytes=limit, node_timeout_s=1.5) as cluster:
+        client = CacheClient(cluster.endpoint)
+        with stopped(cluster.nodes[2]):
+            client.load(wanted, wait=False)
+            waits = wait_until(lambda: client.describe("table").waits, WAIT_S, "the load waits")
+            assert "a node that was lost may come back" in waits
+            assert f"memory limit of {limit} bytes" in waits
+            assert client.describe("table").state == "loading"
+
+        info = client.load(wanted, timeout_s=WAIT_S)
+
+        assert info.num_rows == 60_000 and info.waits is None
+
+
 # -- the coordinator -------------------------------------------------------------------------------
 
 

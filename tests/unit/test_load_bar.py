@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def test_a_terminal_gets_a_bar_that_fits_it() -> None:
     assert last.startswith("load houses ━")
     assert "12/12 shards, 6,001,215 rows" in last
     assert len(last) <= 80
+
+
+def test_why_a_load_waits_is_said_once_above_its_bar() -> None:
+    waits = replace(report(10, 1, 12), waits="shard 4 waits for room [1]")
+    lines = shown(waits, waits, report(20, 2, 12))
+    assert lines.count("shard 4 waits for room [1]") == 1
 
 
 def test_the_bar_of_a_query_whose_shards_are_not_known_has_no_end() -> None:

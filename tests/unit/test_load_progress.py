@@ -61,6 +61,13 @@ def test_a_report_is_one_line_of_facts() -> None:
     assert known == "loading dataset=t rows=5 shards=4/8 bytes=7 percent=50 remaining_s=1"
 
 
+def test_why_a_load_waits_ends_its_line() -> None:
+    given = progress(4, 8)
+    given.waits = "shard 4 waits for room"
+
+    assert str(LoadMeter("t").read(given)).endswith(" waits='shard 4 waits for room'")
+
+
 def test_a_line_comes_each_second_and_at_the_end() -> None:
     clock = Clock()
     said: list[tuple[float, int | None]] = []

@@ -36,6 +36,25 @@ def report(process: str, location: str = "grpc://node-0:50051") -> pb.HeartbeatR
     return pb.HeartbeatRequest(node=pb.Node(id="n", flight_location=location, process=process))
 
 
+def test_a_node_that_was_lost_or_came_back_unsettles_the_cache_for_a_minute(
+    membership: Membership, clock: Clock
+) -> None:
+    membership.take_in(report("one"))
+    assert membership.is_settled()
+    clock.now += TIMEOUT_S + 1
+    assert not membership.is_settled()
+    clock.now += 60
+    assert membership.is_settled()
+
+    membership.take_in(report("two"))
+    for _ in range(12):
+        assert not membership.is_settled()
+        clock.now += TIMEOUT_S / 2
+        membership.take_in(report("two"))
+    clock.now += 1
+    assert membership.is_settled()
+
+
 def test_two_nodes_at_one_address_are_named_and_one_of_them_stays(membership: Membership) -> None:
     membership.take_in(report("one"))
     membership.take_in(report("two"))

@@ -16,10 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_server import loader, loading
+from cache_server import node as node_module
 from cache_server import serving as serving_module
 from cache_server.catalogue import Catalogue
 from cache_server.coordinator import Coordinator
 from cache_server.loader import LocalFile
+from cache_server.membership import Membership
 from cache_server.node import Node
 from cache_server.pinned import PinnedTable
 from cache_server.planning import VersionKey
@@ -353,6 +355,63 @@ def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_writt
         assert harness.store.stored_bytes == 0
 
 
+@pytest.fixture
+def room_may_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set while a node was lost, or came back, a moment ago."""
+    lately = threading.Event()
+    monkeypatch.setattr(Membership, "is_settled", lambda _: not lately.is_set())
+    lately.set()
+    return lately
+
+
+@pytest.mark.parametrize(
+    "query", [{"filter": "row >= 0"}, {"sql": "SELECT * FROM source ORDER BY row"}]
+)
+def test_a_load_waits_for_room_that_may_come_and_says_once_why(
+    tmp_path: Path,
+    source: Path,
+    room_may_come: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    query: dict[str, str],
+) -> None:
+    monkeypatch.setattr(node_module, "_RETRY_S", 0.01)
+    harness = Harness(tmp_path, memory_limit_bytes=13_000)
+    with harness.store, harness.node:
+        harness.node.start()
+        harness.coordinator.create(spec(source, name="other"))
+        harness.wait(pb.DATASET_STATE_READY, "other")
+        harness.coordinator.create(DatasetSpec("table", source, **query))
+        waits = wait_until(
+            lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits"
+        )
+        assert harness.node.description.id in waits
+        assert "may come back" in waits and "memory limit of 13000 bytes" in waits
+
+        harness.coordinator.delete("other")
+
+        harness.wait(pb.DATASET_STATE_READY)
+        wait_until(
+            lambda: not harness.coordinator.get("table").progress.waits, WAIT_S, "it says so"
+        )
+        assert caplog.text.count("load waits dataset=table") == 1
+
+
+def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
+    tmp_path: Path, source: Path, room_may_come: threading.Event
+) -> None:
+    harness = Harness(tmp_path, memory_limit_bytes=2500)
+    with harness.store, harness.node:
+        harness.node.start()
+        harness.coordinator.create(spec(source, filter="row >= 0"))
+        wait_until(lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits")
+        assert harness.coordinator.get("table").state == pb.DATASET_STATE_LOADING
+
+        room_may_come.clear()
+
+        assert "memory limit of 2500" in harness.wait(pb.DATASET_STATE_FAILED).error.message
+
+
 # -- loads that are not wanted any more ------------------------------------------------------------
 
 
@@ -538,10 +597,14 @@ def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
 
         harness.coordinator.delete("table")
         harness.coordinator.create(spec(source, name="other", columns=columns))
-        wait_until(lambda: "does not fit" in caplog.text, WAIT_S, "the other finds no room")
+        waits = wait_until(
+            lambda: harness.coordinator.get("other").progress.waits, WAIT_S, "it finds no room"
+        )
+        assert "until a load that is not wanted any more has ended" in waits
         gate.open.set()
 
         assert harness.wait(pb.DATASET_STATE_READY, "other").num_rows == rows
+        assert caplog.text.count("load waits") == 1
 
 
 @pytest.mark.parametrize("loaded_again", [False, True])

@@ -449,12 +449,15 @@ class LoadProgress(_message.Message):
     ROWS_DONE_FIELD_NUMBER: _builtins.int
     ESTIMATED_ROWS_FIELD_NUMBER: _builtins.int
     BYTES_DONE_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     shards_done: _builtins.int
     shards_total: _builtins.int
     rows_done: _builtins.int
     estimated_rows: _builtins.int
     """before any filter; 0 where the format does not tell"""
     bytes_done: _builtins.int
+    waits: _builtins.str
+    """why a part of it cannot go on yet; empty: it can"""
     def __init__(
         self,
         *,
@@ -463,10 +466,11 @@ class LoadProgress(_message.Message):
         rows_done: _builtins.int = ...,
         estimated_rows: _builtins.int = ...,
         bytes_done: _builtins.int = ...,
+        waits: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1543,6 +1547,7 @@ class ActualDataset(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     ROWS_LOADED_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     dataset: _builtins.str
     fingerprint: _builtins.str
     attempt: _builtins.int
@@ -1555,6 +1560,8 @@ class ActualDataset(_message.Message):
     """of a whole query that runs"""
     idle_s: _builtins.float
     """since rows were last read here; unset: never"""
+    waits: _builtins.str
+    """why one of its loads cannot go on yet"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     def __init__(
@@ -1568,10 +1575,11 @@ class ActualDataset(_message.Message):
         failure: _builtins.str = ...,
         rows_loaded: _builtins.int = ...,
         idle_s: _builtins.float | None = ...,
+        waits: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -1622,8 +1630,11 @@ class HeartbeatResponse(_message.Message):
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     COORDINATOR_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    ROOM_MAY_COME_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """when to send the next one, if nothing changes before"""
+    room_may_come: _builtins.bool
+    """a node was lost or came back lately: what does not fit may fit soon"""
     @_builtins.property
     def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
     @_builtins.property
@@ -1639,10 +1650,11 @@ class HeartbeatResponse(_message.Message):
         interval_s: _builtins.float = ...,
         coordinator: Global___CoordinatorEndpoints | None = ...,
         kept: _abc.Iterable[Global___VersionName] | None = ...,
+        room_may_come: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,18 @@ from pathlib import Path
 from cache_server.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.spec import DatasetSpec
-from tests.fake_nodes import FILES, SHARDS, FakeNode, homes, settle, spec, state, told
+from tests.fake_nodes import (
+    FILES,
+    SHARDS,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    homes,
+    settle,
+    spec,
+    state,
+    told,
+)
 
 
 def test_each_shard_is_asked_of_one_node_in_the_answers_to_heartbeats(
@@ -59,6 +70,29 @@ def test_a_shard_stays_on_its_old_node_until_its_new_home_serves_it(
 
     assert old.holds("table") == SHARDS - moved
     assert new.holds("table") == moved
+    assert state(coordinator) == "ready"
+
+
+def test_what_moved_from_a_lost_node_gives_its_room_back_before_the_load_is_ready(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    share = two.beat(load=[])["table"]
+    (last, *_) = SHARDS - share
+    clock.now += TIMEOUT_S + 1
+    for _ in range(3):
+        one.beat(load=SHARDS - {last})  # for which there is no room beside the share of the other
+    assert one.holds("table") == SHARDS - {last}
+
+    for _ in range(2):
+        two.beat()
+        one.beat(load=[])
+
+    assert two.holds("table") == share
+    assert one.holds("table") == SHARDS - share - {last}
+    settle(one, two)
     assert state(coordinator) == "ready"
 
 
