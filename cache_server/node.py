@@ -381,8 +381,7 @@ class Node:
                 load.job.cancelled.set()
             if load.future.done():
                 del serving.loads[index]
-        for unwanted in serving.waits.keys() - wanted.keys() - {None}:
-            del serving.waits[unwanted]
+        serving.forget_unwanted()
         serving.forgive_copies()
         for index, shard in wanted.items():
             if index in sealed or index in serving.loads or index in serving.failures:
@@ -403,8 +402,6 @@ class Node:
 
     def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
         run, desired = serving.whole_run, serving.desired
-        if not desired.run_whole:
-            serving.waits.pop(None, None)
         if run is not None and (run.future.done() or not desired.run_whole):
             run.job.cancelled.set()
             if not run.future.done():

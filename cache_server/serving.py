@@ -71,6 +71,19 @@ class Serving:
             self.failures[index] = reason
             self.copy_again_at = time.monotonic() + _COPY_AGAIN_S
 
+    def forget_unwanted(self) -> None:
+        """Forgets what failed or waits of that which is another node's now.
+
+        What comes back is tried again; until then it is no failure of this one.
+        """
+        wanted: set[int | None] = {*self.wanted()}
+        if self.desired.run_whole:
+            wanted.add(None)
+        else:
+            self.failure = ""
+        self.failures = {i: reason for i, reason in self.failures.items() if i in wanted}
+        self.waits = {i: reason for i, reason in self.waits.items() if i in wanted}
+
     def forgive_copies(self) -> None:
         """Lets copies that failed be tried again: there may be room by now.
 

@@ -497,6 +497,40 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
     assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
 
 
+def test_a_shard_that_was_another_nodes_meanwhile_is_tried_again(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, read, seen = harness.coordinator.heartbeat, loader.read_split, set[str]()
+
+    def fails_once(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+        if file.path.name not in seen:
+            seen.add(file.path.name)
+            raise LoadError("the share is not mounted")
+        yield from read(file, sql, table)
+
+    def elsewhere(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        failed = set()
+        for actual in request.datasets:  # which fails no version that was ready before
+            failed |= {shard.index for shard in actual.shards if shard.failure}
+            kept = [shard for shard in actual.shards if not shard.failure]
+            del actual.shards[:]
+            actual.shards.extend(kept)
+        response = answer(request)
+        for desired in response.datasets:
+            kept = [shard for shard in desired.shards if shard.index not in failed]
+            del desired.shards[:]
+            desired.shards.extend(kept)
+        return response
+
+    monkeypatch.setattr(loader, "read_split", fails_once)
+    monkeypatch.setattr(harness.coordinator, "heartbeat", elsewhere)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+
+    info = harness.wait(pb.DATASET_STATE_READY)
+    assert row_ids(harness.node, info) == [*range(10 * FILES)]
+
+
 def test_a_node_whose_coordinator_fails_for_a_moment_goes_on(
     harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
