@@ -32,6 +32,9 @@ from protos.layout import pool_array
 from protos.row_index import Ids
 
 REQUEST_TIMEOUT_S = 10.0
+# Until a connection is made nothing can break off what waits for it: neither the end of the program
+# nor a fork. gRPC's own limit is 20 s. A SYN that was lost is sent again after 1 s and after 3 s.
+_CONNECT_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
@@ -115,6 +118,8 @@ class Connection:
                         generic_options=[
                             DIRECT,
                             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                            # Which is what gRPC takes this for.
+                            ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
                         ],
                     ),
                     break_off=None,  # its calls have deadlines; its streams break off themselves
