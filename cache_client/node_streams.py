@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from cache_client.connections import Connection, GatherStream
 from protos.errors import CacheError, NodeUnavailableError
 
+CLOSED = "the dataset was closed meanwhile, or the program ends"
 _MOST_OPENED_AT_ONCE = 64  # threads, each for as long as a node takes to answer
+
+
+class NotAskedError(NodeUnavailableError):
+    """The time was over before the node was asked, as others were waited for: no fault of it."""
+
+
+@dataclass(eq=False)
+class _Opening:
+    """A stream that is being opened.
+
+    Attributes:
+        begun: whether its node was asked.
+        outcome: what came of it; None: not known yet. Set once, see `NodeStreams._settle`.
+    """
+
+    location: str
+    begun: bool = False
+    outcome: GatherStream | BaseException | None = None
 
 
 class NodeStreams:
@@ -28,9 +48,11 @@ class NodeStreams:
         self._timeout_s = timeout_s
         # Reentrant: a handler of a signal may close what the thread it interrupts is using.
         self._lock = threading.RLock()
+        self._settled = threading.Condition(self._lock)
         self._connections: dict[str, Connection] = {}
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[GatherStream] = set()
+        self._openings: set[_Opening] = set()
         self._closed = False
 
     @property
@@ -46,7 +68,7 @@ class NodeStreams:
         """
         with self._lock:
             if self._closed:
-                raise CacheError("the reader is closed")
+                raise CacheError(CLOSED)
             connection = self._connections.get(location)
             if connection is None or connection.is_closed:
                 connection = self._connections[location] = Connection(location)
@@ -57,8 +79,14 @@ class NodeStreams:
 
         Whoever takes one says what becomes of it: `give_back` or `discard`.
         """
-        found: list[GatherStream | CacheError | None] = [self._take_idle(at) for at in locations]
-        opened = iter(self._open([at for at, s in zip(locations, found, strict=True) if s is None]))
+        found = [self._take_idle(location) for location in locations]
+        missing = [at for at, stream in zip(locations, found, strict=True) if stream is None]
+        try:
+            opened = iter(self._open(missing))
+        except BaseException:  # nobody takes them
+            for stream in filter(None, found):
+                self.discard(stream)
+            raise
         return [next(opened) if stream is None else stream for stream in found]
 
     def give_back(self, location: str, stream: GatherStream) -> None:
@@ -87,13 +115,16 @@ class NodeStreams:
             connection.close()
 
     def close(self) -> None:
-        """Closes everything; what runs fails."""
+        """Closes everything; what runs fails, also `take`, though a node be still waited for."""
         with self._lock:
             self._closed = True
+            openings = list(self._openings)
             streams = [*self._busy, *(s for streams in self._idle.values() for s in streams)]
             connections = list(self._connections.values())
             self._idle.clear()
             self._connections.clear()
+        for opening in openings:
+            self._settle(opening, CacheError(CLOSED))
         for stream in streams:
             stream.close()
         for connection in connections:
@@ -117,40 +148,64 @@ class NodeStreams:
         """
         if not locations:
             return []
+        openings = [_Opening(location) for location in locations]
         threads = min(len(locations), _MOST_OPENED_AT_ONCE)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="cache-open")
-        openings = [pool.submit(self._open_one, location) for location in locations]
         try:
-            late = wait(openings, self._timeout_s).not_done
-        except BaseException:  # an interrupt: nobody takes them
-            late = set(openings)
+            with self._lock:
+                if self._closed:
+                    return [CacheError(CLOSED) for _ in openings]
+                self._openings.update(openings)
+            for opening in openings:
+                pool.submit(self._open_one, opening)
+            with self._settled:
+                self._settled.wait_for(lambda: all(o.outcome for o in openings), self._timeout_s)
+            for opening in openings:
+                self._settle(opening, self._late(opening))
+            return [_stream_or_error(opening) for opening in openings]
+        except BaseException:  # as an interrupt: nobody takes them
+            for opening in openings:
+                self._settle(opening, CacheError(CLOSED))
+                if isinstance(opening.outcome, GatherStream):
+                    self.discard(opening.outcome)
             raise
         finally:
-            for opening in late:
-                opening.add_done_callback(self._give_up)
+            with self._lock:
+                self._openings.difference_update(openings)
             pool.shutdown(wait=False, cancel_futures=True)
-        return [
-            _late(location, self._timeout_s) if opening in late else opening.result()
-            for location, opening in zip(locations, openings, strict=True)
-        ]
 
-    def _open_one(self, location: str) -> GatherStream | CacheError:
+    def _open_one(self, opening: _Opening) -> None:
+        opening.begun = True
         try:
-            stream = self._open_stream(self.connection(location))
-        except CacheError as error:
-            return error
-        with self._lock:
-            if not self._closed:
-                self._busy.add(stream)
-                return stream
-        stream.close()
-        return CacheError("the reader is closed")
+            stream = self._open_stream(self.connection(opening.location))
+        except BaseException as error:  # raised, or told, where it is waited for
+            self._settle(opening, error)
+            return
+        if not self._settle(opening, stream):
+            stream.close()
 
-    def _give_up(self, opening: Future[GatherStream | CacheError]) -> None:
-        stream = None if opening.cancelled() else opening.result()
-        if isinstance(stream, GatherStream):
-            self.discard(stream)
+    def _settle(self, opening: _Opening, outcome: GatherStream | BaseException) -> bool:
+        """Says what came of an opening; whether nobody had said it before."""
+        with self._settled:
+            if opening.outcome is not None:
+                return False
+            opening.outcome = outcome
+            if isinstance(outcome, GatherStream):
+                self._busy.add(outcome)
+            self._settled.notify_all()
+            return True
+
+    def _late(self, opening: _Opening) -> NodeUnavailableError:
+        if not opening.begun:
+            return NotAskedError(f"node at {opening.location} was not asked for want of time")
+        return NodeUnavailableError(
+            f"node at {opening.location} did not answer within {self._timeout_s:g} s"
+        )
 
 
-def _late(location: str, timeout_s: float) -> NodeUnavailableError:
-    return NodeUnavailableError(f"node at {location} did not answer within {timeout_s:g} s")
+def _stream_or_error(opening: _Opening) -> GatherStream | CacheError:
+    """What came of an opening that is settled; raises what nobody foresaw."""
+    if isinstance(opening.outcome, GatherStream | CacheError):
+        return opening.outcome
+    assert opening.outcome is not None
+    raise opening.outcome

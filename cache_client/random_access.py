@@ -23,6 +23,7 @@ from cache_client.arguments import BatchFormat, argument_problems
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
+from cache_client.node_streams import CLOSED
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
@@ -294,7 +295,7 @@ class _Opened(NamedTuple):
         try:
             found = self.threads.submit(self.reader.fetch, row_ids)
         except RuntimeError:  # it takes no more work
-            raise CacheError("the dataset was closed meanwhile, or the program ends") from None
+            raise CacheError(CLOSED) from None
         return found.result()
 
     def close(self) -> None:

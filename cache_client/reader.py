@@ -30,7 +30,7 @@ from cache_client.connections import (
     GatherStream,
 )
 from cache_client.local_shards import LocalShards, ShardFileLostError
-from cache_client.node_streams import NodeStreams
+from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
 from cache_client.whereabouts import Whereabouts
@@ -417,11 +417,11 @@ class Reader:
         return dict.fromkeys((self._endpoint, *(node.location for node in shards.nodes)))
 
     def _note_failure(self, node: NodeRef, error: CacheError) -> str:
-        """Remembers that a node failed; returns why, or nothing when this process let go of it."""
+        """Remembers that a node failed; returns why, or nothing where it is not to blame."""
         with self._lock:
             if self._streams.is_closed:
-                raise error
-            if isinstance(error, ConnectionClosedError):
+                raise CacheError(CLOSED)
+            if isinstance(error, ConnectionClosedError | NotAskedError):
                 return ""
         first = self._known.note(node.location)
         level = logging.WARNING if first else logging.DEBUG

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    DatasetSpec,
+    NodeUnavailableError,
+    node_streams,
+)
 from cache_client.order import EpochOrder
 from cache_client.plan import wait_for_plan
 from cache_client.reader import Reader
@@ -129,6 +137,20 @@ def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
             finally:
                 for node in hanging:
                     go_on(node)()
+    assert sum(piece.num_rows for piece in pieces) == ROWS
+
+
+def test_a_node_that_was_not_asked_as_others_hang_is_not_passed_over(
+    nodes: LocalCluster, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(nodes, source, replicas=2)
+    monkeypatch.setattr(node_streams, "_MOST_OPENED_AT_ONCE", 1)
+    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hangs = replace(shards.nodes[0], location=f"grpc://127.0.0.1:{silent.getsockname()[1]}")
+        shards = replace(shards, nodes=(hangs, *shards.nodes[1:]))
+        with Reader(hangs.location, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+            pieces = reader.fetch(np.arange(ROWS))
     assert sum(piece.num_rows for piece in pieces) == ROWS
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +13,16 @@ from pathlib import Path
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import CacheClient, DatasetNotFoundError, DatasetSpec, StaleVersionError
+from cache_client import (
+    CacheClient,
+    DatasetNotFoundError,
+    DatasetSpec,
+    StaleVersionError,
+    connections,
+    node_streams,
+)
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
-from cache_client.node_streams import NodeStreams
+from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
 from cache_server import LocalCluster
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, NodeUnavailableError
@@ -105,6 +114,57 @@ def test_a_stream_that_opens_too_late_is_refused_and_closed_once_it_is_open(
     let_open.set()
     wait_until(lambda: opened and not opened[0].is_fresh, WAIT_S, "the late stream is closed")
     streams.close()
+
+
+def test_streams_that_are_being_opened_are_waited_for_no_longer_once_all_is_closed(
+    pool: ThreadPoolExecutor,
+) -> None:
+    asked, let_open = threading.Event(), threading.Event()
+
+    def open_never(connection: Connection) -> GatherStream:
+        asked.set()
+        assert let_open.wait(WAIT_S)
+        raise NodeUnavailableError("never")
+
+    streams = NodeStreams(open_never, timeout_s=WAIT_S)
+    taking = pool.submit(streams.take, ["grpc://127.0.0.1:1"])
+    assert asked.wait(WAIT_S)
+    streams.close()
+
+    (refused,) = taking.result(WAIT_S / 2)
+    assert str(refused) == CLOSED
+    let_open.set()
+
+
+def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
+    server: SlowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_streams, "_MOST_OPENED_AT_ONCE", 1)
+    let_open = threading.Event()
+
+    def open_late(connection: Connection) -> GatherStream:
+        assert let_open.wait(WAIT_S)
+        raise NodeUnavailableError("never")
+
+    streams = NodeStreams(open_late, timeout_s=0.05)
+    hangs, not_asked = streams.take(["grpc://127.0.0.1:1", "grpc://127.0.0.1:2"])
+    assert isinstance(hangs, NodeUnavailableError) and not isinstance(hangs, NotAskedError)
+    assert isinstance(not_asked, NotAskedError)
+    assert str(not_asked) == "node at grpc://127.0.0.1:2 was not asked for want of time"
+    let_open.set()
+    streams.close()
+
+
+def test_a_connection_that_is_never_made_is_given_up_before_the_time_of_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
+        location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
+        begun = time.monotonic()
+        with Connection(location) as connection, pytest.raises(NodeUnavailableError):
+            connection.open_gather("table", "", (), WAIT_S)
+    assert time.monotonic() - begun < WAIT_S / 2
 
 
 def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from cache_client import (
     RequestError,
     random_access,
 )
+from cache_client.node_streams import CLOSED
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import suspend
@@ -273,6 +274,27 @@ def test_it_reads_again_after_it_was_closed_and_may_be_dropped_open(
     assert int(dataset[2]["row"]) == 2
     del dataset
     gc.collect()
+
+
+def test_reads_that_run_when_it_is_closed_say_so_in_one_wording(tmp_path: Path) -> None:
+    source = write_numbered(tmp_path / "t", ROWS)
+    with LocalCluster(num_nodes=1) as nodes:
+        CacheClient(nodes.endpoint).load(DatasetSpec("t", source))
+        dataset = CacheDataset("t", endpoint=nodes.endpoint, local=False, deadline_s=WAIT_S)
+        assert [int(dataset[row]["row"]) for row in range(2)] == [0, 1]
+        node = psutil.Process(nodes.nodes[0].pid)
+        suspend(node)
+        try:
+            with ThreadPoolExecutor(20) as pool:  # more than read at the same time
+                reads = [pool.submit(dataset.__getitem__, row) for row in range(20)]
+                assert not wait(reads, 0.2).done
+                dataset.close()
+                errors = {str(read.exception(WAIT_S / 4)) for read in reads}
+        finally:
+            node.resume()
+        assert errors == {CLOSED}
+        assert int(dataset[3]["row"]) == 3
+        dataset.close()
 
 
 def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
