@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,12 +20,14 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.arguments import function_problems, seconds_problems, switch_problems
+from cache_client.aside import Aside
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.permutation import checked_integer
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
+from cache_client.routing import ShardMap
 from cache_client.rows import join
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
@@ -148,8 +151,8 @@ class CacheClient:
         spec = _checked_spec(spec, problems)
         timeout_s = None if timeout_s is None else float(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._coordinator(deadline) as stub:
-            info = _create(stub, spec, timeout_s, deadline, refresh)
+        with self._coordinator(deadline) as calls:
+            info = _create(calls, spec, timeout_s, deadline, refresh)
             if wait:
                 watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
                 with ExitStack() as stack:
@@ -162,7 +165,7 @@ class CacheClient:
                             function(latest)
 
                     info = wait_until_settled(
-                        lambda known: _watched(stub, watch, deadline, known),
+                        lambda known: _watched(calls, watch, deadline, known),
                         info,
                         report,
                         deadline,
@@ -209,8 +212,8 @@ class CacheClient:
             memory_limit_bytes=memory_limit_bytes or 0,
         )
         deadline = time.monotonic() + float(timeout_s)
-        with self._coordinator(deadline) as stub:
-            response = _call(stub.PlanDataset, request, deadline)
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.PlanDataset, request, deadline)
         # Plain integers, which do not overflow.
         ranks, rows = (None if n is None else operator.index(n) for n in (world_size, batch_size))
         return forecast_from_proto(response.forecast, ranks, rows)
@@ -218,8 +221,8 @@ class CacheClient:
     def datasets(self) -> list[DatasetInfo]:
         """One version of every dataset, by name: the newest that has not failed."""
         deadline = self._deadline()
-        with self._coordinator(deadline) as stub:
-            response = _call(stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
         return [_dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
@@ -230,8 +233,8 @@ class CacheClient:
         """
         request = pb.GetDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
-        with self._coordinator(deadline) as stub:
-            response = _call(stub.GetDataset, request, deadline)
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.GetDataset, request, deadline)
         return _dataset_info(response.dataset)
 
     def drop(self, name: str) -> None:
@@ -242,14 +245,14 @@ class CacheClient:
         """
         request = pb.DeleteDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
-        with self._coordinator(deadline) as stub:
-            _call(stub.DeleteDataset, request, deadline)
+        with self._coordinator(deadline) as calls:
+            calls.call(calls.stub.DeleteDataset, request, deadline)
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator has heard of, by id."""
         deadline = self._deadline()
-        with self._coordinator(deadline) as stub:
-            response = _call(stub.ListNodes, pb.ListNodesRequest(), deadline)
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
         return [
             NodeInfo(
                 node.id,
@@ -272,29 +275,58 @@ class CacheClient:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         deadline = self._deadline()
-        with Connection(self.endpoint) as connection:
-            shards = connection.read_plan(name, "", (), self._timeout_s)
-        left = _left_s(deadline) or _LEAST_LOOK_UP_S
-        with Reader(self.endpoint, shards, deadline_s=left) as reader:
-            pieces = reader.fetch(np.arange(min(num_rows, shards.num_rows), dtype=np.int64))
+        with Aside() as aside:
+            shards = aside.call(self._read_plan, name)
+            left = _left_s(deadline) or _LEAST_LOOK_UP_S
+            with Reader(self.endpoint, shards, deadline_s=left) as reader:
+                row_ids = np.arange(min(num_rows, shards.num_rows), dtype=np.int64)
+                pieces = aside.call(reader.fetch, row_ids)
         return join(pieces).to_batch()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
+    def _read_plan(self, name: str) -> ShardMap:
+        with Connection(self.endpoint) as connection:
+            return connection.read_plan(name, "", (), self._timeout_s)
+
     @contextmanager
-    def _coordinator(self, deadline: float | None) -> Iterator[cache_pb2_grpc.CoordinatorStub]:
+    def _coordinator(self, deadline: float | None) -> Iterator[_Calls]:
         left = _left_s(deadline)
         look_up_s = self._timeout_s
         if left is not None:
             look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
-        with Connection(self.endpoint) as connection:
-            location = connection.coordinator(look_up_s).control_location
-        with open_channel(location) as channel:
+        with Aside() as aside:
+            location = aside.call(self._find_coordinator, look_up_s)
+            channel = aside.call(open_channel, location)
             try:
-                yield cache_pb2_grpc.CoordinatorStub(channel)
+                yield _Calls(aside, cache_pb2_grpc.CoordinatorStub(channel))
             except grpc.RpcError as error:
                 raise from_rpc_error(error, location) from None
+            finally:
+                aside.call(channel.close)  # which ends the call that an interrupt left
+
+    def _find_coordinator(self, timeout_s: float) -> str:
+        with Connection(self.endpoint) as connection:
+            return connection.coordinator(timeout_s).control_location
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of a coordinator, all of them made aside."""
+
+    aside: Aside
+    stub: cache_pb2_grpc.CoordinatorStub
+
+    def call(self, method: Callable[..., Any], request: object, deadline: float | None) -> Any:
+        """The answer to a request, by its deadline."""
+        return self.aside.call(partial(method, request, timeout=_left_s(deadline)))
+
+    def stream(self, method: Callable[..., Any], request: object, left_s: float | None) -> Any:
+        """The answers to a request, one after the other."""
+        responses = self.aside.call(partial(method, request, timeout=left_s))
+        while (response := self.aside.call(next, responses, None)) is not None:
+            yield response
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -349,7 +381,7 @@ def _checked_name(name: object) -> str:
 
 
 def _create(
-    stub: cache_pb2_grpc.CoordinatorStub,
+    calls: _Calls,
     spec: DatasetSpec,
     timeout_s: float | None,
     deadline: float | None,
@@ -359,7 +391,7 @@ def _create(
         spec=spec.to_proto(), secrets=spec.secrets_to_proto(), refresh=refresh
     )
     try:
-        info: pb.DatasetInfo = _call(stub.CreateDataset, request, deadline).dataset
+        info: pb.DatasetInfo = calls.call(calls.stub.CreateDataset, request, deadline).dataset
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
@@ -371,7 +403,7 @@ def _create(
 
 
 def _watched(
-    stub: cache_pb2_grpc.CoordinatorStub,
+    calls: _Calls,
     watch: pb.WatchDatasetRequest,
     deadline: float | None,
     info: pb.DatasetInfo,
@@ -385,7 +417,7 @@ def _watched(
     if left_s == 0:
         raise _not_in_time(watch, info)
     try:
-        for response in stub.WatchDataset(watch, timeout=left_s):
+        for response in calls.stream(calls.stub.WatchDataset, watch, left_s):
             info = response.dataset
             yield info
     except grpc.RpcError as error:
@@ -404,10 +436,6 @@ def _not_in_time(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotRead
 
 def _left_s(deadline: float | None) -> float | None:
     return None if deadline is None else min(max(0.0, deadline - time.monotonic()), _MOST_S)
-
-
-def _call(method: Callable[..., Any], request: object, deadline: float | None) -> Any:
-    return method(request, timeout=_left_s(deadline))
 
 
 def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:

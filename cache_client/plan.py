@@ -14,6 +14,7 @@ from tenacity import (
     stop_after_delay,
 )
 
+from cache_client.aside import Aside
 from cache_client.connections import REQUEST_TIMEOUT_S, Connection
 from cache_client.routing import ShardMap
 from cache_client.window_sizes import has_plain
@@ -69,23 +70,23 @@ def wait_for_plan(
         before_sleep=say,
         reraise=True,
     )
-    for attempt in attempts:
-        with attempt, Connection(endpoint) as connection:
-            return _read_plan(connection, dataset, columns, deadline)
+    with Aside() as aside:
+        for attempt in attempts:
+            with attempt:
+                return aside.call(_read_plan, endpoint, dataset, columns, deadline)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _read_plan(
-    connection: Connection, dataset: str, columns: Sequence[str], deadline: float
-) -> ShardMap:
+def _read_plan(endpoint: str, dataset: str, columns: Sequence[str], deadline: float) -> ShardMap:
     """The shard map, whose ``num_bytes`` is without the fixed-size columns that are left out."""
 
     def timeout_s() -> float:
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
-    shards = connection.read_plan(dataset, "", columns, timeout_s())
-    if not columns or not has_plain(shards.layout):
-        return shards
-    whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))
+    with Connection(endpoint) as connection:
+        shards = connection.read_plan(dataset, "", columns, timeout_s())
+        if not columns or not has_plain(shards.layout):
+            return shards
+        whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))
     left_out = whole.fixed_row_bytes - shards.layout.fixed_row_bytes
     return replace(shards, num_bytes=shards.num_bytes - left_out * shards.num_rows)

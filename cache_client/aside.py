@@ -1,0 +1,48 @@
+"""Calls into gRPC on behalf of the main thread, which an interrupt may reach anywhere.
+
+One that reaches a thread inside a call cuts short what gRPC or Flight keep count of there, so that
+gRPC stays in use: every later fork waits for it in vain, and its child may hang. So the call is
+made in another thread, and an interrupt ends no more than the waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+_THREADS = 2  # one may still be inside a call when the other ends it
+_T = TypeVar("_T")
+
+
+class Aside:
+    """Threads to make calls in, for as long as it is entered; no call begins after that."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cache-call")
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._threads.shutdown(wait=False)
+
+    def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """What ``function`` returns or raises; it goes on where an interrupt ends the waiting.
+
+        Where no interrupt comes, and in a program that ends, it is called in this thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args)
+        try:
+            called = self._threads.submit(function, *args)
+        except RuntimeError:  # no thread begins any more
+            return function(*args)
+        return called.result()
