@@ -228,7 +228,11 @@ class Connection:
                 self._client.value.do_exchange(descriptor, _options(2 * timeout_s)),
                 usable_until,
             )
-        stream.begin()
+        try:
+            stream.begin()
+        except BaseException:  # or Arrow complains on standard error when it is collected
+            stream.close()
+            raise
         return stream
 
     @contextmanager

@@ -155,6 +155,22 @@ def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
     streams.close()
 
 
+def test_a_stream_that_breaks_while_it_is_opened_is_closed(
+    server: SlowServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[GatherStream] = []
+
+    def begin(stream: GatherStream) -> None:
+        broken.append(stream)
+        raise NodeUnavailableError("broke")
+
+    monkeypatch.setattr(GatherStream, "begin", begin)
+    with Connection(f"grpc://127.0.0.1:{server.port}") as connection:
+        with pytest.raises(NodeUnavailableError, match="broke"):
+            connection.open_gather("table", "", (), WAIT_S)
+        assert not broken[0].is_fresh
+
+
 def test_a_connection_that_is_never_made_is_given_up_before_the_time_of_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
