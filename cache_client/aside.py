@@ -45,4 +45,7 @@ class Aside:
             called = self._threads.submit(function, *args)
         except RuntimeError:  # no thread begins any more
             return function(*args)
-        return called.result()
+        try:
+            return called.result()
+        finally:
+            del called  # an error that it holds holds this frame
