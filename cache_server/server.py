@@ -163,7 +163,7 @@ class CacheServer:
             ready=self._readiness.is_ready(),
             coordinator=self._node.coordinator.control_location,
             held=held,
-            counts=self._traffic.counts(),
+            counts=self._traffic.counts({version.key.dataset for version in held}),
             cache=cache,
         )
 

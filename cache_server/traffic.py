@@ -1,10 +1,10 @@
-"""What a node has served and refused since it started: plain counters, for whoever watches it."""
+"""What a node has served of the datasets it holds, and refused: plain counters, to be watched."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """Sums since the node started; ``rows`` is 0 of files."""
+    """Sums since the node began to hold the dataset; ``rows`` is 0 of files."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -57,9 +57,15 @@ class Traffic:
         with self._lock:
             self._errors[name] += 1
 
-    def counts(self) -> Counts:
-        """The sums so far."""
+    def counts(self, datasets: Collection[str]) -> Counts:
+        """The sums so far; those of any other than these datasets are forgotten.
+
+        Datasets come and go for as long as a node lives; whoever watches it would keep a series of
+        each.
+        """
         with self._lock:
+            for read in [read for read in self._bytes if read.dataset not in datasets]:
+                del self._rows[read], self._bytes[read]
             served = {
                 read: Served(self._rows[read], num_bytes) for read, num_bytes in self._bytes.items()
             }

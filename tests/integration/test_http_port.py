@@ -90,6 +90,22 @@ def test_the_rows_that_a_pass_reads_over_flight_are_counted_exactly(cluster: Loc
     assert wait_until(lambda: served() == before + ROWS, WAIT_S, "every row is counted")
 
 
+def test_a_dataset_that_was_dropped_leaves_no_counters_behind(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    def mentions() -> list[bool]:
+        return ['dataset="brief"' in ask(node.page, "/metrics")[2] for node in cluster.nodes]
+
+    client = CacheClient(cluster.endpoint)
+    client.load(DatasetSpec("brief", write_numbered(tmp_path, 20), replicas=2))
+    client.head("brief")
+    wait_until(lambda: all(mentions()), WAIT_S, "both nodes show it")
+
+    client.drop("brief")
+
+    wait_until(lambda: not any(mentions()), WAIT_S, "no node shows it")
+
+
 def test_a_call_that_is_refused_is_counted_by_the_name_of_its_error(cluster: LocalCluster) -> None:
     page = cluster.nodes[0].page
     before = metric(page, "data_cache_errors_total", error="DatasetNotFoundError")

@@ -21,7 +21,8 @@ def status(**changes: object) -> Status:
     traffic.note_error("NotReadyError")
     held = Held(VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64)
     node = pb.Node(id="a1", stored_bytes=64, memory_limit_bytes=100)
-    return replace(Status(node, True, "host:2", (held,), traffic.counts(), None), **changes)  # type: ignore[arg-type]
+    counts = traffic.counts({"trips"})
+    return replace(Status(node, True, "host:2", (held,), counts, None), **changes)  # type: ignore[arg-type]
 
 
 def samples(of: Status) -> dict[tuple[str, ...], float]:
