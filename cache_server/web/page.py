@@ -16,8 +16,12 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100% }
 th, td { border-bottom: 1px solid #8884; padding: .3rem 1rem .3rem 0; text-align: left }
-.number { text-align: right; white-space: nowrap } .bad { color: #c22 }
-@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd } a { color: #8bf } }
+div { overflow-x: auto }
+.number { text-align: right; white-space: nowrap } .bad { color: #c22; overflow-wrap: anywhere }
+@media (prefers-color-scheme: dark) {
+  :root { color-scheme: dark } body { background: #111; color: #ddd }
+  a { color: #8bf } .bad { color: #f77 }
+}
 """
 # Columns of words; the others hold numbers.
 _WORDS = {"dataset", "fingerprint", "verb", "error", "id", "Flight", "state"}
@@ -36,7 +40,7 @@ def page(status: Status) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="refresh" content="{_REFRESH_S}">'
-        '<meta name="viewport" content="width=device-width">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Cache node {node_id}</title><style>{_STYLE}</style></head>"
         f"<body><h1>Cache node {node_id}: {ready}</h1>{body}"
         '<p><a href="metrics">metrics</a></p></body></html>\n'
@@ -123,7 +127,7 @@ def _section(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
 
 def _table(lines: Iterable[str]) -> str:
     rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>{rows}</table>"
+    return f"<div><table>{rows}</table></div>"  # which scrolls by itself where it is too wide
 
 
 def _cell(value: object, tag: str = "td", *, number: bool = False) -> str:
