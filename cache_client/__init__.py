@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from cache_client.client import CacheClient, DatasetInfo, NodeInfo
+from cache_client.forecast import LoadForecast, TableForecast
 from protos.errors import (
     CacheError,
     ConfigError,
@@ -22,6 +23,7 @@ from protos.errors import (
     RequestError,
     StaleVersionError,
 )
+from protos.load_progress import LoadReport
 from protos.spec import DatasetSpec
 
 if TYPE_CHECKING:
@@ -42,11 +44,14 @@ __all__ = [
     "InvalidRowsError",
     "InvalidTicketError",
     "LoadError",
+    "LoadForecast",
+    "LoadReport",
     "NodeInfo",
     "NodeUnavailableError",
     "NotReadyError",
     "RequestError",
     "StaleVersionError",
+    "TableForecast",
 ]
 
 

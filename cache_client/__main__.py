@@ -48,14 +48,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_SPEC_HELP = "YAML file that describes the dataset: name, source, sql."
+
 Endpoint = Annotated[
     str | None,
     typer.Option(envvar="CACHE_ENDPOINT", help="grpc://HOST:PORT of any cache node."),
 ]
 TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-SpecFile = Annotated[Path, typer.Argument(help="YAML file: name, source and so on.")]
-Name = Annotated[str, typer.Argument(help="Name of a dataset.")]
+SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help=_SPEC_HELP)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")]
 
 
 @app.callback()
@@ -67,23 +69,30 @@ def _options(
 
 @app.command()
 def load(
-    spec: Annotated[Path | None, typer.Argument(help="YAML file: name, source and so on.")] = None,
+    spec: Annotated[Path | None, typer.Argument(metavar="SPEC", help=_SPEC_HELP)] = None,
     from_env: Annotated[
         bool,
         typer.Option(
-            "--from-env", help="Instead: what STORAGE_URI and the settings beside it mean."
+            "--from-env",
+            help="Instead of SPEC: the dataset that STORAGE_URI and the other variables of a "
+            "TrainJob describe.",
         ),
     ] = False,
     allow_empty: Annotated[
-        bool, typer.Option("--allow-empty", help="With --from-env: it may name no dataset at all.")
+        bool,
+        typer.Option("--allow-empty", help="With --from-env: do nothing where none is described."),
     ] = False,
     endpoint: Endpoint = None,
-    wait: Annotated[bool, typer.Option(help="Until the dataset is ready.")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the dataset is ready.")] = True,
     timeout_s: Annotated[
         float | None, typer.Option(help="Seconds to wait for the load; default: no limit.")
     ] = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="A new version, also of a database.")
+        bool,
+        typer.Option(
+            "--refresh",
+            help="Load anew also where the source cannot tell whether it changed, as a database.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -136,16 +145,18 @@ def _what_to_load(
 def plan(
     spec: SpecFile,
     endpoint: Endpoint = None,
-    nodes: Annotated[int | None, typer.Option(help="Default: those that are alive.")] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Of each node, such as 8GiB; default: theirs.")
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the cache; default: those that are alive.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Trainer processes.")] = 1,
-    batch_size: Annotated[int, typer.Option(help="Rows of a rank in a step.")] = 1024,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Memory limit of each node, such as 8GiB; default: theirs.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Trainer processes of the job.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")] = 1024,
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a load would come to: rows, bytes, nodes, steps. Loads nothing."""
+    """Show the rows, memory, nodes and steps that a load would take. Loads nothing."""
     limit = None if memory_limit is None else _memory_limit(memory_limit)
     forecast = CacheClient(endpoint).plan(
         spec,
@@ -175,7 +186,7 @@ def _memory_limit(text: str) -> int:
 def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
-    """Say which way the query of a spec goes, and why. Split by split, or whole on one node."""
+    """Show how the query of a spec runs, and why. Split by split, or whole on one node."""
     forecast = CacheClient(endpoint).plan(spec, timeout_s=timeout_s)
     if as_json:
         print_json(forecast_json(forecast))
@@ -258,7 +269,7 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
 @app.command()
 def head(
     name: Name,
-    num_rows: Annotated[int, typer.Option("-n", "--num-rows", min=0)] = 5,
+    num_rows: Annotated[int, typer.Option("-n", "--num-rows", min=0, help="How many rows.")] = 5,
     endpoint: Endpoint = None,
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
@@ -276,18 +287,24 @@ def head(
 @app.command("run-local")
 def run_local(
     train_job: Annotated[
-        Path, typer.Argument(help="YAML file with a TrainJob, and its Secrets if it has any.")
+        Path,
+        typer.Argument(
+            metavar="TRAINJOB", help="YAML file with a TrainJob, and its Secrets if it has any."
+        ),
     ],
     runtimes: Annotated[
         Path | None,
         typer.Option(help="Folder or file of training runtimes; default: those of this package."),
     ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE for every container; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="For every container; may be repeated."),
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=ADDRESS of a service outside of the job; may be repeated."),
+        typer.Option(
+            metavar="NAME=ADDRESS", help="Of a service outside of the job; may be repeated."
+        ),
     ] = None,
     render: Annotated[
         bool, typer.Option("--render", help="Print the JobSet that a cluster would make of it.")
@@ -337,7 +354,8 @@ def _pair(rule: str, text: str) -> tuple[str, str]:
 def main() -> None:
     """Entry point: errors of the tree become one line and an exit code.
 
-    78 (EX_CONFIG) for arguments and specs, 65 (EX_DATAERR) for data and queries, 1 for the rest.
+    2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other arguments and specs, 65
+    (EX_DATAERR) for data and queries, 1 for the rest.
     """
     try:
         with checked_output():

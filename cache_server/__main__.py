@@ -58,16 +58,20 @@ def _options(
 @app.command()
 def serve(
     cache_dir: Annotated[
-        str, typer.Option(metavar="<path>", help="Where shards go: tmpfs or NVMe.")
+        str, typer.Option(metavar="<path>", help="Directory of the shards: on tmpfs or NVMe.")
     ],
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     advertise: Annotated[
-        str | None, typer.Option(help="Host name under which others reach this node.")
+        str | None,
+        typer.Option(
+            help="Host name at which clients and other nodes reach this one; default: --bind, or "
+            "the name of this machine where that is a wildcard."
+        ),
     ] = None,
-    flight_port: Annotated[int, typer.Option(help="Arrow Flight; 0 picks a free one.")] = 50_051,
-    control_port: Annotated[int, typer.Option(help="gRPC; 0 picks a free one.")] = 50_052,
+    flight_port: Annotated[int, typer.Option(help="Port of Arrow Flight; 0: a free one.")] = 50_051,
+    control_port: Annotated[int, typer.Option(help="Port of gRPC; 0: a free one.")] = 50_052,
     http_port: Annotated[
-        int, typer.Option(help="Status page and /metrics; 0 picks a free one.")
+        int, typer.Option(help="Port of the status page, /metrics and /ready; 0: a free one.")
     ] = 8080,
     coordinator: Annotated[
         str | None,
@@ -77,36 +81,52 @@ def serve(
         ),
     ] = None,
     num_nodes: Annotated[
-        int, typer.Option(help="That join before a load of the environment begins.")
+        int, typer.Option(help="With --load-from-env: nodes to wait for before it loads.")
     ] = 1,
-    join_timeout_s: Annotated[float, typer.Option(help="For them to join.")] = 300.0,
+    join_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for --num-nodes.")] = 300.0,
     memory_limit: Annotated[
-        str | None, typer.Option(help="Of all shards of this node, such as 8GiB.")
+        str | None,
+        typer.Option(help="Most bytes of shards on this node, such as 8GiB; default: none."),
     ] = None,
     container_memory_limit: Annotated[
         str | None,
-        typer.Option(help="Instead: of its container; the process keeps 1 GiB or a quarter of it."),
+        typer.Option(
+            help="Instead of --memory-limit: memory of the container. Shards get it less 1 GiB or "
+            "a quarter of it, whichever is more."
+        ),
     ] = None,
     load_from_env: Annotated[
         bool,
         typer.Option(
-            help="As the coordinator, load what STORAGE_URI and the settings beside it mean, and "
-            "be ready once it is."
+            help="On the coordinator: load the dataset that STORAGE_URI and the other variables of "
+            "a TrainJob describe, and be ready once it is loaded."
         ),
     ] = False,
     load_threads: Annotated[
         int | None,
         typer.Option(
-            help="Shards loaded at once; default: one a processor, from 2 to 8, fewer in a small "
+            help="Shards loaded at once; default: one per processor, from 2 to 8, fewer in a small "
             "container."
         ),
     ] = None,
-    heartbeat_interval_s: Annotated[float, typer.Option(help="Asked of every node.")] = 0.5,
-    node_timeout_s: Annotated[float, typer.Option(help="Silence that counts as loss.")] = 10.0,
+    heartbeat_interval_s: Annotated[
+        float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
+    ] = 0.5,
+    node_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="On the coordinator: seconds without a heartbeat until a node counts as lost."
+        ),
+    ] = 10.0,
     lease_s: Annotated[
-        float, typer.Option(help="A replaced version is kept so long after its last read.")
+        float,
+        typer.Option(
+            help="On the coordinator: seconds that a replaced version is kept after its last read."
+        ),
     ] = 600.0,
-    drain_timeout_s: Annotated[float, typer.Option(help="For running calls at the end.")] = 5.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="Seconds that running calls may take at shutdown.")
+    ] = 5.0,
     exit_with_stdin: Annotated[
         bool, typer.Option(help="End when standard input closes (for a parent process).")
     ] = False,
@@ -119,8 +139,8 @@ def serve(
     signal_exit_code: Annotated[
         int,
         typer.Option(
-            help="Of an end in order by SIGTERM or SIGINT. A Kubernetes Job takes 0 for work that "
-            "is done, and does not replace the pod: 143 there."
+            help="Exit code after SIGTERM or SIGINT. A Kubernetes Job takes 0 for work that is "
+            "done and does not replace the pod: 143 there."
         ),
     ] = 0,
     log_level: LogLevel = "info",
@@ -197,16 +217,25 @@ def serve(
 
 @app.command()
 def local(
-    nodes: Annotated[int, typer.Option(help="Node processes.")] = 1,
-    load: Annotated[Path | None, typer.Option(help="YAML spec of a dataset to load.")] = None,
+    nodes: Annotated[int, typer.Option(help="How many node processes.")] = 1,
+    load: Annotated[Path | None, typer.Option(help="YAML file of a dataset to load.")] = None,
     load_from_env: Annotated[
-        bool, typer.Option(help="Load what STORAGE_URI and the settings beside it mean.")
+        bool,
+        typer.Option(
+            help="Load the dataset that STORAGE_URI and the other variables of a TrainJob describe."
+        ),
     ] = False,
     cache_dir: Annotated[
         str | None,
-        typer.Option(metavar="<path>", help="Kept afterwards; default: a temporary one in memory."),
+        typer.Option(
+            metavar="<path>",
+            help="Directory of the shards, kept afterwards; default: a temporary one in memory.",
+        ),
     ] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="Of each node.")] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(help="Most bytes of shards on each node, such as 8GiB; default: none."),
+    ] = None,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one JSON line."""

@@ -233,7 +233,7 @@ def test_help_at_80_columns_cuts_nothing_off(
         assert "…" not in text
         for parameter in command.params:
             for option in (*parameter.opts, *parameter.secondary_opts):
-                assert option in text
+                assert option in text.lower()  # arguments are shown in capitals
 
 
 @pytest.mark.parametrize(
