@@ -55,12 +55,14 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         ]
         for field in info.schema
     ]
-    console.print(_indented(_table(fields, header=["column", "type", "made from"])))
+    shown = 3 if any(source for *_, source in fields) else 2
+    header = ["column", "type", "source type"][:shown]
+    console.print(_indented(_table([field[:shown] for field in fields], header=header)))
 
 
 def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     """Which way a query goes, and what it reads."""
-    order = "their own" if forecast.ordered else "none: allow_unordered"
+    order = "fixed" if forecast.ordered else "none: allow_unordered"
     facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
     for table in forecast.tables:
         how = "split by split" if table.by_split else "whole"
@@ -112,7 +114,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         facts.append(("decoded", f"{about}{in_shards}"))
     if forecast.guessed_columns:
         names = _column_names(forecast.guessed_columns)
-        facts.append(("guessed", f"{names}: nobody knows how long the values are"))
+        facts.append(("guessed", f"{names}: the query makes the values, of unknown length"))
     nodes = len(forecast.node_bytes)
     fewer = f"; {nodes} on so many nodes" if 0 < nodes < forecast.replicas else ""
     facts.append(("replicas", f"{forecast.replicas}{fewer}"))
@@ -133,7 +135,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
 
 
 def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
-    if not forecast.foretold:
+    if not forecast.bytes_known:
         return f"unknown; each has a limit of {limit}"
     if forecast.nodes_needed is None:
         return (

@@ -53,12 +53,12 @@ class LoadForecast:
         num_bytes: decoded, after projection and before any filter, of one replica; of a whole
             query, what it reads.
         makes_rows: an unnest or a join makes any number of rows of one; bytes count one for each.
-        guessed_columns: strings and lists that the query makes: nobody knows how long they are.
+        guessed_columns: strings and lists that the query makes: how long is not known beforehand.
         largest_shard_bytes: decoded, as `num_bytes`; 0 of a whole query.
         node_bytes: on each node, all replicas.
         memory_limit_bytes: of each node; None for none.
-        nodes_needed: for that limit; None when no number of nodes is enough, and where nobody can
-            tell: it is not `foretold`.
+        nodes_needed: for that limit; None when no number of nodes is enough, and where bytes
+            are not known: see `bytes_known`.
         load_s: seconds until it is ready, about, as the last load of this cache went; None before
             any, and of a whole query.
         world_size, batch_size: asked for.
@@ -97,8 +97,8 @@ class LoadForecast:
         return "whole, on one node" if self.whole else "split by split"
 
     @property
-    def foretold(self) -> bool:
-        """Whether bytes are known before the query: not of one that makes rows or texts."""
+    def bytes_known(self) -> bool:
+        """Whether bytes are known before the query: not of one that makes rows or strings."""
         return not (self.whole or self.makes_rows or self.guessed_columns)
 
     @property
@@ -106,12 +106,12 @@ class LoadForecast:
         """Whether no node would hold more than its limit.
 
         Returns:
-            None where nobody can tell: it is not `foretold`, or a filter may drop enough.
+            None where bytes are not known beforehand, or a filter may drop enough.
         """
         limit = self.memory_limit_bytes
         if limit is None:
             return True
-        if not self.foretold:
+        if not self.bytes_known:
             return None
         if all(size <= limit for size in self.node_bytes):
             return True

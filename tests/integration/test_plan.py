@@ -375,7 +375,7 @@ def test_what_nobody_can_foretell_is_said_to_be_unknown(
     assert total.whole and total.num_rows is None and total.num_shards == 0
     for forecast in (spread, total, made):
         assert forecast.fits is None and forecast.nodes_needed is None
-    assert made.guessed_columns == ("loud",) and not made.foretold and plain.foretold
+    assert made.guessed_columns == ("loud",) and not made.bytes_known and plain.bytes_known
     assert text.tables[0].bytes_by == "the sizes of the files"
     assert plain.guessed_columns == () and plain.tables[0].bytes_by == ""
     shown = {forecast.why: dict(forecast_facts(forecast)) for forecast in (spread, total)}

@@ -7,7 +7,8 @@ import math
 import pyarrow as pa
 import pytest
 
-from cache_client.display import cell, forecast_facts, show_facts, type_name
+from cache_client.client import DatasetInfo
+from cache_client.display import cell, forecast_facts, show_dataset, show_facts, type_name
 from cache_client.forecast import from_proto
 from protos.cache.v1 import cache_pb2 as pb
 
@@ -96,3 +97,16 @@ def test_facts_that_go_to_a_file_are_as_wide_as_they_are(
     show_facts("houses", [("rows", "9,000"), ("decoded", "202.1 KiB")])
 
     assert capsys.readouterr().out == "houses\n  rows     9,000      \n  decoded  202.1 KiB  \n"
+
+
+@pytest.mark.parametrize("source_type", ["", "decimal128(9, 2)"])
+def test_the_types_of_the_source_are_shown_where_a_column_was_stored_as_another(
+    capsys: pytest.CaptureFixture[str], source_type: str
+) -> None:
+    metadata = {"cache.source_type": source_type} if source_type else None
+    schema = pa.schema([pa.field("price", pa.float64(), metadata=metadata)])
+
+    show_dataset(DatasetInfo("houses", "f00", 9, 72, 1, schema, "ready", {0: ("a1",)}), False)
+
+    header, row = capsys.readouterr().out.splitlines()[-2:]
+    assert ("source type" in header) == ("decimal128" in row) == bool(source_type)
