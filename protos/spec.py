@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 import yaml
 
 from protos import strict_yaml
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import ConfigError
+from protos.secret_settings import CATALOG_PREFIX, URI, shown, split_options, without_password
 from protos.values import as_integer, is_text
 
 FORMATS = ("parquet", "arrow", "csv", "json", "iceberg", "delta", "postgres")
@@ -37,38 +37,17 @@ FILE_SUFFIXES = {  # of the names of files, in lower case -> their format
 }
 TABLE = "source"  # the table of a spec with one source
 _TABLE_FORMATS = ("iceberg", "delta", "postgres")  # they say themselves what is in them
-CATALOG_PREFIX = "catalog."  # of the options that are a catalogue's
 DEFAULT_TARGET_SHARD_BYTES = 64 * 1024 * 1024
 _MAX_SHARD_BYTES = 1024**5
 _MAX_REPLICAS = 65_535
 _LAST_SNAPSHOT = 2**63 - 1  # Iceberg's and Delta's are longs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _TABLE_KEYS = (  # the arguments of `DatasetSpec` that are about one table
     *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options", "ignore"),
 )
 
-# Every other option is a secret. Without the prefixes of `_is_public`.
-_PUBLIC_OPTIONS = {
-    *("region", "default_region", "endpoint", "endpoint_url", "endpoint_url_s3", "bucket"),
-    *("bucket_name", "allow_http", "skip_signature", "virtual_hosted_style_request"),
-    *("anonymous", "imdsv1_fallback", "metadata_endpoint", "requester_pays", "role_arn"),
-    *("role_session_name", "table", "query"),
-    *("endpoint_url_sts", "unsigned_payload", "conditional_put", "checksum_algorithm"),
-    *("application_credentials", "service_account", "base_url", "service_account_path"),
-    *("account_name", "container_name", "use_emulator", "use_fabric_endpoint", "use_azure_cli"),
-    *("client_id", "tenant_id", "authority_id", "authority_host", "object_id", "account_host"),
-    *("type", "uri", "warehouse", "name", "prefix", "init_catalog_tables"),
-    *("path_style_access", "signer", "proxy_uri", "connect_timeout", "request_timeout", "timeout"),
-    *("max_retries", "retry_timeout_s", "user", "host", "port", "database", "dbname", "sslmode"),
-    *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
-}
-_SECRET_KEY = re.compile(  # of the query of a URI
-    r"(.*[-_])?(sig|signature|token|password|passwd|pwd|secret|(api|access|account|private)[-_]?key)",
-    re.IGNORECASE,
-)
 # What a user may give as a source: a path, glob or URI, or several of them in row order.
 Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -87,7 +66,7 @@ def parse_bytes(value: object) -> int:
 
         with suppress(ValidationError):
             return int(TypeAdapter(ByteSize).validate_python(value))
-    raise ValueError(f"must be a size in bytes such as 64MiB, got {_shown(value)}")
+    raise ValueError(f"must be a size in bytes such as 64MiB, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -203,7 +182,7 @@ class DatasetSpec:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             problems.append(
                 "name must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
-                f"or digit, got {_shown(name)}"
+                f"or digit, got {shown(name)}"
             )
         one = {
             "source": source,
@@ -224,19 +203,19 @@ class DatasetSpec:
             if sql is None:
                 problems.append("sources needs a sql that says what to make of them")
         if sql is not None and (not isinstance(sql, str) or not sql.strip()):
-            problems.append(f"sql must be a query over {_names(tables)}, got {_shown(sql)}")
+            problems.append(f"sql must be a query over {_names(tables)}, got {shown(sql)}")
         if sql is not None and (columns is not None or filter is not None):
             problems.append("sql cannot be combined with columns or filter: write them in the sql")
         if filter is not None and (not isinstance(filter, str) or not filter.strip()):
-            problems.append(f"filter must be an SQL condition, got {_shown(filter)}")
+            problems.append(f"filter must be an SQL condition, got {shown(filter)}")
         names = _columns(columns, problems)
         for field_name, texts in {"sql": [sql], "filter": [filter], "columns": names or ()}.items():
             problems += _text_problems(field_name, texts)
         if not isinstance(allow_unordered, bool):
-            problems.append(f"allow_unordered must be true or false, got {_shown(allow_unordered)}")
+            problems.append(f"allow_unordered must be true or false, got {shown(allow_unordered)}")
         copies = as_integer(replicas)
         if copies is None or copies < 1:
-            problems.append(f"replicas must be a number of at least 1, got {_shown(replicas)}")
+            problems.append(f"replicas must be a number of at least 1, got {shown(replicas)}")
         elif copies > _MAX_REPLICAS:
             problems.append(f"replicas must be at most {_MAX_REPLICAS}, got {copies}")
         shard_bytes = 0
@@ -329,7 +308,7 @@ class DatasetSpec:
                 at once.
         """
         if not isinstance(mapping, Mapping):
-            raise ConfigError(f"a dataset spec must be a mapping, got {_shown(mapping)}")
+            raise ConfigError(f"a dataset spec must be a mapping, got {shown(mapping)}")
         known = inspect.signature(cls).parameters
         problems: list[str] = []
         if unknown := [key for key in mapping if key not in known]:
@@ -396,7 +375,7 @@ def _names(tables: Sequence[TableSpec]) -> str:
 def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]:
     if not isinstance(sources, Mapping) or not sources:
         problems.append(
-            f"sources must be a mapping of table names to sources, got {_shown(sources)}"
+            f"sources must be a mapping of table names to sources, got {shown(sources)}"
         )
         return ()
     tables = []
@@ -404,7 +383,7 @@ def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]
         if not isinstance(name, str) or not _TABLE_NAME.fullmatch(name):
             problems.append(
                 "the names of sources must be lower-case letters, digits and '_', starting with a "
-                f"letter, got {_shown(name)}"
+                f"letter, got {shown(name)}"
             )
             continue
         arguments = dict(value) if isinstance(value, Mapping) else {"source": value}
@@ -423,15 +402,15 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
     """One table of the arguments that `DatasetSpec` has for it."""
     format = arguments.get("format")
     if format is not None and not (isinstance(format, str) and format in FORMATS):
-        problems.append(f"format must be one of {', '.join(FORMATS)}, got {_shown(format)}")
+        problems.append(f"format must be one of {', '.join(FORMATS)}, got {shown(format)}")
         format = None
     snapshot = _snapshot(arguments.get("snapshot"), problems)
     policy = arguments.get("missing_columns", "refuse")
     if not isinstance(policy, str) or policy not in ("refuse", "null"):
-        problems.append(f"missing_columns must be refuse or null, got {_shown(policy)}")
-    options, secrets = _options(arguments.get("storage_options"), "storage_options", problems)
+        problems.append(f"missing_columns must be refuse or null, got {shown(policy)}")
+    options, secrets = split_options(arguments.get("storage_options"), "storage_options", problems)
     if arguments.get("catalog") is not None:
-        public, private = _options(arguments["catalog"], "catalog", problems)
+        public, private = split_options(arguments["catalog"], "catalog", problems)
         options |= {f"{CATALOG_PREFIX}{key}": value for key, value in public.items()}
         secrets |= {f"{CATALOG_PREFIX}{key}": value for key, value in private.items()}
     named = any(key.startswith(CATALOG_PREFIX) for key in (*options, *secrets))
@@ -463,7 +442,7 @@ def _snapshot(given: object, problems: list[str]) -> int | str | None:
     if given is not None and (snapshot is None or not 0 <= snapshot <= _LAST_SNAPSHOT):
         problems.append(
             "snapshot must be the number of a snapshot or version, or the name of a tag or branch, "
-            f"got {_shown(given)}"
+            f"got {shown(given)}"
         )
     return snapshot
 
@@ -473,66 +452,9 @@ def _ignored(patterns: object, problems: list[str]) -> tuple[str, ...]:
         return ()
     items = list(patterns) if _is_list(patterns) else []
     if not _is_list(patterns) or not all(isinstance(item, str) and item for item in items):
-        problems.append(f"ignore must be a list of patterns of file names, got {_shown(patterns)}")
+        problems.append(f"ignore must be a list of patterns of file names, got {shown(patterns)}")
         return ()
     return tuple(items)
-
-
-def _options(
-    options: object, what: str, problems: list[str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Public and secret options, with their names in lower case. Values are never quoted."""
-    public: dict[str, str] = {}
-    secrets: dict[str, str] = {}
-    if options is None:
-        return public, secrets
-    if not isinstance(options, Mapping):
-        problems.append(f"{what} must be a mapping of names to values")
-        return public, secrets
-    for key, value in options.items():
-        if not isinstance(key, str) or not key or not isinstance(value, str | int | bool | float):
-            problems.append(f"{what} must map names to texts, got something else for {key!r}")
-            continue
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        name = key.lower()
-        if not is_text(name) or not is_text(text):
-            problems.append(f"{what} must be text in UTF-8, got something else for {key!r}")
-            continue
-        is_public = _is_public(name.removeprefix(CATALOG_PREFIX)) and not _has_password(text)
-        (public if is_public else secrets)[name] = text
-    return public, secrets
-
-
-def _is_public(name: str) -> bool:
-    for prefix in ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."):
-        name = name.removeprefix(prefix)
-    return name.replace("-", "_") in _PUBLIC_OPTIONS
-
-
-def _has_password(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return bool(_URI.match(text)) and bool(parts.password is not None or _secret_keys(parts))
-    except ValueError:  # it cannot be taken apart, so nobody knows
-        return True
-
-
-def _secret_keys(uri: SplitResult) -> list[str]:
-    """The parts of a URI's query that nobody may see, by their names."""
-    return [key for key, _ in parse_qsl(uri.query) if _SECRET_KEY.fullmatch(key)]
-
-
-def _shown(value: object) -> str:
-    """A bad value for a message: by its type alone where it may hold a secret, such as options."""
-    return f"a {type(value).__name__}" if _may_hold_secret(value) else repr(value)
-
-
-def _may_hold_secret(value: object) -> bool:
-    if isinstance(value, list | tuple | Set):
-        return any(map(_may_hold_secret, value))
-    if isinstance(value, str | bytes):
-        return _has_password(value if isinstance(value, str) else value.decode("latin-1"))
-    return isinstance(value, Mapping) and bool(value)
 
 
 def _sources(
@@ -547,11 +469,11 @@ def _sources(
     result = []
     for item in items:
         if not isinstance(item, str | os.PathLike) or not os.fspath(item):
-            problems.append(f"source must be a path, glob or URI, got {_shown(item)}")
+            problems.append(f"source must be a path, glob or URI, got {shown(item)}")
             continue
         text = str(os.fspath(item))
-        if _URI.match(text):
-            result.append(_without_password(text, secrets, problems))
+        if URI.match(text):
+            result.append(without_password(text, secrets, problems))
         else:
             result.append(text if named else os.path.abspath(os.path.expanduser(text)))
     if not items:
@@ -559,30 +481,10 @@ def _sources(
     return tuple(result)
 
 
-def _without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> str:
-    try:
-        parts = urlsplit(uri)
-    except ValueError:  # whose text may quote the password
-        problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
-        return uri
-    if signed := _secret_keys(parts):
-        problems.append(
-            f"a source at {parts.hostname!r} is signed by {', '.join(signed)}, which would be "
-            "kept and shown with it: give credentials in storage_options instead"
-        )
-    if parts.password is None:
-        return uri
-    password = unquote(parts.password)
-    if secrets.setdefault("password", password) != password:
-        problems.append(f"the sources of one table have several passwords, one at {parts.hostname}")
-    user, _, host = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}@{host}"))
-
-
 def _text_problems(what: str, texts: Iterable[object]) -> list[str]:
     """Texts that no message can carry, such as the name of a file that is no UTF-8."""
     return [
-        f"{what} must be text in UTF-8, got {_shown(text)}"
+        f"{what} must be text in UTF-8, got {shown(text)}"
         for text in texts
         if isinstance(text, str) and not is_text(text)
     ]
@@ -592,12 +494,12 @@ def _columns(columns: object, problems: list[str]) -> tuple[str, ...] | None:
     if columns is None:
         return None
     if not _is_list(columns):
-        problems.append(f"columns must be a list of column names, got {_shown(columns)}")
+        problems.append(f"columns must be a list of column names, got {shown(columns)}")
         return None
     names = list(columns)
     bad = [name for name in names if not isinstance(name, str) or not name]
     if bad or not names:
-        problems.append(f"columns must be a list of column names, got {_shown(names)}")
+        problems.append(f"columns must be a list of column names, got {shown(names)}")
         return None
     if len(set(names)) != len(names):
         problems.append(f"columns must not repeat a name, got {names!r}")

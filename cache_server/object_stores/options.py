@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from protos.errors import RequestError
-from protos.spec import CATALOG_PREFIX
+from protos.secret_settings import CATALOG_PREFIX
 
 _PREFIXES = ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls.")
 _MAX_NUMBER = 1_000_000

@@ -16,7 +16,8 @@ import pyarrow as pa
 from cache_server.pinned import Pin, PinnedTable, Split
 from cache_server.tables import files
 from protos.errors import RequestError
-from protos.spec import CATALOG_PREFIX, FILE_SUFFIXES, TableSpec
+from protos.secret_settings import CATALOG_PREFIX
+from protos.spec import FILE_SUFFIXES, TableSpec
 
 FILE_FORMATS = frozenset(FILE_SUFFIXES.values())
 _POSTGRES = ("postgresql://", "postgres://")

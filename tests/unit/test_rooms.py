@@ -44,6 +44,7 @@ PURE_MODULES = (
     "protos/memory.py",
     "protos/values.py",
     "protos/row_index.py",
+    "protos/secret_settings.py",
     "protos/sizes.py",
     "runtimes/initializer/plan.py",
     "runtimes/initializer/verdict.py",
@@ -65,7 +66,7 @@ PURE_IMPORTS = (
     *("runtimes.initializer.plan", "runtimes.initializer.settings"),
     *("runtimes.local.patches", "runtimes.local.render"),
     "cache_client.routing",
-    "protos.spec.CATALOG_PREFIX",  # a constant: of a module that reads files, nothing else
+    "protos.secret_settings",
 )
 # Inside an allowed package, what reads or writes all the same.
 IMPURE = (
