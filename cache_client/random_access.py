@@ -10,7 +10,6 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -132,12 +131,7 @@ class CacheDataset(Dataset[Any]):
     def __enter__(self) -> CacheDataset:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

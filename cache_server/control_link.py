@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -54,12 +53,7 @@ class RemoteCoordinator:
     def __enter__(self) -> RemoteCoordinator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

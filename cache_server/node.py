@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple
-from types import TracebackType
 from typing import Protocol
 
 import pyarrow as pa
@@ -101,12 +100,7 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def stop(self) -> None:

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 
 import pyarrow as pa
 
@@ -181,12 +180,7 @@ class CacheServer:
     def __enter__(self) -> CacheServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> bool:

@@ -34,7 +34,6 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from urllib.parse import urlsplit
 
 from protos.load_progress import LoadReport
@@ -101,12 +100,7 @@ class TrainJobStatus:
     def __enter__(self) -> TrainJobStatus:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def show(self, report: LoadReport) -> None:
