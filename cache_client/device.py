@@ -184,7 +184,9 @@ def _resolved(device: torch.device) -> torch.device:
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
-        raise ConfigError(f"device must be one that torch finds, got '{device}' of {count}")
+        raise ConfigError(
+            f"device must be one of the {count} CUDA devices that torch finds, got '{device}'"
+        )
     return torch.device(
         "cuda", torch.cuda.current_device() if device.index is None else device.index
     )
