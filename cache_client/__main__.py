@@ -289,7 +289,7 @@ def run_local(
     train_job: Annotated[
         Path,
         typer.Argument(
-            metavar="TRAINJOB", help="YAML file with a TrainJob, and its Secrets if it has any."
+            metavar="TRAIN_JOB", help="YAML file with a TrainJob, and its Secrets if it has any."
         ),
     ],
     runtimes: Annotated[
