@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypeVar
 
 _THREADS = 2  # one may still be inside a call when the other ends it
@@ -26,12 +25,7 @@ class Aside:
     def __enter__(self) -> Aside:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False)
 
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
