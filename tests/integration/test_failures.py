@@ -310,13 +310,14 @@ def test_what_finding_the_coordinator_took_is_taken_from_the_time_of_the_call(
     patient_client: CacheClient, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines: list[float | None] = []
-    call, now = cache_client.client._call, time.monotonic
+    calls, now = cache_client.client._Calls, time.monotonic
+    call = calls.call
 
-    def noting(method: object, request: object, deadline: float | None) -> object:
+    def noting(self: object, method: object, request: object, deadline: float | None) -> object:
         deadlines.append(deadline)
-        return call(method, request, deadline)
+        return call(self, method, request, deadline)
 
-    monkeypatch.setattr(cache_client.client, "_call", noting)
+    monkeypatch.setattr(calls, "call", noting)
     start = now()
     spec = DatasetSpec("table", source)
     patient_client.load(spec, timeout_s=WAIT_S)
