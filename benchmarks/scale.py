@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from benchmarks.common import Timing, measure_in_turn, write_result
-from cache_client.connections import _shard_map
+from cache_client.connections import GatherStream, _shard_map
 from cache_client.order import EpochOrder
 from cache_client.reader import Reader
 from cache_client.routing import Router, ShardMap
@@ -92,10 +92,9 @@ class Case:
         return float(np.mean([len(self.router.route(row_ids)) for row_ids in self.row_ids]))
 
 
-class InstantNode:
-    """Stands in for a `Connection`, and for its stream: answers at once, with rows prepared."""
+class InstantStream(GatherStream):
+    """Stands in for a stream from a node: answers at once, with rows prepared."""
 
-    is_closed = False
     is_fresh = True
     _answer = pa.RecordBatch.from_arrays(
         [
@@ -105,12 +104,8 @@ class InstantNode:
         schema=Layout(SCHEMA).schema,
     )
 
-    def __init__(self, location: str) -> None:
-        """As a `Connection` is made."""
-
-    def open_gather(self, *_: object, **__: object) -> InstantNode:
-        """A stream: one of its own for each request under way."""
-        return InstantNode("")
+    def __init__(self) -> None:
+        """Without a node."""
 
     def send(self, row_ids: Ids) -> None:
         """Makes the message that would be sent."""
@@ -119,6 +114,22 @@ class InstantNode:
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
         """As many rows as were asked for."""
         return [self._answer.slice(0, num_rows)]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class InstantNode:
+    """Stands in for a `Connection` to a node."""
+
+    is_closed = False
+
+    def __init__(self, location: str) -> None:
+        """As a `Connection` is made."""
+
+    def open_gather(self, *_: object, **__: object) -> InstantStream:
+        """A stream: one of its own for each request under way."""
+        return InstantStream()
 
     def close(self) -> None:
         """Nothing is open."""
@@ -143,7 +154,7 @@ def main() -> None:
     rows = windows * WINDOW_ROWS
     permuting = measure({case.name: case.permute for case in cases}, rows, repeats)
     routing = measure({case.name: case.route for case in cases}, rows, repeats)
-    with mock.patch("cache_client.reader.Connection", InstantNode):
+    with mock.patch("cache_client.node_streams.Connection", InstantNode):
         # A fetch from 1,000 nodes takes so long that fewer tell as much.
         fetching = measure({case.name: fetcher(case) for case in cases}, rows, -(-repeats // 5))
     results = [

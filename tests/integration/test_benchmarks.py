@@ -1,0 +1,31 @@
+"""That benchmarks which reach into the client still find there what they replace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scale
+
+
+def test_the_scale_benchmark_fetches_every_window_without_a_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results: list[Mapping[str, Any]] = []
+
+    def kept(name: str, result: Mapping[str, Any]) -> Path:
+        results.append(result)
+        return tmp_path / name
+
+    monkeypatch.setattr(scale, "write_result", kept)
+    monkeypatch.setattr(scale, "SHARDS", (10, 100))
+    monkeypatch.setattr(sys, "argv", ["scale", "--quick"])
+
+    scale.main()
+
+    (result,) = results
+    assert [case["num_nodes"] for case in result["cases"]] == [10, 10]
