@@ -83,7 +83,7 @@ class LocalShards:
             return set(self._files)
 
     def gather(self, row_ids: Ids) -> pa.RecordBatch:
-        """The rows of these ids, in this order, as one stored batch in memory of its own.
+        """The rows of these ids, in this order, as one stored batch; see `AdjacentShards.gather`.
 
         Args:
             row_ids: of `shards` only; at least one.

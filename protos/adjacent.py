@@ -26,7 +26,7 @@ import pyarrow as pa
 from protos.addresses import AddressRange, MappedFile
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
 from protos.row_index import Ids, Indices, group_rows
-from protos.shards import MappedShard, Selection
+from protos.shards import MappedShard, Selection, are_consecutive
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
 
@@ -78,7 +78,9 @@ class AdjacentShards:
         self._shards[position] = shard
 
     def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
-        """Rows as one stored batch in memory of its own.
+        """Rows as one stored batch: numbers in memory of their own.
+
+        Strings and lists may be views of the files, where rows stand together there.
 
         Args:
             row_ids: in the order wanted.
@@ -103,7 +105,9 @@ class AdjacentShards:
         for position, start, stop in grouped.runs():
             shard = self._shards[position]
             assert shard is not None
-            parts.append((shard, pa.array(grouped.rows[start:stop] - self._starts[position])))
+            rows = grouped.rows[start:stop] - self._starts[position]
+            run = slice(int(rows[0]), int(rows[-1]) + 1)
+            parts.append((shard, run if are_consecutive(rows) else pa.array(rows)))
         inverse = grouped.inverse
         return _RowsByShard(parts, None if inverse is None else pa.array(inverse))
 
@@ -112,18 +116,24 @@ class _RowsByShard(NamedTuple):
     """Rows of a request as plain columns are gathered: shard by shard, then brought into order.
 
     Attributes:
-        parts: shards, and rows in each of them.
+        parts: shards, and rows in each of them: a slice of those that stand together.
         inverse: where in the joined parts each row of the request stands; None where as they come.
     """
 
-    parts: list[tuple[MappedShard, pa.Array]]
+    parts: list[tuple[MappedShard, pa.Array | slice]]
     inverse: pa.Array | None
 
     def gather(self, index: int) -> pa.Array:
         """The rows of one plain column."""
-        taken = [shard.batch.column(index).take(rows) for shard, rows in self.parts]
+        taken = [_taken(shard.batch.column(index), rows) for shard, rows in self.parts]
         joined = taken[0] if len(taken) == 1 else pa.concat_arrays(taken)
         return joined if self.inverse is None else joined.take(self.inverse)
+
+
+def _taken(column: pa.Array, rows: pa.Array | slice) -> pa.Array:
+    if isinstance(rows, slice):
+        return column.slice(rows.start, rows.stop - rows.start)
+    return column.take(rows)
 
 
 class _AdjacentColumn:

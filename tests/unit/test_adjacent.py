@@ -144,6 +144,23 @@ def test_what_is_gathered_is_a_copy_that_outlives_the_files(
     assert gathered(adjacent, [3, 58], ["a", "tags"]) == expected([3, 58], ["a", "tags"])
 
 
+def test_strings_of_rows_that_stand_together_are_no_copies_and_outlive_the_files_too(
+    shards: list[MappedShard], tmp_path: Path
+) -> None:
+    adjacent = attached(shards)
+    selection = Selection(LAYOUT, ["text", "tags"])
+    rows = np.arange(12, 18)
+    batch = adjacent.gather(rows, rows // 10, selection)
+    text = shards[1].batch.column(LAYOUT.place("text")[0])
+    assert batch.column("text").buffers()[2].address == text.buffers()[2].address
+
+    del adjacent, text
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shards.clear()
+    assert logical(batch, selection) == expected(rows.tolist(), ["text", "tags"])
+
+
 def test_shards_without_rows_and_those_that_are_elsewhere_take_no_addresses(
     tmp_path: Path,
 ) -> None:
