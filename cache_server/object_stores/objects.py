@@ -7,11 +7,11 @@ store is spoken to is a matter of `client`, `connections` and `hub`.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +24,8 @@ from cache_server.object_stores.hub import SCHEME, SETTINGS, HubClient, hub_loca
 from cache_server.object_stores.options import setting_name
 from cache_server.pinned import SourceFile
 from protos.errors import LoadError, RequestError
+
+logger = logging.getLogger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAGIC = re.compile(r"[*?\[]")
@@ -345,9 +347,11 @@ def _glob(client: _Client, location: Location) -> _Listing:
 
 def _look_above(client: _Client, prefix: str, listing: _Listing) -> None:
     for directory in lake_roots.likely_roots_above(prefix):
-        # A reader need not be allowed to list what is not below its source.
-        with suppress(LoadError):
+        try:
             listing.look_for_root(client, directory)
+        except LoadError as error:
+            # A reader need not be allowed to list what is not below its source.
+            logger.warning("not known whether it is part of a lake table: %s", error)
 
 
 def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
