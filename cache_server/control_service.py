@@ -20,7 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cache_server import defects
-from cache_server.coordinator import Coordinator
+from cache_server.coordination.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import ERROR_TRAILER, MAX_MESSAGE_BYTES

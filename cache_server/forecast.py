@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from cache_server import loader
 from cache_server.planning import bytes_by_node, max_rows, nodes_needed, place
+from cache_server.sql import loader
 from cache_server.versions import PlannedVersion, VersionPlan
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cache_server import loader, peers, staging
-from cache_server.packing import ShardBuilder
+from cache_server import peers, staging
 from cache_server.pinned import PinnedTable, Split
 from cache_server.planning import VersionKey, max_rows
-from cache_server.quoting import identifier
-from cache_server.store import ShardStore
+from cache_server.shards.packing import ShardBuilder
+from cache_server.shards.store import ShardStore
+from cache_server.sql import loader
+from cache_server.sql.quoting import identifier
 from cache_server.versions import split_from_proto, table_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError, NodeUnavailableError

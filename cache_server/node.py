@@ -20,15 +20,15 @@ from typing import Protocol
 import pyarrow as pa
 
 from cache_server import defects, loading
-from cache_server.checksums import PieceDigests
 from cache_server.loading import CancelledError, Job, WholeTables
 from cache_server.outage import Outage
 from cache_server.planning import VersionKey
-from cache_server.resident_rows import ResidentRows
 from cache_server.serving import Load, Serving
-from cache_server.status import Held
-from cache_server.store import NoRoomError, ShardStore
+from cache_server.shards.checksums import PieceDigests
+from cache_server.shards.resident_rows import ResidentRows
+from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.versions import split_from_proto
+from cache_server.web.status import Held
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,

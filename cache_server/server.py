@@ -12,18 +12,18 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
-from cache_server.catalogue import Catalogue
 from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
 from cache_server.control_service import ControlService
-from cache_server.coordinator import Coordinator
-from cache_server.environment_load import EnvironmentLoad
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.flight_service import FlightService
 from cache_server.node import CoordinatorLink, Node
-from cache_server.status import Cache, Status
-from cache_server.store import ShardStore
+from cache_server.shards.store import ShardStore
 from cache_server.traffic import Traffic
 from cache_server.web.service import WebService
+from cache_server.web.status import Cache, Status
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError
 from protos.memory import loads_at_once

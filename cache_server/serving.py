@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from cache_server.loading import Job, WholeTables
 from cache_server.planning import VersionKey
-from cache_server.resident_rows import ResidentRows
+from cache_server.shards.resident_rows import ResidentRows
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import Layout, schema_from_bytes
 from protos.shards import MappedShard

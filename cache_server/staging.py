@@ -19,8 +19,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from cache_server import object_stores, tables
-from cache_server.loader import LocalFile
 from cache_server.pinned import PinnedTable, Split
+from cache_server.sql.loader import LocalFile
 from cache_server.tables import files, parquet
 from protos.errors import LoadError
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
-from cache_server import loader, queries, tables
-from cache_server.packing import storage_schema, storage_type
+from cache_server import tables
 from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
 from cache_server.planning import ShardPlan, VersionKey, cut_shards, max_rows
+from cache_server.shards.packing import storage_schema, storage_type
+from cache_server.sql import loader, queries
 from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import Layout, schema_from_bytes
 from protos.spec import DatasetSpec

@@ -60,7 +60,7 @@ class Layout:
     """The stored columns of a logical schema. Immutable, safe to share between threads.
 
     Args:
-        logical: fields of storage types (see `cache_server.packing`); names must be unique.
+        logical: fields of storage types (see `cache_server.shards.packing`); names must be unique.
 
     Attributes:
         columns: as stored.

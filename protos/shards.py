@@ -4,7 +4,8 @@
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
 
-A file counts only as the manifest names it. Nothing is written here: see `cache_server.store`.
+A file counts only as the manifest names it. Nothing is written here: see
+`cache_server.shards.store`.
 """
 
 from __future__ import annotations

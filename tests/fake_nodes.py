@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from cache_server.catalogue import Catalogue
-from cache_server.coordinator import Coordinator
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
 from cache_server.planning import VersionKey
 from protos.cache.v1 import cache_pb2 as pb
 from protos.spec import DatasetSpec

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datafusion import SessionConfig, SessionContext
 
-from cache_server.loader import LocalFile, read_split
 from cache_server.pinned import PinnedTable, SourceFile, Split
-from cache_server.queries import Query, check_query
+from cache_server.sql.loader import LocalFile, read_split
+from cache_server.sql.queries import Query, check_query
 
 SCHEMA = pa.schema(
     [

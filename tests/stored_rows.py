@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache_server.packing import ShardBuilder, storage_schema
 from cache_server.planning import VersionKey
-from cache_server.resident_rows import ResidentRows
+from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.resident_rows import ResidentRows
 from protos.shards import MappedShard, SealedShard, Selection
 
 KEY = VersionKey("table", "f1")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server import loader, object_stores
+from cache_server import object_stores
 from cache_server.pinned import (
     PARTITION,
     Pin,
@@ -30,6 +30,7 @@ from cache_server.pinned import (
     partition_types,
     partition_values,
 )
+from cache_server.sql import loader
 from cache_server.tables import local_files, parquet
 from cache_server.tables.synthetic import rows_like
 from cache_server.texts.first_bytes import FIRST_BYTES, objection

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from cache_server.status import Cache, Status
+from cache_server.web.status import Cache, Status
 from protos.states import STATE_NAMES
 
 

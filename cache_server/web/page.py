@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from cache_server.status import Cache, Status
+from cache_server.web.status import Cache, Status
 from protos.cache.v1 import cache_pb2 as pb
 from protos.sizes import size
 from protos.states import STATE_NAMES

@@ -12,8 +12,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from cache_server.status import Status
 from cache_server.web.page import page
+from cache_server.web.status import Status
 from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)

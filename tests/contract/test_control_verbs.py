@@ -16,10 +16,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_client import CacheClient
 from cache_server import LocalCluster, control_service
-from cache_server.catalogue import Catalogue
 from cache_server.control_link import RemoteCoordinator
 from cache_server.control_service import ControlService
-from cache_server.coordinator import Coordinator
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1.cache_pb2_grpc import CoordinatorStub
 from protos.errors import (

@@ -12,7 +12,7 @@ import pyarrow.flight as flight
 import pytest
 
 from cache_server.control_service import ControlService
-from cache_server.environment_load import EnvironmentLoad
+from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.flight_service import FlightService
 from cache_server.traffic import Traffic
 from protos.cache.v1 import cache_pb2 as pb

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from cache_server import control_link
-from cache_server.catalogue import Catalogue
 from cache_server.control_link import RemoteCoordinator
 from cache_server.control_service import ControlService
-from cache_server.coordinator import Coordinator
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import NodeUnavailableError
 from tests.waiting import wait_until

@@ -15,8 +15,8 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 import pytest
 
-from cache_server.packing import storage_schema
 from cache_server.pinned import Pin, PinnedTable, Split
+from cache_server.shards.packing import storage_schema
 from cache_server.tables import postgres
 from cache_server.tables.postgres import cut, snapshot
 from cache_server.tables.postgres.ranges import even_ranges

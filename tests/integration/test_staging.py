@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server import loader, staging
+from cache_server import staging
 from cache_server.pinned import PinnedTable
+from cache_server.sql import loader
 from cache_server.tables import files
 from protos.errors import LoadError
 from protos.spec import DatasetSpec, TableSpec

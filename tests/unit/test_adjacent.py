@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.packing import ShardBuilder
+from cache_server.shards.packing import ShardBuilder
 from protos.adjacent import MAPS_PER_COLUMN, AdjacentShards
 from protos.layout import Layout
 from protos.shards import MappedShard, SealedShard, Selection

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, storage_schema
 from protos.errors import RequestError
 from protos.layout import (
     GUESSED_VALUE_BYTES,

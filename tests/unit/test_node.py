@@ -15,17 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server import loader, loading
+from cache_server import loading
 from cache_server import node as node_module
 from cache_server import serving as serving_module
-from cache_server.catalogue import Catalogue
-from cache_server.coordinator import Coordinator
-from cache_server.loader import LocalFile
-from cache_server.membership import Membership
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.membership import Membership
 from cache_server.node import Node
 from cache_server.pinned import PinnedTable
 from cache_server.planning import VersionKey
-from cache_server.store import ShardStore
+from cache_server.shards.store import ShardStore
+from cache_server.sql import loader
+from cache_server.sql.loader import LocalFile
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     DatasetNotFoundError,

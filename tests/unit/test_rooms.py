@@ -29,13 +29,13 @@ PURE_MODULES = (
     "cache_server/texts/csv_sample.py",
     "cache_server/texts/first_bytes.py",
     "cache_server/flight_messages.py",
-    "cache_server/decimals.py",
+    "cache_server/shards/decimals.py",
     "cache_server/lake_roots.py",
-    "cache_server/null_advice.py",
-    "cache_server/origins.py",
+    "cache_server/shards/null_advice.py",
+    "cache_server/sql/origins.py",
     "cache_server/planning.py",
     "cache_server/pinned.py",
-    "cache_server/quoting.py",
+    "cache_server/sql/quoting.py",
     "cache_server/redaction.py",
     "cache_server/object_stores/options.py",
     "cache_server/tables/postgres/quoting.py",
@@ -59,7 +59,7 @@ PURE_IMPORTS = (
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("csv", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *("base64", "json", "numpy", "pyarrow", "urllib.parse", "protos.errors", "protos.layout"),
-    *("cache_client.permutation", "cache_server.pinned", "cache_server.quoting"),
+    *("cache_client.permutation", "cache_server.pinned", "cache_server.sql.quoting"),
     *("kubernetes.utils.quantity", "pathlib.PurePath", "protos.memory"),
     "protos.values",
     "protos.row_index",
@@ -99,7 +99,7 @@ class Barrier:
 _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
-_OUTSIDE = ("coordinator", "control_link", "control_service", "flight_service", "local", "node")
+_OUTSIDE = ("coordination", "control_link", "control_service", "flight_service", "local", "node")
 _KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
 _RUN_PODS = ("containers", "controller", "kubelet", "probes", "run")
 BARRIERS = (
@@ -107,7 +107,9 @@ BARRIERS = (
     Barrier("cache_client", "cache_server"),
     Barrier("protos", "cache_client"),
     Barrier("protos", "cache_server"),
-    Barrier("cache_server", "datafusion", ("cache_server/loader.py", "cache_server/queries.py")),
+    Barrier(
+        "cache_server", "datafusion", ("cache_server/sql/loader.py", "cache_server/sql/queries.py")
+    ),
     Barrier("cache_client", "datafusion"),
     Barrier("protos", "datafusion"),
     Barrier(
@@ -137,8 +139,8 @@ BARRIERS = (
     Barrier("cache_server/object_stores", "cache_server.tables"),
     Barrier("cache_server/object_stores", "pyarrow"),
     *(
-        Barrier(room, f"cache_server.{name}")
-        for room in ("cache_server/object_stores", "cache_server/tables")
+        Barrier(f"cache_server/{room}", f"cache_server.{name}")
+        for room in (*("object_stores", "tables"), *("shards", "sql", "texts"))
         for name in _OUTSIDE
     ),
     # Who knows rows and nodes; `device.py`, for one, does not.
@@ -480,15 +482,15 @@ def test_a_folder_that_is_let_in_is_all_of_it_and_nothing_else() -> None:
     barrier = Barrier("cache_server", "obstore", ("cache_server/object_stores/",))
     uses = uses_in("import obstore")
     assert not trespasses(barrier, "cache_server/object_stores/client.py", uses)
-    assert trespasses(barrier, "cache_server/store.py", uses)
+    assert trespasses(barrier, "cache_server/shards/store.py", uses)
     assert trespasses(barrier, "cache_server/tables/files.py", uses)
 
 
 @pytest.mark.parametrize(
     ("source", "package", "name"),
     [
-        ("from . import store", "cache_server", "cache_server.store"),
-        ("from .store import Shard", "cache_server", "cache_server.store.Shard"),
+        ("from . import store", "cache_server.shards", "cache_server.shards.store"),
+        ("from .store import Shard", "cache_server.shards", "cache_server.shards.store.Shard"),
         ("from ..errors import CacheError", "protos.cache", "protos.errors.CacheError"),
     ],
 )

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server import loader
-from cache_server.loader import LocalFile
-from cache_server.packing import ShardBuilder, storage_schema
 from cache_server.pinned import SourceFile, Split
+from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.sql import loader
+from cache_server.sql.loader import LocalFile
 from cache_server.versions import VersionPlan, split_from_proto, split_to_proto, table_from_proto
 from cache_server.versions import plan_version as plan_with_pins
 from protos.cache.v1 import cache_pb2 as pb

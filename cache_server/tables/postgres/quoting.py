@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_server.quoting import literal
+from cache_server.sql.quoting import literal
 
 
 def array_literal(values: Sequence[str]) -> str:

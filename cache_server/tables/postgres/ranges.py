@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from cache_server.quoting import literal
+from cache_server.sql.quoting import literal
 
 CTID = "q.ctid"  # where a row lies: (block, line)
 

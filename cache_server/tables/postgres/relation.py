@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from cache_server.quoting import identifier, literal
+from cache_server.sql.quoting import identifier, literal
 from cache_server.tables.postgres.session import Address, Session
 from protos.errors import LoadError, RequestError
 

@@ -17,8 +17,8 @@ from urllib.parse import quote, unquote, urlsplit
 import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
-from cache_server.quoting import literal
 from cache_server.redaction import redacted
+from cache_server.sql.quoting import literal
 from protos.errors import CacheError, LoadError, RequestError
 
 DEFAULT_CONNECT_TIMEOUT_S = 10

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache_server.pinned import Pin, PinnedTable, Split
-from cache_server.quoting import identifier
+from cache_server.sql.quoting import identifier
 from cache_server.tables.postgres.cut import Cutting
 from cache_server.tables.postgres.ranges import CTID, KeyRange
 from cache_server.tables.postgres.relation import (

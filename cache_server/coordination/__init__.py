@@ -1,0 +1,1 @@
+"""The coordinator: what is asked for, who holds it, who should. Decides, and moves no row."""

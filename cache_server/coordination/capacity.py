@@ -1,0 +1,64 @@
+"""Whether shards fit on the nodes there are, where that is known before they are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from cache_server.coordination.holdings import Holdings
+from cache_server.coordination.membership import Member
+from cache_server.planning import VersionKey, nodes_needed
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import LoadError
+
+
+def check_room(
+    wanted: Holdings,
+    others: Iterable[Holdings],
+    members: Mapping[str, Member],
+    *,
+    is_going: Callable[[VersionKey, pb.ActualDataset], bool],
+) -> None:
+    """Refuses what cannot fit, beside what there is and what other loads are about to bring.
+
+    Args:
+        wanted: the version as it would be; one whose size is not known is let in.
+        others: the versions that stay.
+        members: those of the versions.
+        is_going: whether a node is about to remove what it said of a version, which makes room.
+
+    Raises:
+        LoadError: quoting what it comes to on one node, and how many nodes would do.
+    """
+    sizes = wanted.shard_bytes()
+    if sizes is None:
+        return
+    plan = wanted.version.plan
+    awaited: Counter[str] = Counter()
+    for other in others:
+        awaited.update(other.lacking_bytes())
+    for node_id, needed in sorted(wanted.lacking_bytes().items()):
+        limit = members[node_id].node.memory_limit_bytes
+        stored = _lasting_bytes(members[node_id], is_going)
+        if not limit or stored + awaited[node_id] + needed <= limit:
+            continue
+        loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
+        nodes = nodes_needed(sizes, plan.spec.replicas, limit) or "smaller shards: no number of"
+        raise LoadError(
+            f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
+            f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
+            f"is about {sum(sizes)} bytes with replicas={plan.spec.replicas} and needs {nodes} "
+            "nodes of that limit"
+        )
+
+
+def _lasting_bytes(member: Member, is_going: Callable[[VersionKey, pb.ActualDataset], bool]) -> int:
+    """What a node holds, without the versions that it is about to remove."""
+    going = sum(
+        shard.num_bytes
+        for key, actual in member.actual.items()
+        if is_going(key, actual)
+        for shard in actual.shards
+        if shard.sealed
+    )
+    return max(0, member.node.stored_bytes - going)

@@ -1,0 +1,486 @@
+"""The coordinator: which versions there are, what each node should hold, what is ready.
+
+It tells nodes what they should hold and learns from their heartbeats what they do hold; it never
+moves a row. Everything it decides follows from (catalogue, live nodes, heartbeats), so that a
+restarted coordinator, which reads its catalogue back, decides the same. It knows neither gRPC nor
+Flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+
+from cache_server.coordination.capacity import check_room
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.holdings import Holdings
+from cache_server.coordination.membership import Membership
+from cache_server.coordination.unclaimed import Unclaimed
+from cache_server.coordination.version_record import Version
+from cache_server.forecast import LoadRate, forecast
+from cache_server.planning import VersionKey
+from cache_server.versions import plan_version
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import (
+    CacheError,
+    DatasetNotFoundError,
+    LoadError,
+    StaleVersionError,
+)
+from protos.spec import DatasetSpec
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+
+
+class Coordinator:
+    """Thread-safe.
+
+    Args:
+        catalogue: what lasts over a restart.
+        endpoints: where this coordinator is reached.
+        heartbeat_interval_s: asked of every node.
+        node_timeout_s: after so long without a heartbeat a node counts as lost; a node known from
+            before a restart is given as long to report again.
+        lease_s: how long a version that was replaced is kept after its rows were last read. As
+            long a new catalogue leaves alone what nodes hold and it does not know: a coordinator
+            that lost its disk is given the specs again, or reads go on to their end.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        endpoints: pb.CoordinatorEndpoints,
+        heartbeat_interval_s: float,
+        node_timeout_s: float,
+        lease_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._catalogue = catalogue
+        self._endpoints = endpoints
+        self._interval_s = heartbeat_interval_s
+        self._lease_s = lease_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._changes = 0  # so that one between two looks is not missed
+        self._listeners: list[Callable[[], None]] = []
+        self._created = 0
+        self._load_rate = LoadRate()
+        self._versions: dict[VersionKey, Version] = {}
+        self._described: dict[VersionKey, tuple[object, pb.DatasetInfo]] = {}
+        self._membership = Membership(catalogue, node_timeout_s, clock)
+        self._unclaimed = Unclaimed(
+            self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
+        )
+        self._read_back()
+
+    def close(self) -> None:
+        """Lets go of the sources of loads under way; nothing is decided any more after it."""
+        with self._changed:
+            for version in self._versions.values():
+                version.release()
+            self._note_change()
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when there is something new to do, before a heartbeat is due."""
+        self._listeners.append(callback)
+
+    # -- datasets ------------------------------------------------------------------------------
+
+    def create(self, spec: DatasetSpec, *, refresh: bool = False) -> pb.DatasetInfo:
+        """Starts the load of ``spec``; attaches when its version exists; retries a failed one.
+
+        Args:
+            refresh: look again at a source that cannot say whether it changed; otherwise a version
+                of the same spec counts as the same. Also takes away replicas beyond those of the
+                spec, which others may have asked for.
+
+        Raises:
+            LoadError: the source cannot be read, or it cannot fit. RequestError: a bad query.
+        """
+        with self._changed:
+            version = None if refresh else self._of_same_spec(spec)
+            if version is not None:
+                return self._attach(version, spec)
+        planned = plan_version(spec)
+        with self._changed:
+            version = self._versions.get(planned.plan.key)
+            if version is not None and self._holdings(version).load_failure() is None:
+                planned.close()
+                return self._attach(version, spec, fewer_replicas=refresh)
+            if version is None:
+                attempt = self._unclaimed.attempt(planned.plan.key)
+            else:
+                attempt = version.attempt + 1
+            made = Version(
+                planned.plan,
+                self._created + 1,
+                spec.secrets_to_proto(),
+                tuple(planned.pins.values()),
+                attempt=attempt,
+                asked_at=self._clock(),
+            )
+            try:
+                self._check_room(made)
+                made.keep(self._catalogue)
+            except LoadError:
+                made.release()
+                raise
+            if version is not None:
+                version.release()
+            else:  # what nodes kept of it counts before any of them is answered
+                for node_id, member in self._membership.members.items():
+                    if planned.plan.key in member.actual:
+                        made.take_in(member.actual[planned.plan.key], node_id)
+            self._created = made.created
+            self._versions[planned.plan.key] = made
+            logger.info(
+                "dataset planned name=%s fingerprint=%s shards=%s",
+                spec.name, planned.plan.key.fingerprint, made.num_shards,
+            )  # fmt: skip
+            self._settle()
+            self._note_change()
+            info = self._describe(made)
+        self._tell()
+        return info
+
+    def attach(self, spec: DatasetSpec) -> pb.DatasetInfo | None:
+        """Attaches to a version of this very spec that was ready before, and reads no source.
+
+        For whoever starts again and wants what it had, whether or not the source is another one
+        by now, or is there at all; `create` looks.
+
+        Returns:
+            None where there is none.
+        """
+        with self._changed:
+            version = self._newest(
+                version
+                for version in self._versions.values()
+                if version.was_ready and _content(version.plan.spec) == _content(spec)
+            )
+            return None if version is None else self._attach(version, spec)
+
+    def plan(
+        self, spec: DatasetSpec, *, num_nodes: int = 0, memory_limit_bytes: int = 0
+    ) -> pb.LoadForecast:
+        """What a load would come to; loads nothing.
+
+        Args:
+            num_nodes: 0 for the nodes that are alive.
+            memory_limit_bytes: of each node; 0 for the smallest of those alive.
+
+        Raises:
+            LoadError: the source cannot be read. RequestError: a bad query.
+        """
+        with closing(plan_version(spec)) as planned:
+            with self._changed:
+                alive = [node for node in self._membership.nodes() if node.alive]
+            names = [node.id for node in alive]
+            if num_nodes:
+                names = [f"node-{index}" for index in range(num_nodes)]
+            limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
+            limit = memory_limit_bytes or min(limits, default=0)
+            return forecast(planned, names, limit, self._load_rate.node_bytes_per_s)
+
+    def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
+        """The newest version of this spec, of a source that cannot tell whether it changed."""
+        return self._newest(
+            version
+            for version in self._versions.values()
+            if not version.plan.comparable
+            # What kept the source as it was planned is lost with a restart in the middle of a load.
+            and (version.was_ready or version.asked_at is not None)
+            and self._holdings(version).load_failure() is None
+            and _content(version.plan.spec) == _content(spec)
+        )
+
+    @staticmethod
+    def _newest(versions: Iterable[Version]) -> Version | None:
+        return max(versions, key=lambda version: version.created, default=None)
+
+    def _attach(
+        self, version: Version, spec: DatasetSpec, *, fewer_replicas: bool = False
+    ) -> pb.DatasetInfo:
+        """Has one more user of a version that is there already; it is the newest now.
+
+        Whoever gives no secrets, because it has none or reads by other ones, takes none away; nor,
+        unless that is what is asked for, whoever wants fewer replicas.
+
+        Raises:
+            LoadError: more replicas are asked for than there is room for, or the catalogue cannot
+                be written; then nothing has changed.
+        """
+        given = spec.secrets_to_proto()
+        if spec.replicas > version.plan.spec.replicas:
+            self._check_room(replace(version, plan=replace(version.plan, spec=spec)))
+        elif not fewer_replicas:
+            spec = _with_replicas(spec, version.plan.spec.replicas)
+        secrets = given if given.tables else version.secrets
+        plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
+        created = self._created + 1
+        replace(version, plan=plan, created=created).keep(self._catalogue)
+        version.plan, version.secrets, version.created = plan, secrets, created
+        self._created = created
+        self._settle()
+        self._note_change()
+        self._tell()
+        return self._describe(version)
+
+    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
+        """The newest version of ``name`` that has not failed, or the one with ``fingerprint``.
+
+        A load that fails takes nothing away from whoever reads what was there before. Where there
+        is nothing else, the failed one says why.
+
+        Args:
+            lease: its rows are about to be read, so it is kept for a while if it is replaced.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._changed:
+            version = self._find(name, fingerprint)
+            if lease:
+                version.last_used = self._clock()
+            return self._describe(version)
+
+    def failure(self, name: str, fingerprint: str) -> CacheError | None:
+        """Why a version cannot be served; None while it can be, or may be when it is loaded.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError: it was dropped.
+        """
+        with self._changed:
+            return self._holdings(self._find(name, fingerprint)).failure()
+
+    def datasets(self) -> list[pb.DatasetInfo]:
+        """One version of every dataset, as `get` has it, by name."""
+        with self._changed:
+            names = sorted({key.dataset for key in self._versions})
+            return [self._describe(self._find(name)) for name in names]
+
+    def summaries(self) -> list[pb.DatasetInfo]:
+        """Like `datasets`, without schemas, shards and nodes: as cheap as can be, for a page."""
+        with self._changed:
+            names = sorted({key.dataset for key in self._versions})
+            return [self._holdings(self._find(name)).summarize() for name in names]
+
+    def delete(self, name: str) -> None:
+        """Forgets every version of ``name``; the nodes remove its shards at their next heartbeat.
+
+        Raises:
+            DatasetNotFoundError: listing the datasets there are.
+        """
+        with self._changed:
+            unclaimed = self._unclaimed.held(name)
+            if not unclaimed:
+                self._find(name)
+            self._unclaimed.drop(*unclaimed)
+            self._forget(*(key for key in self._versions if key.dataset == name))
+            self._note_change()
+        self._tell()
+
+    def watch(
+        self, name: str, fingerprint: str, active: Callable[[], bool]
+    ) -> Iterator[pb.DatasetInfo]:
+        """The dataset at every change, until it is ready or failed, or ``active()`` is false.
+
+        At least one is given every half a second or so, changed or not.
+        """
+        while active():
+            with self._changed:
+                seen = self._changes
+                info = self._describe(self._find(name, fingerprint))
+            yield info
+            if info.state != pb.DATASET_STATE_LOADING:
+                return
+            with self._changed:
+                if self._changes == seen:
+                    self._changed.wait(min(self._interval_s, _WATCH_S))
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def nodes(self) -> list[pb.Node]:
+        """Every node heard of, by id."""
+        with self._changed:
+            return self._membership.nodes()
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """Takes in what a node holds and answers what it should hold."""
+        node_id = request.node.id
+        with self._changed:
+            member = self._membership.take_in(request)
+            for key, actual in member.actual.items():
+                if (version := self._versions.get(key)) is not None:
+                    version.take_in(actual, node_id)
+                    if actual.HasField("idle_s"):
+                        version.last_used = max(
+                            version.last_used or 0.0, self._clock() - actual.idle_s
+                        )
+            self._settle()
+            response = pb.HeartbeatResponse(
+                interval_s=self._interval_s,
+                coordinator=self._endpoints,
+                room_may_come=not self._membership.is_settled(),
+            )
+            for version in self._versions.values():
+                if version.failure is None:
+                    response.datasets.append(self._holdings(version).desired(node_id))
+            for key in member.actual.keys() & self._unclaimed.held():
+                response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            self._note_change()
+            return response
+
+    def _note_change(self) -> None:
+        """Inside the lock: wakes whoever watches."""
+        self._changes += 1
+        self._changed.notify_all()
+
+    def _tell(self) -> None:
+        for callback in self._listeners:
+            callback()
+
+    # -- inside the lock -----------------------------------------------------------------------
+
+    def _find(self, name: str, fingerprint: str = "") -> Version:
+        named = [
+            version
+            for key, version in self._versions.items()
+            if key.dataset == name and (not fingerprint or key.fingerprint == fingerprint)
+        ]
+        found = self._newest(version for version in named if version.failure is None)
+        if found is None:
+            found = self._newest(named)
+        if found is not None:
+            return found
+        self._unclaimed.require_none(name, fingerprint)
+        others = [key.fingerprint for key in self._versions if key.dataset == name]
+        if others:
+            raise StaleVersionError(
+                f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
+            )
+        known = sorted({key.dataset for key in self._versions})
+        raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+
+    def _settle(self) -> None:
+        """Draws what follows from the latest heartbeats: fixed rows, readiness, old versions."""
+        for key, version in list(self._versions.items()):
+            if key not in self._versions:
+                continue  # forgotten for a newer one meanwhile
+            starts, older = version.row_starts(), self._older(version)
+            if version.failure is not None or starts is None or (version.was_ready and not older):
+                continue
+            if version.plan.keeps_every_row and starts[-1] != version.plan.max_rows:
+                reason = (
+                    f"it came out with {starts[-1]} rows, but the footers of its files say "
+                    f"{version.plan.max_rows}"
+                )
+                version.fail(version.load_error(reason))
+                continue
+            if not self._holdings(version).is_ready():
+                continue
+            if not version.was_ready:
+                version.was_ready = True
+                version.release()
+                try:
+                    version.keep(self._catalogue)
+                except LoadError as error:  # after a restart nobody would know of its shards
+                    version.was_ready = False
+                    version.fail(error)
+                    continue
+                if version.asked_at is not None:
+                    elapsed_s = self._clock() - version.asked_at
+                    self._load_rate.note(version.plan, elapsed_s, len(self._membership.alive()))
+                logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
+            self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
+        for version in self._versions.values():
+            version.keep_failure(self._catalogue)
+
+    def _is_leased(self, version: Version) -> bool:
+        """Whether somebody may still read it: rows were read, or asked for, not long ago."""
+        return (
+            version.was_ready
+            and version.last_used is not None
+            and self._clock() - version.last_used < self._lease_s
+        )
+
+    def _older(self, version: Version) -> list[VersionKey]:
+        name = version.plan.key.dataset
+        return [
+            key
+            for key, other in self._versions.items()
+            if key.dataset == name and other.created < version.created
+        ]
+
+    def _forget(self, *keys: VersionKey) -> None:
+        self._unclaimed.drop(*keys)
+        for key in keys:
+            self._versions.pop(key).release()
+            self._described.pop(key, None)
+            self._catalogue.forget(key)
+            logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
+
+    def _holdings(self, version: Version) -> Holdings:
+        return Holdings(version, self._membership.members, self._membership.alive())
+
+    def _describe(self, version: Version) -> pb.DatasetInfo:
+        """One message for all who ask until something changes: it lists every shard."""
+        as_of = (self._changes, frozenset(self._membership.alive()))
+        known = self._described.get(version.plan.key)
+        if known is None or known[0] != as_of:
+            known = as_of, self._holdings(version).describe(self._lease_s)
+            self._described[version.plan.key] = known
+        return known[1]
+
+    def _check_room(self, wanted: Version) -> None:
+        """Refuses a version that cannot fit, new or with another spec than it has now."""
+        key = wanted.plan.key
+        there = self._versions.get(key)
+        # What there is of the same version may be of an attempt that failed.
+        lasts = there is not None and there.attempt == wanted.attempt
+        check_room(
+            self._holdings(wanted),
+            [self._holdings(version) for other, version in self._versions.items() if other != key],
+            self._membership.members,
+            is_going=lambda other, actual: (
+                self._is_going(other, actual) or (other == key and not lasts)
+            ),
+        )
+
+    def _is_going(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
+        """Whether a node removes at its next heartbeat what it said of a version."""
+        version = self._versions.get(key)
+        if version is None:
+            return key not in self._unclaimed.held()
+        return version.failure is not None or not version.is_told_of(actual)
+
+    def _read_back(self) -> None:
+        for entry in self._catalogue.read():
+            self._created = max(self._created, entry.created)
+            version = Version.read_back(entry)
+            if version.was_ready:  # who reads it now has had no time to say so
+                version.last_used = self._clock()
+            self._versions[entry.plan.key] = version
+            logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
+
+
+def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:
+    """The same without its secrets."""
+    content = spec.to_proto()
+    content.replicas = replicas
+    return DatasetSpec.from_proto(content)
+
+
+def _content(spec: DatasetSpec) -> bytes:
+    """What is compared of two specs: all but the replicas and the secrets."""
+    content = spec.to_proto()
+    content.replicas = 0
+    return content.SerializeToString(deterministic=True)

@@ -1,0 +1,275 @@
+"""One version as the live nodes hold it: who has what, what each should have, how callers see it.
+
+Follows from the version, the members and which of them are alive; decides nothing that lasts, and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Set
+
+from cache_server.coordination.membership import Member
+from cache_server.coordination.version_record import Version
+from cache_server.planning import bytes_by_node, desired_shards, place
+from cache_server.versions import split_to_proto
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import CacheError, LoadError, to_proto
+
+_NOTHING = pb.ActualDataset()
+
+
+class Holdings:
+    """A view of one version, for as long as its arguments do not change.
+
+    Args:
+        version: whose shards they are.
+        members: every node that belongs to the cache.
+        alive: those of them that answer.
+    """
+
+    def __init__(
+        self, version: Version, members: Mapping[str, Member], alive: Collection[str]
+    ) -> None:
+        self.version = version
+        self._members = members
+        self._alive = alive
+
+    def _said(self, node_id: str) -> pb.ActualDataset:
+        """What a node said last of this version; nothing, if that was of an attempt before."""
+        actual = self._members[node_id].actual.get(self.version.plan.key, _NOTHING)
+        return actual if self.version.is_told_of(actual) else _NOTHING
+
+    def failure(self) -> CacheError | None:
+        """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
+
+        A load of the same spec with its secrets mends the latter, and goes on with what is there.
+        """
+        return self.load_failure() or self._secrets_failure()
+
+    def load_failure(self) -> CacheError | None:
+        """Why the version must be loaded anew: its load failed, or that of a lost shard does.
+
+        The latter is no more than what the live nodes report now. The shards that are left stay
+        where they are: a lost node that comes back makes the version whole again.
+        """
+        version = self.version
+        if version.failure is not None or not version.was_ready:
+            return version.failure
+        held = self.holders(serving=False)
+        for node_id in sorted(self._alive):
+            actual = self._said(node_id)
+            for shard in actual.shards:
+                if shard.failure and shard.index not in held:
+                    return version.load_error(shard.failure)
+            if actual.failure and len(held) < (version.num_shards or 0):
+                return version.load_error(actual.failure)
+        return None
+
+    def _secrets_failure(self) -> CacheError | None:
+        if not self.version.lacks_secrets:
+            return None
+        if not all(self._members[node_id].node.flight_location for node_id in self._alive):
+            return None  # known from before a restart, and yet to say what it holds
+        if len(self.holders(serving=False)) == self.version.num_shards:
+            return None  # nothing is to be read
+        return LoadError(
+            f"the credentials of {self.version.plan.spec.name!r} were not kept over the restart of "
+            "the coordinator: load its spec again"
+        )
+
+    def holders(self, *, serving: bool) -> dict[int, set[str]]:
+        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
+        version = self.version
+        starts = version.row_starts()
+        holders: dict[int, set[str]] = {}
+        for node_id in self._alive:
+            for shard in self._said(node_id).shards:
+                if shard.index not in version.sealed:
+                    continue  # of an earlier version of the same content, which was dropped
+                known = starts is not None and shard.rows_fixed
+                if shard.sealed and (
+                    not serving or (known and starts and shard.row_start == starts[shard.index])
+                ):
+                    holders.setdefault(shard.index, set()).add(node_id)
+        return holders
+
+    def shard_bytes(self) -> list[int] | None:
+        """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.
+
+        Nobody can while a filter, a join or a whole query may leave more or fewer rows, or while a
+        query makes texts of any length.
+        """
+        sealed, plan = self.version.sealed, self.version.plan
+        if self.version.row_starts() is not None:
+            return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
+        if plan.shards is None or not plan.keeps_every_row or plan.guessed_columns:
+            return None
+        return [shard.estimated_bytes for shard in plan.shards]
+
+    def lacking_bytes(self) -> dict[str, int]:
+        """What each live node is still to load or to copy, of those that have anything to."""
+        sizes = self.shard_bytes()
+        if sizes is None or self.failure() is not None:
+            return {}
+        held = self.holders(serving=False)
+        lacking = [
+            tuple(node_id for node_id in homes if node_id not in held.get(index, ()))
+            for index, homes in enumerate(self._placement(len(sizes)))
+        ]
+        return bytes_by_node(lacking, sizes)
+
+    def is_ready(self) -> bool:
+        """Whether every shard is served by a live node; the first time, by all that should."""
+        version = self.version
+        if version.failure is not None or version.row_starts() is None:
+            return False
+        holders = self.holders(serving=True)
+        shards = range(version.num_shards or 0)
+        if version.was_ready:
+            return all(holders.get(index) for index in shards)
+        # Whoever asks for replicas and sees the dataset ready may lose a node.
+        placement = self._placement(len(shards))
+        return all(
+            placement[index] and set(placement[index]) <= holders.get(index, set())
+            for index in shards
+        )
+
+    def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
+        plan = self.version.plan
+        return place(
+            plan.key.fingerprint, num_shards, self._members, plan.spec.replicas, alive=self._alive
+        )
+
+    def desired(self, node_id: str) -> pb.DesiredDataset:
+        """What a node should hold, and how it comes by what it lacks."""
+        version = self.version
+        plan, starts = version.plan, version.row_starts()
+        desired = pb.DesiredDataset(
+            rows_fixed=starts is not None,
+            num_rows=starts[-1] if starts else 0,
+            secrets=version.secrets,
+        )
+        sealed_on = self.holders(serving=False)
+        if plan.shards is None:
+            self._ask_for_whole_run(node_id, sealed_on, desired)
+            if starts is not None and version.num_shards is not None:
+                desired.num_shards = version.num_shards
+        placement = self._placement(version.num_shards or 0)
+        # Nobody reads before row ids are known: what is held twice by then only takes room.
+        holders = self.holders(serving=starts is not None)
+        loading = self._loading(node_id)
+        mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
+        if plan.shards is None and version.num_shards is None:
+            mine = set()  # left over from a run that did not come to its end
+        for index in sorted(desired_shards(node_id, placement, holders, mine)):
+            held_by = sealed_on.get(index, set())
+            shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
+            if node_id in held_by:
+                continue
+            if held_by:
+                self._let_copy(shard, held_by)
+            elif plan.shards is None or version.lacks_secrets or index in loading:
+                continue
+            elif placement[index][0] == node_id:
+                # One node reads the source; the others copy what it sealed.
+                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
+        reads = desired.run_whole or any(shard.splits for shard in desired.shards)
+        desired.plan.CopyFrom(plan.to_load_plan(version.attempt, with_splits=reads))
+        return desired
+
+    def _loading(self, node_id: str) -> frozenset[int]:
+        """The shards that a node says it is loading: it knows their splits already."""
+        shards = self._said(node_id).shards
+        return frozenset(s.index for s in shards if not s.sealed and not s.failure)
+
+    def _ask_for_whole_run(
+        self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
+    ) -> None:
+        """Has one node run a whole query, the first time or for the shards that were lost."""
+        version = self.version
+        if version.lacks_secrets:
+            return
+        ((runner, *_), *_) = self._placement(1)
+        missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
+        if node_id == runner and (version.num_shards is None or missing):
+            desired.run_whole = True
+            desired.missing.extend(missing)
+
+    def _let_copy(self, shard: pb.DesiredShard, held_by: Set[str]) -> None:
+        version = self.version
+        sealed = version.sealed[shard.index]
+        shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
+        shard.checksum = sealed.checksum
+        shard.copy_from.extend(
+            self._members[node_id].node.flight_location for node_id in sorted(held_by)
+        )
+
+    def describe(self, lease_s: float) -> pb.DatasetInfo:
+        """The version as callers see it."""
+        version = self.version
+        plan, starts = version.plan, version.row_starts()
+        info = self.summarize()
+        info.schema = plan.logical.serialize().to_pybytes()
+        info.lease_s = lease_s
+        num_shards = version.num_shards or 0
+        placement = self._placement(num_shards)
+        holders = self.holders(serving=starts is not None)
+        named: set[str] = set()
+        for index in range(num_shards):
+            held = holders.get(index, set())
+            homes = [n for n in placement[index] if n in held]
+            ordered = homes + sorted(held - set(homes))
+            named.update(ordered)
+            sealed = version.sealed.get(index)
+            info.shards.add(
+                index=index,
+                rows=pb.RowRange(start=starts[index], stop=starts[index + 1]) if starts else None,
+                num_bytes=sealed.num_bytes if sealed else 0,
+                checksum=sealed.checksum if sealed else "",
+                node_ids=ordered,
+            )
+        info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        return info
+
+    def summarize(self) -> pb.DatasetInfo:
+        """Its state and sums, without schema, shards and nodes."""
+        version = self.version
+        info = pb.DatasetInfo(
+            spec=version.plan.spec.to_proto(),
+            fingerprint=version.plan.key.fingerprint,
+            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
+            progress=self._progress(),
+        )
+        failure = self.failure()
+        if failure is not None:
+            info.state = pb.DATASET_STATE_FAILED
+            info.error.CopyFrom(to_proto(failure))
+        elif self.is_ready():
+            info.state = pb.DATASET_STATE_READY
+        else:
+            info.state = pb.DATASET_STATE_LOADING
+        if (starts := version.row_starts()) is not None:
+            info.num_rows = starts[-1]
+        return info
+
+    def _progress(self) -> pb.LoadProgress:
+        version = self.version
+        partial: dict[int, int] = {}
+        whole, waits = 0, ""
+        for node_id in self._alive:
+            actual = self._said(node_id)
+            whole += actual.rows_loaded
+            waits = max(waits, actual.waits)
+            for shard in actual.shards:
+                if not shard.sealed:
+                    partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
+        done = sum(s.num_rows for s in version.sealed.values())
+        done += sum(rows for index, rows in partial.items() if index not in version.sealed)
+        return pb.LoadProgress(
+            shards_done=len(version.sealed),
+            shards_total=version.num_shards or 0,
+            rows_done=max(done, whole),
+            estimated_rows=version.plan.max_rows,
+            bytes_done=sum(s.num_bytes for s in version.sealed.values()),
+            waits=waits,
+        )

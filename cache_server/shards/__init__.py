@@ -1,0 +1,1 @@
+"""Shard files: packed, sealed, adopted, dropped; and their rows, to readers."""

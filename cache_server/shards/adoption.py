@@ -1,0 +1,101 @@
+"""What a node finds in its directory when it starts: sound shards, and what is none."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cache_server.planning import VersionKey
+from cache_server.shards import manifest
+from cache_server.shards.checksums import file_checksum
+from cache_server.shards.disk import remove_empty, remove_file
+from protos.errors import ConfigError
+from protos.shards import MANIFEST, MappedShard, SealedShard, read_manifest, shard_file_name
+
+logger = logging.getLogger(__name__)
+
+_NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
+
+
+def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, MappedShard]]:
+    """Maps the shards that manifests name and whose files are sound; removes all other files.
+
+    Args:
+        threads: that hash them.
+
+    Raises:
+        ConfigError: a manifest cannot be read or written; a shard cannot be opened, which says
+            nothing about the shard.
+    """
+    found = {}
+    with ThreadPoolExecutor(threads, thread_name_prefix="adopt") as pool:
+        for directory in sorted(cache_dir.glob("*/*/")):
+            adopted = _adopt(directory, _listed(directory / MANIFEST), pool)
+            sound = {shard.path for shard in adopted}
+            for path in (*directory.glob("shard-*.arrow"), *directory.glob(".*.tmp")):
+                if path not in sound:
+                    logger.warning("file removed path=%s reason=damaged or never sealed", path)
+                    remove_file(path)
+            _write_again(directory / MANIFEST, adopted)
+            remove_empty(directory)
+            if adopted:
+                key = VersionKey(directory.parent.name, directory.name)
+                found[key] = {shard.sealed.index: shard for shard in adopted}
+    return found
+
+
+def _listed(path: Path) -> list[SealedShard]:
+    try:
+        return read_manifest(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the manifest {path}: {error.strerror}") from None
+
+
+def _write_again(path: Path, adopted: Iterable[MappedShard]) -> None:
+    """Without torn lines, which would spoil the next one to be added."""
+    try:
+        manifest.write(path, [shard.sealed for shard in adopted])
+    except OSError as error:
+        raise ConfigError(f"cannot write the manifest {path}: {error.strerror}") from None
+
+
+def _adopt(
+    directory: Path, listed: Iterable[SealedShard], pool: ThreadPoolExecutor
+) -> list[MappedShard]:
+    paths = {sealed: directory / shard_file_name(sealed.index) for sealed in listed}
+    maps = {sealed: pool.submit(_map_sound, path, sealed) for sealed, path in paths.items()}
+    adopted = []
+    for sealed, path in paths.items():
+        try:
+            shard = maps[sealed].result()
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise ConfigError(
+                    f"cannot adopt shard {path}: {error.strerror or error}; the system allows "
+                    "too few maps (vm.max_map_count), addresses (ulimit -v) or open files "
+                    "(ulimit -n), or the file is another user's"
+                ) from None
+            logger.warning("shard damaged path=%s reason=%s", path, error)
+            continue
+        adopted.append(shard)
+        logger.info("shard adopted dataset=%s shard=%d", directory.parent.name, sealed.index)
+    return adopted
+
+
+def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
+    """Maps a file that must be the one that was sealed.
+
+    Raises:
+        OSError: it is missing. ValueError: it is another one, or of another layout.
+    """
+    size = path.stat().st_size
+    if size != sealed.num_bytes:
+        raise ValueError(f"{size} bytes instead of {sealed.num_bytes}")
+    checksum = file_checksum(path)
+    if checksum != sealed.checksum:
+        raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
+    return MappedShard(sealed, path)

@@ -1,0 +1,366 @@
+"""Query results -> tensor-ready storage: the type mapping, the null policy and the packing.
+
+The one place that says which Arrow type becomes which storage type:
+
+    from                         stored as            field metadata
+    int8..int64, uint8..uint64   the same
+    float16, float32, float64    the same             nulls become NaN
+    decimal32..decimal256        the nearest float64  cache.source_type; nulls become NaN
+    bool                         uint8                cache.source_type
+    date32 / date64              int32 days / int64 ms
+    time32 / time64              int32 / int64        cache.unit
+    timestamp, duration          int64                cache.unit, cache.timezone
+    string_view, binary_view     string, binary
+    dictionary<K, V>             as V                 (the values, not the codes)
+    fixed_size_list of numbers   the same, 2-D and deeper
+    other fixed_size_list, list  list                 nulls stay nulls
+    string, binary               the same             nulls stay nulls
+    fixed_size_binary            binary               cache.source_type; nulls stay nulls
+
+The values of a list are stored as the table says, nulls included, and the metadata of its field is
+theirs. Anything else (struct, map, union, interval, null) is refused by name. A null in any other
+fixed-width column than a float fails the load, naming the column, the count and the COALESCE that
+would mend it; so does a null in place of a whole fixed-size list. A shard is one record batch, so
+a column whose offsets are 32-bit (string, binary, list) ends at 2 GiB of values, or 2**31 of them,
+a shard; the large types do not. This module knows neither files nor DataFusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_server.shards.decimals import nearest_floats, of_strings
+from cache_server.shards.null_advice import null_problem, sql_cast
+from protos.errors import LoadError, RequestError
+from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
+
+_INITIAL_ROWS = 65_536
+_PADDING_BYTES = 320
+
+
+def storage_schema(schema: pa.Schema) -> pa.Schema:
+    """The logical schema that a query result of ``schema`` is stored with.
+
+    Raises:
+        RequestError: naming every column that cannot be stored, or names that repeat; or when
+            there is no column at all.
+    """
+    names = schema.names
+    if not names:
+        raise RequestError("the query yields no columns")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise RequestError(f"the query yields several columns named {', '.join(repeated)}")
+    problems, fields = [], []
+    for field in schema:
+        stored = storage_type(field.type)
+        if stored is None:
+            problems.append(f"{field.name}: {field.type}")
+            continue
+        metadata = _metadata(field.type, stored)
+        nullable = not (_is_fixed_width(stored))
+        fields.append(pa.field(field.name, stored, nullable=nullable, metadata=metadata))
+    if problems:
+        raise RequestError(
+            "columns of these types cannot be stored; select their fields or cast them in the "
+            f"sql: {', '.join(problems)}"
+        )
+    return pa.schema(fields)
+
+
+def storage_type(dtype: pa.DataType) -> pa.DataType | None:
+    """What ``dtype`` is stored as; None when it cannot be stored."""
+    types = pa.types
+    if types.is_dictionary(dtype):
+        return storage_type(dtype.value_type)
+    if types.is_integer(dtype) or types.is_floating(dtype):
+        return dtype
+    if types.is_decimal(dtype):
+        return pa.float64()
+    if types.is_boolean(dtype):
+        return pa.uint8()
+    if types.is_date32(dtype) or types.is_time32(dtype):
+        return pa.int32()
+    if (
+        types.is_date64(dtype)
+        or types.is_time64(dtype)
+        or types.is_timestamp(dtype)
+        or types.is_duration(dtype)
+    ):
+        return pa.int64()
+    if dtype == pa.string_view():
+        return pa.string()
+    if dtype == pa.binary_view():
+        return pa.binary()
+    if types.is_string(dtype) or types.is_binary(dtype):
+        return dtype
+    if types.is_large_string(dtype) or types.is_large_binary(dtype):
+        return dtype
+    if types.is_fixed_size_binary(dtype):
+        return pa.binary()
+    if types.is_fixed_size_list(dtype):
+        inner = storage_type(dtype.value_type)
+        if inner is None or dtype.list_size == 0:
+            return None
+        if _is_fixed_width(inner):
+            return pa.list_(pa.field("item", inner, nullable=False), dtype.list_size)
+        return pa.list_(inner)
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        inner = storage_type(dtype.value_type)
+        if inner is None:
+            return None
+        inner = _with_nulls(inner)
+        return pa.list_(inner) if types.is_list(dtype) else pa.large_list(inner)
+    return None
+
+
+def _with_nulls(dtype: pa.DataType) -> pa.DataType:
+    """The type of fixed-size lists that stand in a list, where nobody looks for nulls."""
+    if not pa.types.is_fixed_size_list(dtype):
+        return dtype
+    return pa.list_(_with_nulls(dtype.value_type), dtype.list_size)
+
+
+def _is_fixed_width(dtype: pa.DataType) -> bool:
+    _, leaf = list_shape(dtype)
+    return bool(pa.types.is_integer(leaf) or pa.types.is_floating(leaf))
+
+
+def _metadata(dtype: pa.DataType, stored: pa.DataType) -> dict[str, str] | None:
+    dtype, stored = _values(dtype), _values(stored)
+    metadata: dict[str, str] = {}
+    if not stored.equals(dtype):
+        metadata["cache.source_type"] = str(dtype)
+    if pa.types.is_date32(dtype):
+        metadata["cache.unit"] = "D"
+    elif pa.types.is_date64(dtype):
+        metadata["cache.unit"] = "ms"
+    elif hasattr(dtype, "unit"):
+        metadata["cache.unit"] = dtype.unit
+    if getattr(dtype, "tz", None):
+        metadata["cache.timezone"] = dtype.tz
+    return metadata or None
+
+
+def _values(dtype: pa.DataType) -> pa.DataType:
+    """The type of the values inside lists and dictionaries."""
+    while pa.types.is_nested(dtype) or pa.types.is_dictionary(dtype):
+        dtype = dtype.value_type
+    return dtype
+
+
+class RowFile(Protocol):
+    """Keeps packed rows as they come."""
+
+    def write(self, index: int, start: int, rows: Matrix) -> None:
+        """Keeps rows of one stored column, from row ``start`` on."""
+
+    def read(self) -> dict[int, Matrix]:
+        """Stored column -> the rows that were kept."""
+
+
+class ShardBuilder:
+    """Collects the batches of one shard into packed columns. One thread at a time.
+
+    Args:
+        logical: from `storage_schema`.
+        expected_rows: an upper bound of the rows to come, where it is known; memory is taken for
+            so many at once (untouched pages cost nothing). Without it the room doubles as needed.
+        file: with room for ``expected_rows``, which keeps the packed rows instead of memory of the
+            builder's own; not when more rows come.
+    """
+
+    def __init__(
+        self,
+        logical: pa.Schema,
+        expected_rows: int | None = None,
+        file: RowFile | None = None,
+    ) -> None:
+        self.layout = Layout(logical)
+        self.num_rows = 0
+        self._capacity = expected_rows if expected_rows is not None else _INITIAL_ROWS
+        self._file = file
+        self._matrices = self._room() if file is None else {}
+        self._spare: dict[object, Matrix] = {}
+        self._chunks: dict[int, list[pa.Array]] = {
+            index: [] for index, c in enumerate(self.layout.columns) if c.kind == "plain"
+        }
+        self._plain_bytes = 0
+        self._nulls: dict[str, int] = {}
+        self._arriving: pa.Schema | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes collected so far, as they will be stored."""
+        return self.num_rows * self.layout.fixed_row_bytes + self._plain_bytes
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Adds the rows of ``batch``, whose columns are those of the logical schema by name.
+
+        Raises:
+            LoadError: naming a column whose values cannot be stored as its type says.
+        """
+        if self._arriving is None or not batch.schema.equals(self._arriving):
+            self._check_units(batch.schema)
+            self._arriving = batch.schema
+        start, stop = self.num_rows, self.num_rows + batch.num_rows
+        if stop > self._capacity:
+            self._grow(stop)
+        for index, column in enumerate(self.layout.columns):
+            if column.kind == "plain":
+                array = _cast(column.names[0], batch[column.names[0]], column.field.type)
+                self._plain_bytes += array.nbytes
+                self._chunks[index].append(array)
+            else:
+                self._keep(index, column, batch, start, stop)
+        self.num_rows = stop
+
+    def finish(self) -> pa.RecordBatch:
+        """The one stored record batch of the shard; nothing may be appended afterwards.
+
+        Raises:
+            LoadError: naming each fixed-width column that holds nulls, with their count.
+        """
+        if self._nulls and self._arriving is not None:
+            problems = []
+            for name, count in self._nulls.items():
+                encoded = pa.types.is_dictionary(self._arriving.field(name).type)
+                field = self.layout.logical.field(name)
+                problems.append(null_problem(field, count, encoded=encoded))
+            raise LoadError("; ".join(problems))
+        arrays = []
+        matrices = self._matrices if self._file is None else self._file.read()
+        for index, column in enumerate(self.layout.columns):
+            if column.kind == "plain":
+                chunks = self._chunks.pop(index)
+                arrays.append(_concatenate(chunks, column))
+            else:
+                arrays.append(from_matrix(matrices[index][: self.num_rows], column.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=self.layout.schema)
+
+    def _room(self) -> dict[int, Matrix]:
+        return {
+            index: np.empty((self._capacity, column.width), column.dtype)
+            for index, column in enumerate(self.layout.columns)
+            if column.dtype is not None
+        }
+
+    def _grow(self, rows: int) -> None:
+        self._capacity = max(rows, 2 * self._capacity)
+        filled = self._matrices if self._file is None else self._file.read()
+        self._file, self._matrices = None, self._room()
+        for index, matrix in filled.items():
+            self._matrices[index][: self.num_rows] = matrix[: self.num_rows]
+
+    def _keep(
+        self, index: int, column: StoredColumn, batch: pa.RecordBatch, start: int, stop: int
+    ) -> None:
+        if self._file is None:
+            self._fill(self._matrices[index][start:stop], column, batch)
+            return
+        assert column.dtype is not None
+        rows = self._spare_block(index, stop - start, column.width, column.dtype)
+        self._fill(rows, column, batch)
+        self._file.write(index, start, rows)
+
+    def _spare_block(
+        self, key: object, height: int, width: int, dtype: np.dtype[np.generic]
+    ) -> Matrix:
+        """``[height, width]`` of memory that is used again: fresh pages cost more than packing."""
+        block = self._spare.get(key)
+        if block is None or block.size < height * width:
+            block = self._spare[key] = np.empty(height * width, dtype)
+        return block[: height * width].reshape(height, width)
+
+    def _fill(self, target: Matrix, column: StoredColumn, batch: pa.RecordBatch) -> None:
+        if column.kind == "matrix":
+            self._fill_lists(target, column.names[0], batch[column.names[0]])
+            return
+        stored = column.field.type.value_type
+        # One transposing copy of a block beats a strided copy of each column. The columns of the
+        # block must not lie a power of two apart, or they fight for the same few cache lines.
+        rows, dtype = batch.num_rows, target.dtype
+        height = rows + _PADDING_BYTES // dtype.itemsize
+        block = self._spare_block(dtype, column.width, height, dtype)
+        for values, name in zip(block, column.names, strict=True):
+            values[:rows] = self._numbers(name, _cast(name, batch[name], stored))
+        target[:] = block[:, :rows].T
+
+    def _numbers(self, name: str, array: pa.Array) -> Matrix:
+        if array.null_count:
+            if pa.types.is_floating(array.type):
+                array = array.fill_null(float("nan"))
+            else:
+                self._count_nulls(name, array)
+                array = array.fill_null(0)
+        values: Matrix = array.to_numpy(zero_copy_only=True)
+        return values
+
+    def _fill_lists(self, target: Matrix, name: str, array: pa.Array) -> None:
+        dtype = self.layout.logical.field(name).type
+        while pa.types.is_fixed_size_list(dtype):
+            if pa.types.is_dictionary(array.type):
+                array = _cast(name, array, dtype)
+            if array.null_count:  # no values for them in flatten(); finish() refuses the shard
+                self._count_nulls(name, array)
+                return
+            array, dtype = array.flatten(), dtype.value_type
+        target[:] = self._numbers(name, _cast(name, array, dtype)).reshape(target.shape)
+
+    def _check_units(self, schema: pa.Schema) -> None:
+        for field in self.layout.logical:
+            unit = _unit(_metadata(schema.field(field.name).type, field.type))
+            known = _unit(field.metadata)
+            if unit not in (None, known):  # None: stored values already
+                raise LoadError(
+                    f"column {field.name!r} comes as {schema.field(field.name).type}, but its "
+                    f"values are kept {f'in {known}' if known else 'without a unit'}: cast it in "
+                    "the sql"
+                )
+
+    def _count_nulls(self, name: str, array: pa.Array) -> None:
+        self._nulls[name] = self._nulls.get(name, 0) + array.null_count
+
+
+def _concatenate(chunks: list[pa.Array], column: StoredColumn) -> pa.Array:
+    if not chunks:
+        return pa.array([], column.field.type)
+    try:
+        return pa.concat_arrays(chunks)
+    except pa.ArrowInvalid as error:  # offsets of 32 bits
+        cast = sql_cast(column.field, large=True)
+        raise LoadError(
+            f"column {column.names[0]!r} of type {column.field.type} does not fit in one shard "
+            f"({error}): choose a smaller target_shard_bytes"
+            f"{f', or write {cast} in the sql' if cast else ''}"
+        ) from None
+
+
+def _cast(name: str, array: pa.Array, target: pa.DataType) -> pa.Array:
+    """``array`` as its storage type; the same array when it has that type already."""
+    if array.type.equals(target):
+        return array
+    try:
+        if pa.types.is_dictionary(array.type):  # each value is cast once
+            values = _cast(name, array.dictionary, target)
+            if pa.types.is_nested(target):  # take() of pyarrow 26 counts the offset of a slice of
+                values = pa.concat_arrays([values, values.slice(0, 0)])  # nested lists twice
+            return values.take(array.indices)
+        if pa.types.is_decimal(array.type) and target == pa.float64():
+            return nearest_floats(array)
+        if pa.types.is_decimal(_values(array.type)):
+            array = pc.cast(array, of_strings(target))
+        return pc.cast(array, target)
+    except pa.ArrowException as error:
+        raise LoadError(f"column {name!r} cannot be stored as {target}: {error}") from None
+
+
+def _unit(metadata: Mapping[Any, Any] | None) -> str | None:
+    known = metadata or {}
+    unit = known.get("cache.unit", known.get(b"cache.unit"))
+    return unit.decode() if isinstance(unit, bytes) else unit

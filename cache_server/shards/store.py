@@ -1,0 +1,403 @@
+"""Shard files: write, seal, adopt, map, drop.
+
+    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
+    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
+    <cache_dir>/.lock, .node-id                               one process, one lasting name
+    <cache_dir>/.scratch/                                     what is needed for a moment
+    <cache_dir>/.removed-*/                                   dropped, and about to be freed
+
+A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
+manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
+differs, never counts. It knows files; neither sources, nor readers, nor the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from cache_server.planning import VersionKey
+from cache_server.shards import adoption, manifest
+from cache_server.shards.checksums import PieceDigests, file_checksum
+from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
+from cache_server.shards.draft import ShardDraft, shard_writer
+from protos.errors import (
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+)
+from protos.layout import Layout
+from protos.shards import (
+    MANIFEST,
+    NODE_ID_FILE,
+    MappedShard,
+    SealedShard,
+    shard_file_name,
+)
+
+logger = logging.getLogger(__name__)
+
+SCRATCH = ".scratch"
+_REMOVED = ".removed-"
+_AT_ONCE_BYTES = 256 * 1024 * 1024  # some tens of milliseconds
+
+
+class NoRoomError(LoadError):
+    """A shard does not fit in the memory limit or on the file system now."""
+
+
+class ShardStore:
+    """All shards of one node, in one directory that no other process uses. Thread-safe.
+
+    Args:
+        cache_dir: made when missing.
+        memory_limit_bytes: of all shard files together; None for no limit but the file system's.
+        adopt_threads: that hash the shards which lie there.
+        address: of a node that keeps it, from which its first id follows: one that comes back to an
+            empty directory is the same node, and its shards are its own. None: any id will do.
+
+    Raises:
+        ConfigError: when the directory cannot be made or another node uses it; when its name or a
+            manifest cannot be read; when a shard that lies there cannot be opened, which says
+            nothing about the shard.
+    """
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        memory_limit_bytes: int | None = None,
+        *,
+        adopt_threads: int = 4,
+        address: str | None = None,
+    ) -> None:
+        self.cache_dir = cache_dir
+        self.memory_limit_bytes = memory_limit_bytes
+        self._lock = threading.Lock()
+        self._manifests = threading.Lock()  # taken before the other one
+        self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
+        self._reserved: dict[Path, int] = {}  # of files being written
+        self._removals: list[threading.Thread] = []
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            self._lock_file = (cache_dir / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"cannot use cache_dir {cache_dir}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
+        try:
+            self.node_id = self._load_node_id(address)
+            for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
+                remove(path)  # of a process that was killed
+            self._shards = adoption.adopt_all(cache_dir, adopt_threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ShardStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forgets the maps and releases the directory; the files stay."""
+        with self._lock:
+            self._shards.clear()
+        self._lock_file.close()
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for what is needed for a moment; emptied when the store opens."""
+        return self.cache_dir / SCRATCH
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of all sealed shard files."""
+        with self._lock:
+            return self._stored_bytes()
+
+    def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
+        """A copy of what is sealed: version -> shard index -> shard."""
+        with self._lock:
+            return {key: dict(shards) for key, shards in self._shards.items()}
+
+    @contextlib.contextmanager
+    def draft(
+        self, key: VersionKey, index: int, layout: Layout, num_rows: int
+    ) -> Iterator[ShardDraft]:
+        """A file to fill and then to `seal` as shard ``index``; removed if it is not.
+
+        Args:
+            num_rows: at least 1; the rows of the shard, exactly.
+
+        Raises:
+            NoRoomError: when it does not fit. LoadError: when it cannot be written.
+        """
+        directory = self._directory(key)
+        path = directory / _temporary_name(index)
+        size = num_rows * layout.fixed_row_bytes
+        self._reserve(path, size)
+        try:
+            try:
+                self._create(path)
+                draft = ShardDraft(path, layout, num_rows)
+            except OSError as error:
+                raise _cannot_write(key, index, size, directory, error) from None
+            with draft:
+                yield draft
+        finally:
+            remove_file(path)
+            self._release(path)
+            self._remove_empty(directory)
+
+    def seal(
+        self, key: VersionKey, index: int, batch: pa.RecordBatch, draft: ShardDraft | None = None
+    ) -> MappedShard:
+        """Writes ``batch`` as shard ``index`` and maps it.
+
+        Args:
+            draft: from `draft`, whose columns those of ``batch`` are.
+
+        Raises:
+            NoRoomError: when it does not fit. LoadError: when it cannot be written. Nothing is left
+                behind.
+        """
+        size = batch.nbytes
+        temporary = self._directory(key) / _temporary_name(index) if draft is None else draft.path
+
+        def write() -> SealedShard:
+            if draft is not None:
+                draft.complete(batch)
+                checksum = draft.checksum()
+            else:
+                write_shard_file(temporary, batch)
+                checksum = file_checksum(temporary)
+            return SealedShard(index, batch.num_rows, temporary.stat().st_size, checksum)
+
+        return self._keep(key, index, temporary, size, write)
+
+    def receive(
+        self, key: VersionKey, sealed: SealedShard, chunks: Iterable[pa.Buffer]
+    ) -> MappedShard:
+        """Keeps the file of a shard that was sealed elsewhere.
+
+        Args:
+            chunks: the bytes of the file, in order.
+
+        Raises:
+            NodeUnavailableError: they are not the bytes that were sealed. NoRoomError: they do not
+                fit. LoadError: they cannot be written. Nothing is left behind.
+        """
+        temporary = self._directory(key) / _temporary_name(sealed.index)
+
+        def write() -> SealedShard:
+            digests = PieceDigests()
+            with temporary.open("w+b") as file:
+                for chunk in chunks:
+                    digests.add(file.tell(), chunk)
+                    file.write(chunk)
+                file.flush()
+                checksum = digests.checksum(file.fileno())
+            if checksum != sealed.checksum:
+                raise NodeUnavailableError(
+                    f"shard {sealed.index} of {key.dataset!r} did not arrive as it was sealed"
+                )
+            return sealed
+
+        return self._keep(key, sealed.index, temporary, sealed.num_bytes, write)
+
+    def _keep(
+        self,
+        key: VersionKey,
+        index: int,
+        temporary: Path,
+        size: int,
+        write: Callable[[], SealedShard],
+    ) -> MappedShard:
+        """Has a file written under a temporary name, and makes a sealed shard of it."""
+        directory = self._directory(key)
+        final = directory / shard_file_name(index)
+        self._reserve(temporary, size)
+        try:
+            self._create(temporary)
+            sealed = write()
+            fsync(temporary)
+            os.replace(temporary, final)
+            fsync(directory)
+            shard = MappedShard(sealed, final)
+            with self._manifests:
+                manifest.add(directory / MANIFEST, sealed)
+                with self._lock:  # at once, or it would count twice for a moment
+                    self._reserved.pop(temporary, None)
+                    self._shards.setdefault(key, {})[index] = shard
+        except OSError as error:
+            remove_file(final)
+            raise _cannot_write(key, index, size, directory, error) from None
+        finally:
+            remove_file(temporary)
+            self._release(temporary)
+            self._remove_empty(directory)
+        logger.info(
+            "shard sealed dataset=%s shard=%d rows=%d bytes=%d",
+            key.dataset, index, sealed.num_rows, sealed.num_bytes,
+        )  # fmt: skip
+        return shard
+
+    def drop(self, key: VersionKey, *indices: int) -> None:
+        """Removes some shards. Readers that have them mapped keep their rows.
+
+        All at once where there are many: each call writes the manifest.
+        """
+        with self._manifests:
+            self._drop(key, indices)
+        self._remove_empty(self._directory(key))
+
+    def drop_this(self, key: VersionKey, shard: MappedShard) -> bool:
+        """Removes one shard, unless another one is in its place by now; whether it did."""
+        with self._manifests:  # without which none takes a place
+            if self.versions().get(key, {}).get(shard.sealed.index) is not shard:
+                return False
+            self._drop(key, [shard.sealed.index])
+        self._remove_empty(self._directory(key))
+        return True
+
+    def _drop(self, key: VersionKey, indices: Iterable[int]) -> None:
+        """With the lock of the manifests."""
+        directory = self._directory(key)
+        with self._lock:
+            shards = self._shards.get(key, {})
+            dropped = [shards.pop(index) for index in indices if index in shards]
+            kept = [shard.sealed for shard in shards.values()]
+            if not shards:
+                self._shards.pop(key, None)
+        if not dropped:
+            return
+        self._discard([shard.path for shard in dropped], _bytes_of(dropped))
+        for shard in dropped:
+            logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
+        try:
+            manifest.write(directory / MANIFEST, kept)
+        except OSError as error:  # a line too many is found out when a store opens
+            logger.warning("manifest not written path=%s reason=%s", directory, error)
+
+    def drop_version(self, key: VersionKey) -> None:
+        """Removes everything that was written for one version."""
+        with self._lock:
+            shards = self._shards.pop(key, {})
+        directory = self._directory(key)
+        if directory.exists():
+            self._discard([directory], _bytes_of(shards.values()))
+            logger.info("version dropped dataset=%s fingerprint=%s", key.dataset, key.fingerprint)
+        self._remove_empty(directory)
+
+    def _discard(self, paths: Sequence[Path], num_bytes: int) -> None:
+        """Removes files or directories; frees what is large in a thread of its own.
+
+        A second frees only a few GiB, and whoever drops something holds up others.
+        """
+        if num_bytes > _AT_ONCE_BYTES:
+            removed = self.cache_dir / f"{_REMOVED}{uuid.uuid4().hex}"
+            try:
+                removed.mkdir()
+                for number, path in enumerate(paths):
+                    os.replace(path, removed / str(number))
+            except OSError as error:  # such as a full disk: what is left is removed where it lies
+                logger.warning("cannot move what is removed to %s: %s", removed, error.strerror)
+            thread = threading.Thread(target=remove, args=(removed,), name="remove", daemon=True)
+            thread.start()
+            with self._lock:
+                self._removals = [*(one for one in self._removals if one.is_alive()), thread]
+        for path in paths:
+            remove(path)
+
+    def _directory(self, key: VersionKey) -> Path:
+        return self.cache_dir / key.dataset / key.fingerprint
+
+    def _create(self, path: Path) -> None:
+        """Makes an empty file and the directories it needs, which `_remove_empty` leaves then."""
+        with self._lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+    def _remove_empty(self, directory: Path) -> None:
+        """Removes the directories of a version and of its dataset where nothing is left in them."""
+        with self._lock:
+            remove_empty(directory)
+
+    def _stored_bytes(self) -> int:
+        return sum(_bytes_of(shards.values()) for shards in self._shards.values())
+
+    def _reserve(self, path: Path, size: int) -> None:
+        """Makes sure that there is room for a file, which may have some reserved already."""
+        with self._lock:
+            removals, others = list(self._removals), sum(self._reserved.values())
+        if shutil.disk_usage(self.cache_dir).free < size + others:
+            for removal in removals:
+                removal.join()
+        with self._lock:
+            before = self._reserved.get(path, 0)
+            held = self._stored_bytes() + sum(self._reserved.values()) - before
+            limit = self.memory_limit_bytes
+            if limit is not None and held + size > limit:
+                raise NoRoomError(
+                    f"a shard of {size} bytes does not fit: {held} of the memory limit of "
+                    f"{limit} bytes are used"
+                )
+            free = shutil.disk_usage(self.cache_dir).free
+            if size - before > free:
+                raise NoRoomError(
+                    f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
+                )
+            self._reserved[path] = size
+
+    def _release(self, path: Path) -> None:
+        with self._lock:
+            self._reserved.pop(path, None)
+
+    def _load_node_id(self, address: str | None) -> str:
+        path = self.cache_dir / NODE_ID_FILE
+        try:
+            if not path.exists() or not path.read_text(encoding="utf-8"):
+                lasting = address and hashlib.blake2b(address.encode(), digest_size=6).hexdigest()
+                path.write_text(lasting or uuid.uuid4().hex[:12], encoding="utf-8")
+            return path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot use the name of the node in {path}: {error}") from None
+
+
+def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
+    """Writes a stored batch as one Arrow IPC file."""
+    with pa.OSFile(str(path), "wb") as sink, shard_writer(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def _temporary_name(index: int) -> str:
+    return f".{shard_file_name(index)}.{uuid.uuid4().hex}.tmp"
+
+
+def _cannot_write(
+    key: VersionKey, index: int, size: int, directory: Path, error: OSError
+) -> LoadError:
+    kind = NoRoomError if error.errno == errno.ENOSPC else LoadError
+    return kind(
+        f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
+        f"{error.strerror}"
+    )
+
+
+def _bytes_of(shards: Iterable[MappedShard]) -> int:
+    return sum(shard.sealed.num_bytes for shard in shards)

@@ -1,0 +1,1 @@
+"""Queries: which way each goes, what it reads, and DataFusion, which runs it."""

@@ -1,0 +1,443 @@
+"""DataFusion: reads one split with a query, or runs a query over whole tables.
+
+Rows must come out in source order every time, and a split must read its own rows only. Hence the
+session settings: as many partitions as the file has parts, cut by byte ranges and executed one at
+a time; no round-robin repartition, which reorders rows; no work stealing between partitions, which
+lets the first one read them all; no statistics, by which a file of few rows is not cut at all.
+
+Every file is local: what lives elsewhere is staged first. `queries` says which way a query goes.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datafusion import (
+    DataFrame,
+    ExecutionPlan,
+    LogicalPlan,
+    SessionConfig,
+    SessionContext,
+    SQLOptions,
+    lit,
+)
+
+from cache_server.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.sql.quoting import identifier
+from cache_server.sql.skipped_groups import skips_wrongly
+from cache_server.texts.csv_sample import read_sample
+from cache_server.texts.csv_times import check_times, times_as_texts
+from cache_server.texts.first_bytes import FIRST_BYTES, objection
+from cache_server.texts.json_escapes import check_escapes
+from cache_server.texts.json_numbers import check_integers, integers_as_floats, may_have_fractions
+from protos.errors import LoadError
+from protos.spec import TABLE
+
+_FILE = "__file"  # a file whose table has more columns than itself
+
+# Rows of a batch: up to four times DataFusion's default, because packing a block costs Python and
+# the interpreter lock once; fewer of wide rows, because several batches are under way at once.
+_MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
+_BATCH_BYTES = 4 * 1024 * 1024
+
+_OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
+
+# Each of these answers differently on every node or at every load.
+_VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
+# These are about the file that is read, which may be a copy of what was meant.
+_OF_THE_FILE = ("file_row_index", "input_file_name")
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """Rows of a table in a file of this machine.
+
+    Attributes:
+        path, format: what to read.
+        split: whose rows; says which part of the file, and its name for messages.
+    """
+
+    path: Path
+    format: str
+    split: Split
+
+
+def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
+    """The schema of the table that a file makes; of CSV and JSON, by its first 1000 rows.
+
+    Args:
+        name: of the file, for messages.
+        is_whole: otherwise a text is the beginning of ``name``, maybe up to within a record.
+
+    Raises:
+        LoadError: naming the file when it cannot be read.
+    """
+    try:
+        check_first_bytes(path, format)
+        schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
+        if format == "arrow":
+            check_names(_names_of_arrow(path))
+        return schema
+    except Exception as error:  # DataFusion raises bare Exception
+        raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
+
+
+def check_first_bytes(path: Path, format: str) -> None:
+    """Raises a ValueError for a file that begins as one of another format does, or as a page."""
+    with path.open("rb") as opened:
+        if (reason := objection(opened.read(FIRST_BYTES), format)) is not None:
+            raise ValueError(reason)
+
+
+def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The result rows of one split, in source order.
+
+    Args:
+        file: where the split's rows are.
+        sql: runs split by split over ``table``, and reads no other.
+
+    Raises:
+        LoadError: naming file, split and reason.
+    """
+    split = file.split
+    parts = split.parts if file.format == table.format else 1
+    try:
+        context, frame = _planned(file, sql, table, parts)
+        if _folds_to_nothing(frame):
+            return  # no row can pass the filter
+        plan = frame.execution_plan()
+        if _reads_nothing(plan):
+            raise LoadError(f"cannot load {split}: the file is gone")
+        if plan.partition_count == parts:
+            if file.format in ("csv", "json"):
+                check_first_bytes(file.path, file.format)
+            if file.format == "json":
+                check_escapes(file.path, split)
+                _check_integers(file, table)
+            elif file.format == "csv":
+                _check_times(file, table)
+            for batch in context.execute(plan, split.part if parts > 1 else 0):
+                yield batch.to_pyarrow()
+            return
+    except LoadError:
+        raise
+    except Exception as error:  # DataFusion raises bare Exception
+        raise LoadError(f"cannot load {split}: {reason_of(error)}") from None
+    raise LoadError(
+        f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
+        f"instead of {parts}"
+    )
+
+
+def read_together(
+    files: Sequence[LocalFile], sql: str, table: PinnedTable
+) -> Iterator[pa.RecordBatch]:
+    """Like `read_split`, for whole Parquet files that are alone in a folder, in order of names.
+
+    One query for all of them: to plan one takes longer than to read a small file.
+
+    Args:
+        files: with the same partition values.
+    """
+    folder, splits = files[0].path.parent, [file.split for file in files]
+    try:
+        _, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
+        if not _folds_to_nothing(frame):
+            yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
+    except Exception as error:  # DataFusion raises bare Exception
+        for file in files:  # which of them was it?
+            for _ in read_split(file, sql, table):
+                pass
+        raise LoadError(f"cannot load {splits[0]} to {splits[-1]}: {reason_of(error)}") from None
+
+
+def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Split]:
+    """The splits of which a query may keep rows, as far as their partition values tell."""
+    answers: dict[tuple[object, ...], bool] = {}
+    kept = []
+    for split in splits:
+        constants = table.partition_of(split)
+        key = tuple(value.as_py() for value in constants.values())
+        if key not in answers:
+            answers[key] = not constants or _may_keep(constants, sql, table)
+        if answers[key]:
+            kept.append(split)
+    return kept
+
+
+def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
+    """The rows of a query over whole tables, in the order that it gives them.
+
+    One partition, so that the same tables give the same rows in the same order, ties included.
+
+    Args:
+        tables: name -> Arrow file.
+
+    Raises:
+        LoadError: with the reason.
+    """
+    try:
+        context = open_session(1)
+        for name, path in tables.items():
+            _register(context, name, path, "arrow", None)
+        for batch in context.sql_with_options(sql, read_only()).execute_stream():
+            yield batch.to_pyarrow()
+    except Exception as error:  # DataFusion raises bare Exception
+        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+
+
+def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
+    """How many rows come of a query over these.
+
+    Raises:
+        LoadError: with the reason.
+    """
+    context = open_session(1)
+    context.register_record_batches(table, [[rows]])
+    try:
+        return int(context.sql_with_options(sql, read_only()).count())
+    except Exception as error:  # DataFusion raises bare Exception
+        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+
+
+def _schema_of(path: Path, format: str) -> pa.Schema:
+    context = open_session(1)
+    _register(context, TABLE, path, format, None)
+    return context.table(TABLE).schema()
+
+
+def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
+    """The schema by a sample, in which no value holds a line end; see `csv_sample`.
+
+    A column without a value there is one of texts: as one of nulls, it would lose what comes later.
+    """
+    with open(path, encoding="latin-1", newline="") as lines:
+        sample = read_sample(lines, is_whole=is_whole)
+    with tempfile.TemporaryDirectory() as directory:
+        beginning = Path(directory, "sample.csv")
+        beginning.write_text("".join(sample.records), encoding="latin-1", newline="")
+        schema = _schema_of(beginning, "csv")
+    types = [pa.string() if pa.types.is_null(dtype) else dtype for dtype in schema.types]
+    return pa.schema(list(zip(sample.names, types, strict=True)))
+
+
+def _names_of_arrow(path: Path) -> list[str]:
+    """The names in the file itself: of columns of one name, DataFusion has the first."""
+    with open(path, "rb") as file:
+        try:
+            return list(pa.ipc.open_file(file).schema.names)
+        except pa.ArrowInvalid:  # DataFusion reads streams, too
+            file.seek(0)
+            return list(pa.ipc.open_stream(file).schema.names)
+
+
+def _batch_rows(split: Split) -> int:
+    if not split.num_rows:
+        return _DEFAULT_BATCH_ROWS
+    row_bytes = max(1, split.estimated_bytes // split.num_rows)
+    return max(_FEWEST_BATCH_ROWS, min(_MOST_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+
+
+def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionContext:
+    """A session that cuts a file into ``parts`` and keeps rows in their order."""
+    config = (
+        SessionConfig()
+        .with_target_partitions(parts)
+        .with_repartition_file_scans(True)
+        .with_repartition_file_min_size(1)
+        .with_batch_size(batch_rows)
+        .set("datafusion.optimizer.enable_round_robin_repartition", "false")
+        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
+        .set("datafusion.execution.collect_statistics", "false")
+        # As `tables.parquet` has it; by default far dates of a file of Spark's become near ones.
+        .set("datafusion.execution.parquet.coerce_int96", "us")
+        # Of a staged file they may be missing.
+        .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
+    )
+    context = SessionContext(config)
+    for name in (*_VOLATILE, *_OF_THE_FILE):
+        context.deregister_udf(name)
+    return context
+
+
+def read_only() -> SQLOptions:
+    """What a query may be: it changes nothing."""
+    return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
+
+
+def _planned(
+    file: LocalFile, sql: str, table: PinnedTable, parts: int
+) -> tuple[SessionContext, DataFrame]:
+    """A query over a split, and its session; see `skipped_groups`."""
+    for skips in (True, False):
+        context = open_session(parts, _batch_rows(file.split))
+        _register_table(context, file, table, skips=skips)
+        frame = context.sql_with_options(sql, read_only())
+        if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
+            break
+        plan = frame.execution_plan().display_indent()
+        if not skips_wrongly(plan, file.path, table.read_schema):
+            break
+    return context, frame
+
+
+def _register_table(
+    context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
+) -> None:
+    """Registers a split of ``table``, with the columns that its path stands for, if any."""
+    if file.format != table.format:  # staged: it holds what is read, and no more
+        _register(context, table.name, file.path, file.format, None)
+        return
+    constants = table.partition_of(file.split)
+    name = _FILE if constants else table.name
+    schema = _stored(table, constants) if constants else table.schema
+    _register(context, name, file.path, file.format, schema, skips=skips)
+    if constants:
+        _register_constants(context, table, constants)
+
+
+def _check_integers(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses rows of JSON that have other numbers where the table has integers."""
+    split = file.split
+    constants = table.partition_of(split)
+    read = pa.schema([field for field in table.read_schema if field.name not in constants])
+    wanted = integers_as_floats(read)
+    if not len(wanted) or not may_have_fractions(file.path, split):
+        return
+    context = open_session(split.parts)
+    _register(context, _FILE, file.path, file.format, wanted)
+    plan = context.sql(f"SELECT * FROM {_FILE}").execution_plan()
+    for batch in context.execute(plan, split.part):
+        check_integers(batch.to_pyarrow(), read, split)
+
+
+def _check_times(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses rows of CSV with times that the types of the table's columns would cut."""
+    stored = _stored(table, table.partition_of(file.split))
+    texts = times_as_texts(stored)
+    read = set(table.read_schema.names)
+    names = [
+        identifier(old.name)
+        for old, new in zip(stored, texts, strict=True)
+        if new.type != old.type and old.name in read
+    ]
+    if not names:
+        return
+    context = open_session(1)
+    _register(context, _FILE, file.path, file.format, texts)
+    frame = context.sql(f"SELECT {', '.join(names)} FROM {_FILE}")
+    for batch in frame.execute_stream():
+        check_times(batch.to_pyarrow(), stored, file.split)
+
+
+def _register_constants(
+    context: SessionContext, table: PinnedTable, constants: Mapping[str, pa.Scalar]
+) -> None:
+    frame = context.table(_FILE)
+    for name, value in constants.items():
+        frame = frame.with_column(name, lit(value))
+    context.register_view(table.name, frame)
+
+
+def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
+    return pa.schema([field for field in table.schema if field.name not in constants])
+
+
+def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
+    context = open_session(1)
+    empty = no_rows(_stored(table, constants))
+    context.register_record_batches(_FILE, [[empty]])
+    _register_constants(context, table, constants)
+    try:
+        return not _folds_to_nothing(context.sql_with_options(sql, read_only()))
+    except Exception:  # DataFusion raises bare Exception; reading the split tells what it is
+        return True
+
+
+def _folds_to_nothing(frame: DataFrame) -> bool:
+    return _has(frame.optimized_logical_plan(), "EmptyRelation")
+
+
+def _has(plan: LogicalPlan, kind: str) -> bool:
+    return next(walk(plan, kind), None) is not None
+
+
+def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows, small batches joined: to pack one costs Python the same for any size."""
+    waiting: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        # Together the dictionaries of two files may outgrow their codes.
+        if any("dictionary<" in str(field.type) for field in batch.schema):
+            yield batch
+            continue
+        waiting.append(batch)
+        rows += batch.num_rows
+        if rows >= _DEFAULT_BATCH_ROWS:
+            yield pa.concat_batches(waiting)
+            waiting, rows = [], 0
+    if waiting:
+        yield pa.concat_batches(waiting)
+
+
+def _register(
+    context: SessionContext,
+    name: str,
+    path: Path,
+    format: str,
+    schema: pa.Schema | None,
+    *,
+    skips: bool = True,
+) -> None:
+    """Registers a file, or a folder of files, as a table.
+
+    Args:
+        skips: what of Parquet cannot pass a filter, by its statistics.
+    """
+    # DataFusion takes a path with a bracket or a star for a glob, and a URI for one file.
+    uri, suffix = path.absolute().as_uri(), path.suffix
+    if path.is_dir():
+        uri, suffix = f"{uri}/", f".{format}"
+    if format == "parquet":
+        if not skips:
+            context.sql("SET datafusion.execution.parquet.enable_page_index = false").collect()
+        context.register_parquet(
+            name, uri, parquet_pruning=skips, schema=schema, file_extension=suffix
+        )
+    elif format == "arrow":
+        context.register_arrow(name, uri, schema=schema, file_extension=suffix)
+    elif format == "csv":
+        context.register_csv(name, uri, schema=schema, file_extension=suffix)
+    elif format == "json":
+        context.register_json(name, uri, schema=schema, file_extension=suffix)
+    else:
+        raise LoadError(f"no reader for format {format!r}")
+
+
+def _reads_nothing(plan: ExecutionPlan) -> bool:
+    """Whether DataFusion found no file, which is no error to it once the schema is given."""
+    while children := plan.children():
+        plan = children[0]
+    return plan.display().startswith("EmptyExec")
+
+
+def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
+    """The nodes of a logical plan, or those of a kind, without those of subqueries."""
+    node = plan.to_variant()
+    if not kind or type(node).__name__ == kind:
+        yield node
+    for child in plan.inputs():
+        yield from walk(child, kind)
+
+
+def reason_of(error: Exception) -> str:
+    """What DataFusion says, in its own words, on one line."""
+    text = str(error).removeprefix("DataFusion error: ")
+    text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
+    return _OF_A_SAMPLE.sub("", " ".join(text.split()))

@@ -1,0 +1,301 @@
+"""What a query means: whether each row can be handled by itself, and what it reads. No rows here.
+
+A query runs *split by split* when its answer over a table is the answers over the pieces of that
+table, one after the other: projection, filter and unnest, also joined with other tables that every
+node reads whole. Anything else (aggregate, sort, limit, distinct, window, union, a table joined
+with itself) has one answer for the whole table: it runs *whole*, on one node. DataFusion's logical
+plan decides, as written and as optimised; the text is looked at only for what DataFusion parses
+and then ignores, see `ignored_sql`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime
+from typing import Any
+
+import pyarrow as pa
+from datafusion import DataFrame, SessionContext
+
+from cache_server.pinned import Condition, no_rows
+from cache_server.sql import ignored_sql
+from cache_server.sql.loader import open_session, read_only, reason_of, walk
+from cache_server.sql.origins import Origin, origins, variant
+from cache_server.sql.quoting import identifier
+from protos.errors import RequestError
+from protos.spec import TABLE
+
+_ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
+_KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
+_NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
+_ORDER_SURVIVES = {"Projection", "Filter", "SubqueryAlias", "Limit"}
+_NAMES = {  # where the plan's word is not the user's
+    "WindowExpr": "a window function",
+    "Limit": "LIMIT",
+    "Sort": "ORDER BY",
+    "Aggregate": "an aggregate",
+    "Distinct": "DISTINCT",
+    "Join": "a join or a subquery",
+    "Union": "UNION",
+}
+# In a subquery DataFusion parses it and does nothing about it.
+_ORDER_BY = re.compile(r"\bORDER\s+BY\b", re.IGNORECASE)
+# On which side of a join each row may be handled by itself, when the other side is there whole.
+_JOIN_SIDES = {
+    "INNER": (True, True),
+    "LEFT": (True, False),
+    "LEFTSEMI": (True, False),
+    "LEFTANTI": (True, False),
+    "LEFTMARK": (True, False),
+    "RIGHT": (False, True),
+    "RIGHTSEMI": (False, True),
+    "RIGHTANTI": (False, True),
+    "RIGHTMARK": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query that can be run, and how.
+
+    Attributes:
+        sql: over the tables of the spec.
+        schema: of its result, as DataFusion gives it.
+        columns: for each table that it reads, which columns, in the order of the table.
+        drivers: tables of which any one may be read split by split, if the others are read whole;
+            empty when the query must run whole.
+        why_whole: what makes it so; empty when ``drivers`` is not.
+        ordered: its result has an order of its own: that of the one table that it reads, or ORDER
+            BY, or there is but one row.
+        keeps_every_row: neither filters nor unnests, so the rows can be counted beforehand.
+        only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
+        joins: with other tables or subqueries, so that the rows of one table come in any order.
+        conditions: that every row of the one table fulfils which the query keeps; not all of them.
+        origins: see `cache_server.sql.origins`.
+    """
+
+    sql: str
+    schema: pa.Schema
+    columns: Mapping[str, tuple[str, ...]]
+    drivers: frozenset[str]
+    why_whole: str
+    ordered: bool
+    keeps_every_row: bool
+    only_drops_rows: bool
+    joins: bool
+    conditions: tuple[Condition, ...] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+
+
+def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
+    """The SQL of a spec: ``sql`` as it is, or the query that columns and filter stand for."""
+    if sql:
+        return sql
+    names = ", ".join(identifier(name) for name in columns) if columns else "*"
+    where = f" WHERE ({filter})" if filter else ""
+    return f"SELECT {names} FROM {TABLE}{where}"
+
+
+def check_query(
+    sql: str,
+    tables: Mapping[str, pa.Schema],
+    *,
+    allow_unordered: bool = False,
+    is_shortcut: bool = False,
+) -> Query:
+    """Plans ``sql`` against empty tables of these schemas.
+
+    Args:
+        allow_unordered: accept a result that has no order of its own.
+        is_shortcut: it was made of columns and a filter, so it can only be row-wise.
+
+    Raises:
+        RequestError: when the SQL is wrong, names an unknown column or table, is not read-only,
+            leaves a table unread, or has no order and may not be without; says which.
+    """
+    context = _session(tables)
+    frame = _plan(sql, context)
+    written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
+    text = ignored_sql.bare(sql)
+    if ignored := ignored_sql.find(sql, text, lambda other: _shown(other, context)):
+        raise RequestError(f"sql {sql!r}: {ignored}")
+    scans = _scans(written)
+    if unread := sorted(set(tables) - set(scans)):
+        raise RequestError(
+            f"sql {sql!r} must read the table {unread[0]!r}, it reads only {sorted(set(scans))!r}"
+        )
+    kinds = {type(node).__name__ for plan in (written, optimised) for node in walk(plan)}
+    if forbidden := kinds & _NO_QUERIES:
+        raise RequestError(f"sql {sql!r}: {forbidden.pop()} is not supported")
+    # Others are functions such as generate_series, which every node calls, as it has VALUES.
+    drivers, why = _drivers(written, optimised, [name for name in scans if name in tables])
+    joins = "Join" in kinds or _has_subquery(optimised)
+    if is_shortcut and (joins or not drivers):
+        raise RequestError(f"sql {sql!r}: filter must be a condition on each row, without queries")
+    if drivers and not joins:
+        if _ORDER_BY.search(text):
+            raise RequestError(
+                f"sql {sql!r}: ORDER BY in a subquery orders nothing; write it at the end"
+            )
+        ordered = True
+    else:
+        ordered = _is_ordered(written)
+    if not ordered and not allow_unordered:
+        what = why or "a join"
+        raise RequestError(
+            f"sql {sql!r}: the rows of {what} have no order of their own, and every row id must "
+            "mean the same row for ever: end it with an ORDER BY that leaves no ties, or set "
+            "allow_unordered: true"
+        )
+    return Query(
+        sql,
+        frame.schema(),
+        _columns_read(optimised, tables),
+        drivers,
+        why,
+        ordered,
+        bool(drivers) and not joins and kinds <= _KEEPS_ROWS,
+        bool(drivers) and not joins and "Unnest" not in kinds,
+        joins,
+        _conditions(optimised) if drivers and not joins else (),
+        origins(optimised, frame.schema(), tables),
+    )
+
+
+def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:
+    """A session with empty tables."""
+    context: SessionContext = open_session(1)
+    for name, schema in tables.items():
+        batch = no_rows(schema)
+        context.register_record_batches(name, [[batch]])
+    return context
+
+
+def _plan(sql: str, context: SessionContext) -> DataFrame:
+    try:
+        frame = context.sql_with_options(sql, read_only())
+        frame.optimized_logical_plan()
+        frame.execution_plan()  # which tells what else cannot run, such as a placeholder
+    except Exception as error:  # DataFusion raises bare ValueError and Exception
+        raise RequestError(f"sql {sql!r}: {reason_of(error)}") from None
+    return frame
+
+
+def _shown(sql: str, context: SessionContext) -> str:
+    """The plan of a query as written; empty if it cannot be planned."""
+    try:
+        return str(context.sql_with_options(sql, read_only()).logical_plan().display_indent())
+    except Exception:  # DataFusion raises bare ValueError and Exception
+        return ""
+
+
+def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[str], str]:
+    """The tables that may be read split by split; else what forbids it."""
+    single = {name for name in scans if scans.count(name) == 1}
+    plans = (written, optimised)
+    drivers = {name for name in single if all(_is_by_split(plan, name) for plan in plans)}
+    if drivers:
+        return frozenset(drivers), ""
+    kinds = [type(node).__name__ for plan in plans for node in walk(plan)]
+    for kind in kinds:
+        if kind not in _ROW_WISE and kind != "Join":
+            return frozenset(), _NAMES.get(kind, kind)
+    if repeated := sorted(set(scans) - single):
+        return frozenset(), f"a table that is read twice ({', '.join(repeated)})"
+    return frozenset(), "a join"
+
+
+def _is_by_split(plan: Any, table: str) -> bool:
+    """Whether the plan's answer is that over each piece of ``table``, one after the other.
+
+    The other tables are there whole, so whatever the plan does with them alone is right, and so are
+    subqueries over them. A table that only a subquery reads is never split.
+    """
+    node = plan.to_variant()
+    kind, inputs = type(node).__name__, plan.inputs()
+    if kind == "TableScan":
+        return bool(node.table_name() == table)
+    if kind == "EmptyRelation":
+        return True  # no row can pass the filter
+    if kind == "Join":
+        left, right = (table in _scans(side) for side in inputs)
+        may_left, may_right = _JOIN_SIDES.get(str(node.join_type()).upper(), (False, False))
+        if left and right:
+            return False
+        if left:
+            return may_left and _is_by_split(inputs[0], table)
+        return right and may_right and _is_by_split(inputs[1], table)
+    return kind in _ROW_WISE and len(inputs) == 1 and _is_by_split(inputs[0], table)
+
+
+def _is_ordered(plan: Any) -> bool:
+    node = plan.to_variant()
+    kind = type(node).__name__
+    if kind == "Sort":
+        return True
+    if kind == "Aggregate":
+        return not node.group_by_exprs()  # one row
+    inputs = plan.inputs()
+    return kind in _ORDER_SURVIVES and len(inputs) == 1 and _is_ordered(inputs[0])
+
+
+def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple[str, ...]]:
+    """Of each table the columns that its scans read; one where only its rows are counted."""
+    read: dict[str, set[str]] = {name: set() for name in tables}
+    for node in walk(plan, "TableScan"):
+        name, projection = str(node.table_name()), node.projection()
+        if name not in tables:  # of a recursive query, which names itself
+            continue
+        schema = tables[name]
+        read[name] |= set(schema.names) if projection is None else {str(c) for _, c in projection}
+    if _has_subquery(plan):  # its scans stand inside expressions
+        return {name: tuple(schema.names) for name, schema in tables.items()}
+    return {
+        name: tuple(column for column in schema.names if column in read[name])
+        or tuple(schema.names[:1])
+        for name, schema in tables.items()
+    }
+
+
+def _conditions(plan: Any) -> tuple[Condition, ...]:
+    """The simple comparisons that stand, joined by AND, right above the scan of a table.
+
+    Not of floats, whose NaN is larger than any number here and not everywhere else.
+    """
+    node, inputs = plan.to_variant(), plan.inputs()
+    if type(node).__name__ == "Filter" and type(inputs[0].to_variant()).__name__ == "TableScan":
+        return tuple(_comparisons(node.predicate()))
+    return _conditions(inputs[0]) if len(inputs) == 1 else ()
+
+
+def _comparisons(predicate: Any) -> Iterator[Condition]:
+    node = variant(predicate)
+    if type(node).__name__ != "BinaryExpr":
+        return
+    left, right = predicate.rex_call_operands()
+    if node.op() == "AND":
+        yield from _comparisons(left)
+        yield from _comparisons(right)
+        return
+    column, literal = variant(left), variant(right)
+    if type(column).__name__ == "Column" and type(literal).__name__ == "Literal":
+        value = right.python_value()
+        value = value.as_py() if isinstance(value, pa.Scalar) else value
+        is_plain = isinstance(value, int | str | date) and not isinstance(value, bool | datetime)
+        if is_plain and node.op() in ("=", "<", "<=", ">", ">="):
+            yield Condition(column.name(), node.op(), value)
+
+
+def _scans(plan: Any) -> list[str]:
+    """The tables that a plan scans, once for each scan.
+
+    Subqueries stand inside expressions, where `walk` does not see them; the tree shows them.
+    """
+    shown = (line.strip() for line in plan.display_indent().splitlines())
+    return [line.split()[1] for line in shown if line.startswith("TableScan: ")]
+
+
+def _has_subquery(plan: Any) -> bool:
+    return any(line.strip() == "Subquery:" for line in plan.display_indent().splitlines())

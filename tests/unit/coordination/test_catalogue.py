@@ -1,0 +1,261 @@
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
+from cache_server.planning import VersionKey
+from cache_server.versions import VersionPlan, plan_version
+from protos.errors import ConfigError, LoadError
+from protos.spec import DatasetSpec
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> VersionPlan:
+    source = tmp_path / "source" / "ü.parquet"
+    source.parent.mkdir()
+    pq.write_table(
+        pa.table({"a": range(1000), "text": [str(n) for n in range(1000)]}),
+        source,
+        row_group_size=100,
+    )
+    spec = DatasetSpec("t.1", source, filter="a > 1", replicas=2, target_shard_bytes=4000)
+    return plan_version(spec).plan
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(tmp_path / "cache")
+
+
+def named(plan: VersionPlan, dataset: str, fingerprint: str = "f") -> VersionPlan:
+    spec = DatasetSpec(dataset, plan.spec.source)
+    return replace(plan, spec=spec, key=VersionKey(dataset, fingerprint))
+
+
+def read_one(directory: Path) -> CatalogueEntry:
+    (entry,) = Catalogue(directory).read()
+    return entry
+
+
+def test_an_unused_directory_holds_nothing(catalogue: Catalogue) -> None:
+    assert catalogue.read() == []
+    assert catalogue.read_members() == []
+
+
+def test_a_version_is_read_back_as_it_was_planned(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    assert len(plan.shards) > 1
+
+    catalogue.write(plan, 3, [])
+    entry = read_one(tmp_path / "cache")
+
+    assert entry == CatalogueEntry(plan, 3, ())
+    assert entry.plan.logical.equals(plan.logical, check_metadata=True)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_whether_every_row_is_kept_is_read_back(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan, keeps: bool
+) -> None:
+    catalogue.write(replace(plan, keeps_every_row=keeps), 0, [])
+
+    assert read_one(tmp_path / "cache").plan.keeps_every_row is keeps
+
+
+def test_the_sealed_shards_are_read_back(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    sealed = tuple(SealedSummary(n, 2**40 + n, f"sum-{n}") for n in range(len(plan.shards)))
+
+    catalogue.write(plan, 0, sealed)
+
+    assert read_one(tmp_path / "cache").sealed == sealed
+
+
+def test_unknown_row_counts_stay_unknown(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    text = tmp_path / "a.json"
+    text.write_text('{"a": 1}\n' * 10)
+    counted, uncounted = plan, plan_version(DatasetSpec("u", text, target_shard_bytes=20)).plan
+
+    catalogue.write(counted, 0, [])
+    catalogue.write(uncounted, 0, [])
+
+    found = {entry.plan.key: entry.plan for entry in catalogue.read()}
+    assert [shard.max_rows for shard in found[counted.key].shards] == [
+        shard.max_rows for shard in counted.shards
+    ]
+    assert {shard.max_rows for shard in found[uncounted.key].shards} == {None}
+
+
+def test_why_a_load_failed_is_read_back(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [], failure=LoadError("cannot read 'ü.parquet'"))
+
+    failure = read_one(tmp_path / "cache").failure
+
+    assert isinstance(failure, LoadError) and str(failure) == "cannot read 'ü.parquet'"
+
+
+def test_writing_again_replaces_the_version(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [SealedSummary(1, 1, "x")])
+
+    catalogue.write(plan, 1, [])
+
+    assert read_one(tmp_path / "cache") == CatalogueEntry(plan, 1, ())
+
+
+def test_a_forgotten_version_is_gone_and_the_others_are_not(
+    catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    other = named(plan, "other")
+    catalogue.write(plan, 0, [])
+    catalogue.write(other, 0, [])
+
+    catalogue.forget(plan.key)
+    catalogue.forget(VersionKey("never", "seen"))
+
+    assert [entry.plan.key for entry in catalogue.read()] == [other.key]
+
+
+def test_versions_come_in_the_order_they_were_last_written(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    order = ["b", "c", "a"]
+    for age, name in enumerate(order):
+        catalogue.write(named(plan, name), 0, [])
+        path = tmp_path / "cache" / ".catalogue" / f"{name}@f.json"
+        os.utime(path, ns=(0, 1_000_000 * age))
+
+    assert [entry.plan.key.dataset for entry in catalogue.read()] == order
+
+
+def test_names_that_look_alike_do_not_meet(catalogue: Catalogue, plan: VersionPlan) -> None:
+    plans = [named(plan, name) for name in ("t", "t.1", "t.1.json", "T", "t-1", "t" * 128)]
+    plans.append(named(plan, "t", "f2"))
+
+    for each in plans:
+        catalogue.write(each, 0, [])
+
+    assert {entry.plan.key for entry in catalogue.read()} == {each.key for each in plans}
+
+
+def test_a_write_that_a_crash_cut_short_changes_nothing(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [])
+    catalogue.write_members(["a"])
+    (tmp_path / "cache" / ".catalogue" / "t.1@g.tmp").write_text('{"spec": {"na')
+    (tmp_path / "cache" / ".members.tmp").write_text('["a", "')
+
+    assert read_one(tmp_path / "cache").plan == plan
+    assert catalogue.read_members() == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"\xff\xfe", "codec can't decode"),
+        (b"[]", "'list' object"),
+        (b'{"newField": 3}', 'no field named "newField"'),
+        (b'{"format": 3, "newField": 3}', "a newer release wrote it, in format 3"),
+        (b'{"format": "new"}', "not supported"),
+        (b'{"plan": {"dataset": "x"}}', "bad dataset spec"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_named_with_the_reason(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan, content: bytes, reason: str
+) -> None:
+    catalogue.write(plan, 0, [])
+    path = tmp_path / "cache" / ".catalogue" / "x@f.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=re.escape(reason)) as caught:
+        catalogue.read()
+
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_entry_that_names_no_format_is_read(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [])
+    (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
+    content = json.loads(path.read_text())
+    assert content.pop("format") == 2
+    path.write_text(json.dumps(content))
+
+    assert read_one(tmp_path / "cache").plan == plan
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'["a", "'])
+def test_members_that_cannot_be_read_are_forgotten_and_the_log_says_so(
+    tmp_path: Path, catalogue: Catalogue, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalogue.write_members(["a"])
+    (tmp_path / "cache" / ".members.json").write_bytes(content)
+
+    assert catalogue.read_members() == []
+    assert str(tmp_path / "cache" / ".members.json") in caplog.text
+
+
+def test_a_node_of_the_same_directory_sees_no_dataset_in_it(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [])
+
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".catalogue"]
+
+
+def test_members_are_kept_by_name(tmp_path: Path, catalogue: Catalogue) -> None:
+    catalogue.write_members({"node-b", "node-a"})
+    assert Catalogue(tmp_path / "cache").read_members() == ["node-a", "node-b"]
+
+    catalogue.write_members(["node-c"])
+    assert catalogue.read_members() == ["node-c"]
+
+
+def test_the_files_are_json_for_people(
+    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+) -> None:
+    catalogue.write(plan, 0, [])
+
+    (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
+    content = json.loads(path.read_text())
+    assert path.name == f"t.1@{plan.key.fingerprint}.json"
+    assert content["plan"]["sql"] == plan.sql
+    assert content["shards"][0]["splits"][0]["file"]["path"].endswith("ü.parquet")
+
+
+def test_what_was_dropped_is_read_back_in_the_same_order(
+    tmp_path: Path, catalogue: Catalogue
+) -> None:
+    assert catalogue.read_dropped() == {}
+    dropped = {VersionKey("t.2", "b"): 3, VersionKey("t.1", "a"): 0}
+
+    catalogue.write_dropped(dropped)
+
+    assert [*Catalogue(tmp_path / "cache").read_dropped().items()] == [*dropped.items()]
+
+
+@pytest.mark.parametrize("content", [b"", b"3", b"\xff", b'[["a", "b"]]', b'[["a", "b", null]]'])
+def test_drops_that_cannot_be_read_are_forgotten_and_the_log_says_so(
+    tmp_path: Path, catalogue: Catalogue, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalogue.write_dropped({})
+    (tmp_path / "cache" / ".dropped.json").write_bytes(content)
+
+    assert catalogue.read_dropped() == {}
+    assert str(tmp_path / "cache" / ".dropped.json") in caplog.text

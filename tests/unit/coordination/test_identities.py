@@ -1,0 +1,89 @@
+"""Nodes that say they are one and the same, and those that only start again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.membership import Membership
+from protos.cache.v1 import cache_pb2 as pb
+from protos.errors import ConfigError
+
+TIMEOUT_S = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def membership(tmp_path: Path, clock: Clock) -> Membership:
+    return Membership(Catalogue(tmp_path), TIMEOUT_S, clock)
+
+
+def report(process: str, location: str = "grpc://node-0:50051") -> pb.HeartbeatRequest:
+    return pb.HeartbeatRequest(node=pb.Node(id="n", flight_location=location, process=process))
+
+
+def test_a_node_that_was_lost_or_came_back_unsettles_the_cache_for_a_minute(
+    membership: Membership, clock: Clock
+) -> None:
+    membership.take_in(report("one"))
+    assert membership.is_settled()
+    clock.now += TIMEOUT_S + 1
+    assert not membership.is_settled()
+    clock.now += 60
+    assert membership.is_settled()
+
+    membership.take_in(report("two"))
+    for _ in range(12):
+        assert not membership.is_settled()
+        clock.now += TIMEOUT_S / 2
+        membership.take_in(report("two"))
+    clock.now += 1
+    assert membership.is_settled()
+
+
+def test_two_nodes_at_one_address_are_named_and_one_of_them_stays(membership: Membership) -> None:
+    membership.take_in(report("one"))
+    membership.take_in(report("two"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="two nodes are at grpc://node-0:50051") as caught:
+            membership.take_in(report("one"))
+        assert "--advertise" in str(caught.value)
+        assert membership.take_in(report("two")).node.process == "two"
+
+
+def test_two_nodes_of_one_directory_are_named_with_both_addresses(membership: Membership) -> None:
+    membership.take_in(report("one", "grpc://a:1"))
+    membership.take_in(report("two", "grpc://b:1"))
+    with pytest.raises(ConfigError, match=r"grpc://a:1 and grpc://b:1 .* copy"):
+        membership.take_in(report("one", "grpc://a:1"))
+
+
+def test_a_node_that_starts_again_at_its_address_is_the_same_node(membership: Membership) -> None:
+    for process in ("one", "two", "three"):
+        for _ in range(2):
+            assert membership.take_in(report(process)).node.process == process
+
+
+def test_of_two_nodes_at_one_address_the_other_is_let_in_when_one_has_ended(
+    membership: Membership, clock: Clock
+) -> None:
+    membership.take_in(report("one"))
+    membership.take_in(report("two"))
+    with pytest.raises(ConfigError):
+        membership.take_in(report("one"))
+    clock.now += TIMEOUT_S
+    assert membership.take_in(report("one")).node.process == "one"

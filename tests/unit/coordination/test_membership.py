@@ -1,0 +1,128 @@
+"""Which nodes there are: who is lost, who comes back, who is presumed alive."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from cache_server.coordination.coordinator import Coordinator
+from protos.errors import ConfigError
+from tests.fake_nodes import (
+    FILES,
+    ROWS_PER_FILE,
+    SHARDS,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    homes,
+    make_coordinator,
+    settle,
+    spec,
+    state,
+)
+
+
+def test_a_node_that_is_silent_longer_than_the_timeout_is_lost_and_its_shards_move(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    kept = one.holds("table")
+
+    clock.now += TIMEOUT_S
+    assert one.beat()["table"] == kept  # not yet
+    clock.now += 0.001
+    assert {node.id: node.alive for node in coordinator.nodes()} == {"one": True, "two": False}
+    assert state(coordinator) == "loading"
+    assert one.beat()["table"] == SHARDS
+    settle(one)
+
+    assert state(coordinator) == "ready"
+    assert homes(coordinator) == [["one"]] * FILES
+
+
+def test_a_lost_node_that_comes_back_takes_its_shards_again(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    before = homes(coordinator)
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+    assert homes(coordinator) == [["one"]] * FILES
+
+    two = two.restart()
+    settle(two, one)
+
+    assert homes(coordinator) == before
+    assert two.loads == 0
+
+
+def test_a_restarted_coordinator_presumes_its_nodes_alive_and_moves_nothing(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    share = {node.id: node.holds("table") for node in (one, two)}
+
+    again = make_coordinator(tmp_path, clock)
+    one = one.restart(again)
+    assert one.beat()["table"] == share["one"]  # two has not reported, and is not lost
+    assert state(again) == "loading"
+    two = two.restart(again)
+    assert two.beat()["table"] == share["two"]
+    one.beat()
+    two.beat()
+
+    assert state(again) == "ready"
+    assert again.get("table").num_rows == FILES * ROWS_PER_FILE
+    assert one.loads == two.loads == 0
+
+
+def test_nodes_that_do_not_report_after_a_restart_are_lost_after_the_timeout(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+
+    again = make_coordinator(tmp_path, clock)
+    one = one.restart(again)
+    settle(one)
+    clock.now += TIMEOUT_S + 1
+    settle(one)
+
+    assert state(again) == "ready"
+    assert homes(again) == [["one"]] * FILES
+
+
+def test_two_nodes_of_one_id_are_told_from_one_that_moved(
+    coordinator: Coordinator, clock: Clock
+) -> None:
+    node, elsewhere = FakeNode(coordinator, "one"), FakeNode(coordinator, "one")
+    elsewhere.location = "grpc://elsewhere:1"
+    node.beat()
+    elsewhere.beat()
+    for _ in range(3):
+        elsewhere.beat()
+        with pytest.raises(ConfigError, match=r"one:1 and grpc://elsewhere:1.*id one.*\.node-id"):
+            node.beat()
+        clock.now += TIMEOUT_S * 0.9
+    assert [found.flight_location for found in coordinator.nodes()] == ["grpc://elsewhere:1"]
+
+    # The other one has ended, and this one, which never stopped asking, may take its place.
+    for _ in range(int(TIMEOUT_S * 2)):
+        clock.now += 0.5
+        with contextlib.suppress(ConfigError):
+            node.beat()
+    node.beat()
+    assert [found.flight_location for found in coordinator.nodes()] == ["grpc://one:1"]

@@ -1,0 +1,107 @@
+"""docs/kubernetes.md says what is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import runtimes
+from protos.job_settings import VARIABLES
+from runtimes.initializer.settings import from_env
+from runtimes.local import read_manifests, render
+from runtimes.local.pods import pods
+from tests.manifests import env_of, job_named, memory_bytes, pod_of, read
+
+ROOT = Path(__file__).resolve().parents[3]
+WITH_CACHE = read(runtimes.MANIFESTS / "torch-distributed-with-cache/runtime.yaml")
+GUIDE = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
+
+
+def section(title: str) -> str:
+    return GUIDE.partition(f"### {title}\n")[2].partition("\n#")[0]
+
+
+def test_its_train_job_renders_with_the_shipped_runtime(tmp_path: Path) -> None:
+    assert [job["name"] for job in guide_jobset(tmp_path)["spec"]["replicatedJobs"]] == [
+        "dataset-initializer",
+        "node",
+    ]
+
+
+def test_its_table_of_variables_is_whole() -> None:
+    named = set(re.findall(r"`([A-Z][A-Z_]+)`", section("What to cache")))
+    assert set(VARIABLES) <= named
+    assert named - set(VARIABLES) == {"CACHE_SQ"}  # the slip of the pen that it shows
+
+
+def test_the_sizes_it_names_have_the_defaults_that_it_says() -> None:
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", GUIDE, flags=re.MULTILINE)
+    told = {"TRAIN_JOB_NAME": "train-1", "POD_NAMESPACE": "team-a", "CACHE_IMAGE": "server:1"}
+    defaults = from_env(told)
+    assert from_env(told | dict(rows)) == defaults
+    assert dict(rows).keys() == {
+        *("CLUSTER_SIZE", "WORKER_CPU", "WORKER_MEM", "CACHE_READY_DEADLINE_S"),
+    }
+    assert defaults.shard_bytes == memory_bytes("1Gi")
+    backoff_limit = job_named(WITH_CACHE, "dataset-initializer")["template"]["spec"]["backoffLimit"]
+    assert backoff_limit + 1 == 3
+
+
+def test_the_runtimes_it_names_are_shipped() -> None:
+    names = {
+        yaml.safe_load(path.read_text(encoding="utf-8"))["metadata"]["name"]
+        for path in runtimes.MANIFESTS.glob("*/runtime.yaml")
+    }
+    named = set(re.findall(r"`([a-z0-9.-]+)`", section("Which runtime")))
+    assert named - {"-4", "-8"} == names
+
+
+def guide_jobset(folder: Path) -> Any:
+    """Of its TrainJob."""
+    (block,) = [text for text in blocks("yaml") if "kind: TrainJob" in text]
+    file = folder / "job.yaml"
+    file.write_text(block, encoding="utf-8")
+    manifests = read_manifests(file, runtimes.MANIFESTS)
+    return render(manifests.train_job, manifests.runtime)
+
+
+def commands() -> list[list[str]]:
+    """Of its console blocks, as a shell splits them."""
+    lines = "".join(blocks("console")).replace("\\\n", "").splitlines()
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def test_the_logs_it_shows_are_those_of_the_coordinating_pod(tmp_path: Path) -> None:
+    ((*_, selector),) = [words for words in commands() if words[:2] == ["kubectl", "logs"]]
+    wanted = dict(each.split("=") for each in selector.split(","))
+    found = [
+        pod.name
+        for pod in pods(guide_jobset(tmp_path), lambda number: f"127.0.0.{number}")
+        if wanted.items() <= pod.labels.items()
+    ]
+    assert found == ["lineitem-dataset-initializer-0-0"]
+
+
+def test_the_commands_it_gives_leave_the_variables_of_a_pod_to_the_pod(tmp_path: Path) -> None:
+    (words,) = [words for words in commands() if words[:2] == ["kubectl", "exec"]]
+    assert words[3:6] == ["--", "sh", "-c"]
+    cache = guide_jobset(tmp_path)["spec"]["replicatedJobs"][0]
+    (container,) = pod_of(cache)["spec"]["containers"]
+    assert set(re.findall(r"\$(\w+)", words[6])) <= env_of(container).keys()
+    assert "--bind=$(POD_IP)" in container["args"]
+    assert words[6] == "cachectl ls --endpoint grpc://$POD_IP:50051"
+    shown = "".join(line for line in "".join(blocks("console")).splitlines() if "'" not in line)
+    assert "$" not in shown  # a reader's shell fills in nothing
+
+
+def test_its_code_is_code() -> None:
+    for block in blocks("python"):
+        compile(block, "docs/kubernetes.md", "exec")

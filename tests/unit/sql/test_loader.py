@@ -1,0 +1,427 @@
+import datetime
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_server.pinned import PinnedTable, SourceFile, Split
+from cache_server.sql.loader import infer_schema, read_split, read_together
+from cache_server.sql.quoting import identifier
+from protos.errors import LoadError
+from tests.query_source import (
+    SCHEMA,
+    all_at_once,
+    check,
+    local,
+    rows_of,
+    table_of,
+    whole,
+    write_parquet,
+)
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a b.parquet", "a#1.parquet", "a%20b.parquet", "ünï.parquet", "a?.parquet"),
+        *("a[1].parquet", "a*.parquet", "{a}.parquet", "_a.parquet", ".a.parquet"),
+        *("k=v.parquet", "a:b.parquet", "a+b&c.parquet", "a\\b.parquet", "table", "A.PARQUET"),
+    ],
+)
+def test_a_file_of_any_name_is_read_and_no_other(tmp_path: Path, name: str) -> None:
+    for other in ("a1.parquet", "ab.parquet", "a b c.parquet"):
+        write_parquet(tmp_path / other, table_of(1))
+    split = write_parquet(tmp_path / name, table_of(7))
+
+    assert [row["a"] for row in rows_of(split, "SELECT a FROM source")] == list(range(7))
+
+
+NAN = float("nan")
+HALF_NAN = pa.table(
+    {
+        "k": range(8),
+        "x": pa.array([0, NAN, 0, 0, 200, NAN, None, 5], pa.float64()),
+        "y": pa.array([NAN, 0, 0, 0, 5, 5, NAN, 5], pa.float32()).dictionary_encode(),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("x <> 0", "x > 100", "x >= 'NaN'", "x = 'NaN'", "NOT x <= 100", "x NOT IN (0, 200)"),
+        *("x IS DISTINCT FROM 0", "x NOT BETWEEN 0 AND 100", "y > 1 AND k < 9", "g > 1", "k > 3"),
+    ],
+)
+def test_a_filter_finds_nan_in_any_row_group(tmp_path: Path, condition: str) -> None:
+    pq.write_table(HALF_NAN, tmp_path / "a.parquet", row_group_size=4, write_page_index=True)
+    pq.write_table(HALF_NAN, tmp_path / "b.parquet", row_group_size=1)
+    sql = f"SELECT k FROM (SELECT *, CAST(x AS float) AS g FROM source) WHERE {condition}"
+    table = PinnedTable("source", "parquet", HALF_NAN.schema)
+    splits = [whole(tmp_path / name) for name in ("a.parquet", "b.parquet")]
+
+    wanted = all_at_once(HALF_NAN, sql)
+
+    assert [rows_of(split, sql, HALF_NAN.schema) for split in splits] == [wanted, wanted]
+    together = read_together([local(split) for split in splits], sql, table)
+    assert [row for batch in together for row in batch.to_pylist()] == [*wanted, *wanted]
+
+
+def write_bounds_by_signed_bytes(path: Path) -> None:
+    """Texts with the bounds that Parquet's Java library wrote until its version 1.9."""
+    pq.write_table(
+        pa.table({"text": ["aaaa", "éé", "bbbb"]}), path, use_dictionary=False, store_schema=False
+    )
+    least, last, most = b"\x04aaaa", b"\x04bbbb", b"\x04" + "éé".encode()
+    new = b"\x36\x00\x28" + most + b"\x18" + least + b"\x11\x11"
+    old = b"\x18" + last + b"\x18" + most + b"\x16\x00\x41\x11"  # in the fields of that time
+    data = path.read_bytes()
+    assert new in data
+    path.write_bytes(data.replace(new, old))
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [("text > 'c'", ["éé"]), ("text = 'aaaa'", ["aaaa"]), ("text LIKE 'é%'", ["éé"])],
+)
+def test_bounds_of_texts_by_signed_bytes_are_not_believed(
+    tmp_path: Path, condition: str, wanted: list[str]
+) -> None:
+    write_bounds_by_signed_bytes(tmp_path / "a.parquet")
+    schema = pa.schema([("text", pa.string())])
+
+    rows = rows_of(
+        whole(tmp_path / "a.parquet"), f"SELECT text FROM source WHERE {condition}", schema
+    )
+
+    assert [row["text"] for row in rows] == wanted
+
+
+def test_a_file_in_a_hive_directory_has_its_own_columns_only(tmp_path: Path) -> None:
+    (tmp_path / "year=2024").mkdir()
+    split = write_parquet(tmp_path / "year=2024" / "a.parquet", table_of(1).select(["a"]))
+
+    assert rows_of(split, "SELECT * FROM source", pa.schema([SCHEMA.field("a")])) == [{"a": 0}]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    sql=st.sampled_from(
+        [
+            "SELECT a FROM source WHERE a % 7 <> 3",
+            "SELECT a, text FROM source WHERE b > 100 OR text LIKE '%9'",
+            "SELECT a, unnest(tags) AS tag FROM source",
+            "SELECT a FROM source WHERE a > 990",
+            "SELECT a FROM source WHERE a < 0",
+            "SELECT a FROM source WHERE 1 = 0",
+            "SELECT a FROM source WHERE NULL",
+            "SELECT unnest(tags) AS tag FROM source WHERE false",
+            "SELECT 'k' AS k FROM source WHERE text = 'row 500'",
+        ]
+    ),
+    parts=st.integers(1, 6),
+    group=st.sampled_from([1000, 130]),
+)
+def test_the_parts_of_a_file_give_the_answer_of_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, sql: str, parts: int, group: int
+) -> None:
+    table = table_of(1000)
+    path = tmp_path_factory.getbasetemp() / "parts.parquet"
+    pq.write_table(table, path, row_group_size=group)
+    file = whole(path).file
+
+    rows = [
+        row
+        for part in range(parts)
+        for row in rows_of(Split(file, part, parts, None, 0), check(sql, SCHEMA).sql)
+    ]
+
+    assert rows == all_at_once(table, sql)
+
+
+def test_the_rows_of_a_large_file_come_in_source_order(tmp_path: Path) -> None:
+    table = pa.table({"a": range(200_000)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=20_000)
+    split = whole(tmp_path / "a.parquet")
+
+    batches = read_split(
+        local(split),
+        "SELECT a FROM source WHERE a % 3 = 0",
+        PinnedTable("source", "parquet", table.schema),
+    )
+    found = np.concatenate([batch.column(0).to_numpy() for batch in batches])
+
+    assert np.array_equal(found, np.arange(0, 200_000, 3))
+
+
+def test_damaged_pages_name_the_file_and_the_split(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, table_of(10_000))
+    damaged = bytearray(path.read_bytes())
+    damaged[100:2000] = bytes(1900)
+    path.write_bytes(damaged)
+
+    with pytest.raises(LoadError) as caught:
+        rows_of(Split(whole(path).file, 0, 2, None, 0), "SELECT * FROM source")
+    assert f"cannot load {path} (split 1 of 2): " in str(caught.value)
+
+
+def test_an_error_of_a_row_names_the_file(tmp_path: Path) -> None:
+    split = write_parquet(tmp_path / "a.parquet")
+
+    with pytest.raises(LoadError, match=r"a\.parquet: .*[Dd]ivide by zero"):
+        rows_of(split, "SELECT 1 / (a - 50) AS x FROM source")
+
+
+def test_a_file_that_is_not_cut_as_planned_is_an_error_and_no_wrong_rows(tmp_path: Path) -> None:
+    table = pa.table({"a": range(50_000)})
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    split = Split(whole(tmp_path / "a.arrow").file, 0, 3, None, 0)
+
+    with pytest.raises(LoadError, match="cut the file into 1 parts instead of 3"):
+        list(
+            read_split(
+                local(split, "arrow"),
+                "SELECT a FROM source WHERE a % 3 = 0",
+                PinnedTable("source", "arrow", table.schema),
+            )
+        )
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("format", ["parquet", "arrow", "csv", "json"])
+def test_a_vanished_file_is_named(tmp_path: Path, format: str, parts: int) -> None:
+    split = Split(SourceFile(str(tmp_path / f"a.{format}"), 1000, 0), 0, parts, None, 0)
+
+    with pytest.raises(LoadError, match="the file is gone") as caught:
+        list(
+            read_split(
+                local(split, format),
+                "SELECT a FROM source WHERE a > 1",
+                PinnedTable("source", format, SCHEMA),
+            )
+        )
+    assert str(tmp_path / f"a.{format}") in str(caught.value)
+
+
+# -- schemas of files without a footer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "schema"),
+    [
+        ("csv", "n,X,s\n1,0.5,a\n2,,b\n", [("n", "int64"), ("X", "double"), ("s", "string")]),
+        ("json", '{"n": 1, "s": "a"}\n{"s": "b"}\n', [("n", "int64"), ("s", "string")]),
+        ("json", '{"l": [1.5], "b": true}', [("l", "list<item: double>"), ("b", "bool")]),
+    ],
+)
+def test_the_schema_is_inferred(
+    tmp_path: Path, format: str, text: str, schema: list[tuple[str, str]]
+) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+
+    found = infer_schema(path, format, str(path))
+
+    assert sorted((field.name, str(field.type)) for field in found) == sorted(schema)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("csv", "a,b\n1,2\n3\n"),
+        ("json", '{"a": 1}\n{"a":\n'),
+        ("json", '[{"a": 1}]'),
+        ("arrow", "not arrow at all"),
+        ("parquet", "not parquet at all"),
+    ],
+)
+def test_a_file_that_is_not_of_its_format_is_named(tmp_path: Path, format: str, text: str) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+
+    with pytest.raises(LoadError) as caught:
+        infer_schema(path, format, str(path))
+    assert f"cannot read {path} as {format}: " in str(caught.value)
+    assert "bug in DataFusion" not in str(caught.value)
+
+
+@pytest.mark.parametrize("open_writer", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_an_arrow_file_with_two_columns_of_one_name_is_refused_by_name(
+    tmp_path: Path, open_writer: Callable[..., Any]
+) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table([[1], [2], [3]], names=["a", "b", "a"])
+    with open_writer(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+    with pytest.raises(LoadError, match="several columns are named 'a'") as caught:
+        infer_schema(path, "arrow", str(path))
+    assert f"cannot read {path} as arrow: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [("csv", "a\n" + "1\n" * 1500 + "x\n"), ("json", '{"a": 1}\n' * 1500 + '{"a": "x"}\n')],
+)
+def test_a_value_that_the_sample_did_not_foresee_fails_the_split(
+    tmp_path: Path, format: str, text: str
+) -> None:
+    path = tmp_path / f"a.{format}"
+    path.write_text(text)
+    schema = infer_schema(path, format, str(path))
+
+    with pytest.raises(LoadError, match=r"cannot load .*x") as caught:
+        list(
+            read_split(
+                local(whole(path), format),
+                "SELECT * FROM source",
+                PinnedTable("source", format, schema),
+            )
+        )
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(
+    ("first", "later", "value"),
+    [
+        ("1", "1.5", "1.5"),
+        ("1", "-0.25", "-0.25"),
+        ("1", "25e-1", "2.5"),
+        ("[1, null]", "[3, 1.5]", "1.5"),
+        ('{"deep": [1]}', '{"deep": [2, 2.5]}', "2.5"),
+    ],
+)
+def test_a_fraction_is_never_cut_to_the_integer_that_the_sample_foresaw(
+    tmp_path: Path, parts: int, first: str, later: str, value: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(f'{{"a": {first}, "b": 0.5}}\n' * 1500 + f'{{"a": {later}, "b": 0.5}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    splits = [replace(whole(path), part=part, parts=parts) for part in range(parts)]
+
+    for split in splits[:-1]:
+        assert list(read_split(local(split, "json"), "SELECT * FROM source", table))
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(splits[-1], "json"), "SELECT * FROM source", table))
+
+    assert str(caught.value).startswith(
+        f"cannot load {splits[-1]}: column 'a' holds {value}, but it is of integers by the first"
+    )
+
+
+@pytest.mark.parametrize(
+    "later", ["2", "2.0", "1e3", "-10E+2", "null", "9223372036854775807", "9007199254740993"]
+)
+def test_an_integer_is_read_as_such_however_it_is_written(tmp_path: Path, later: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1, "s": "1.5"}\n' * 1500 + f'{{"a": {later}, "s": "1.5"}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+
+    batches = list(read_split(local(whole(path), "json"), "SELECT a FROM source", table))
+
+    assert batches[-1].column(0)[-1].as_py() == json.loads(later)
+
+
+def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"a": 1, "b": 1}\n' * 1500 + '{"a": 1.5, "b": 2}\n')
+    schema = infer_schema(path, "json", str(path))
+    table = PinnedTable("source", "json", schema, columns=("b",))
+
+    batches = list(read_split(local(whole(path), "json"), "SELECT b FROM source", table))
+
+    assert sum(batch.num_rows for batch in batches) == 1501
+
+
+def csv_with_a_late_value(path: Path, first: str, later: str) -> PinnedTable:
+    path.write_text('k,"a ""b"""\n' + f"0,{first}\n" * 1500 + f"1,{later}\n")
+    return PinnedTable("source", "csv", infer_schema(path, "csv", str(path)))
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("2024-01-01", "2024-01-01T10:20:30"),
+        ("2024-01-01", "2024-01-01 00:00:01"),
+        ("2024-01-01", "2024-01-01T00:00:00-05:00"),
+        ("2024-01-01T10:20:30", "2024-01-01T10:20:30.5"),
+        ("2024-01-01 10:20:30", "2024-01-01 10:20:30.000001Z"),
+        ("2024-01-01T10:20:30.123", "2024-01-01T10:20:30.123456"),
+        ("2024-01-01T10:20:30.123456", "2024-01-01T10:20:30.123456789"),
+    ],
+)
+def test_a_time_is_never_cut_to_what_the_sample_foresaw(
+    tmp_path: Path, first: str, later: str
+) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", first, later)
+    split = whole(tmp_path / "a.csv")
+
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(split, "csv"), "SELECT * FROM source", table))
+
+    assert str(caught.value).startswith(
+        f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
+        f"{table.schema.types[1]} by the first rows"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("2024-01-01", "2024-01-02"),
+        ("2024-01-01", ""),
+        ("2024-01-01", "2024-01-02T00:00:00"),
+        ("2024-01-01", "2024-01-02 00:00:00.000Z"),
+        ("2024-01-01T10:20:30", "2024-01-02"),
+        ("2024-01-01T10:20:30", "9999-12-31T10:20:30.000"),
+        ("2024-01-01T10:20:30.123456", "2024-01-01T10:20:30.123456000"),
+        ("2024-01-01T10:20:30.123456789", "2024-01-01T10:20:30.987654321"),
+    ],
+)
+def test_a_time_that_fits_is_read(tmp_path: Path, first: str, later: str) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", first, later)
+
+    batches = list(
+        read_split(local(whole(tmp_path / "a.csv"), "csv"), "SELECT * FROM source", table)
+    )
+
+    found = batches[-1].column(1)[-1]
+    unit = getattr(found.type, "unit", "D")
+    wanted = np.datetime64(later.removesuffix("Z"), unit).astype(int) if later else None
+    assert found.type == table.schema.types[1]
+    assert getattr(found, "value", None) == wanted
+
+
+def test_a_csv_column_that_is_empty_at_first_is_one_of_texts(tmp_path: Path) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", "", "2.5")
+    name = table.schema.names[1]
+    sql = f"SELECT CAST({identifier(name)} AS double) AS late FROM source WHERE k = 1"
+
+    batches = list(read_split(local(whole(tmp_path / "a.csv"), "csv"), sql, table))
+
+    assert table.schema.field(name).type == pa.string()
+    assert [row for batch in batches for row in batch.to_pylist()] == [{"late": 2.5}]
+
+
+def test_dates_and_times_pass_through_a_query(tmp_path: Path) -> None:
+    day = datetime.date(2024, 2, 29)
+    table = pa.table({"day": [day], "at": pa.array([5], pa.timestamp("us", "UTC"))})
+    split = write_parquet(tmp_path / "a.parquet", table)
+
+    query = check("SELECT * FROM source WHERE day = DATE '2024-02-29'", table.schema)
+
+    assert query.schema.equals(table.schema)
+    assert rows_of(split, query.sql, table.schema) == table.to_pylist()

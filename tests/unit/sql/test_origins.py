@@ -1,0 +1,73 @@
+"""Which column of a table each column of a result stands for."""
+
+import pyarrow as pa
+import pytest
+
+from cache_server.sql.queries import check_query
+
+_PERSON = pa.struct([("name", pa.string()), ("home", pa.struct([("town", pa.string())]))])
+SCHEMA = pa.schema(
+    {
+        "n": pa.int64(),
+        "text": pa.string(),
+        "numbers": pa.list_(pa.float32()),
+        "words": pa.list_(pa.string()),
+        "colour": pa.dictionary(pa.int8(), pa.string()),
+        "options": pa.map_(pa.string(), pa.string()),
+        "person": _PERSON,
+    }
+)
+
+
+def origins(sql: str) -> dict[str, str]:
+    query = check_query(sql, {"source": SCHEMA})
+    assert {table for table, _ in query.origins.values()} <= {"source"}
+    return {name: path for name, (_, path) in query.origins.items()}
+
+
+@pytest.mark.parametrize(
+    ("sql", "expected"),
+    [
+        ("SELECT text, n FROM source", {"text": "text", "n": "n"}),
+        ("SELECT text AS a, text AS b FROM source", {"a": "text", "b": "text"}),
+        ("SELECT words AS text, text AS words FROM source", {"text": "words", "words": "text"}),
+        ("SELECT CAST(n AS FLOAT) AS f FROM source", {"f": "n"}),
+        ("SELECT arrow_cast(text, 'LargeUtf8') AS t FROM source", {"t": "text"}),
+        ("SELECT CAST(numbers AS DOUBLE[]) AS d FROM source", {"d": "numbers"}),
+        ("SELECT CAST(colour AS VARCHAR) AS c FROM source WHERE n > 3", {"c": "colour"}),
+        ("SELECT p.name AS a FROM (SELECT person AS p FROM source)", {"a": "person.name"}),
+        ("SELECT person['home']['town'] AS a FROM source", {"a": "person.home.town"}),
+        ("WITH q AS (SELECT text AS a FROM source) SELECT a AS b FROM q", {"b": "text"}),
+        ("SELECT unnest(numbers) AS x, text AS t FROM source", {"t": "text"}),
+        ("SELECT text AS t FROM source ORDER BY n LIMIT 3", {"t": "text"}),
+    ],
+)
+def test_a_column_that_is_passed_on_stands_for_one_of_the_table(
+    sql: str, expected: dict[str, str]
+) -> None:
+    assert origins(sql) == expected
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "upper(text)",
+        "text || 'x'",
+        "CAST(n AS VARCHAR)",
+        "CASE WHEN n > 1 THEN text ELSE 'small' END",
+        "options['key']",
+        "words[1]",
+        "'a constant'",
+    ],
+)
+def test_what_a_query_makes_stands_for_no_column(made: str) -> None:
+    assert origins(f"SELECT {made} AS text, n FROM source") == {"n": "n"}
+
+
+def test_columns_of_joined_tables_stand_for_those_of_their_own_table() -> None:
+    tables = {"big": SCHEMA, "small": SCHEMA}
+    sql = "SELECT s.text AS a, b.text AS c FROM big b JOIN small s ON b.n = s.n"
+
+    query = check_query(sql, tables, allow_unordered=True)
+
+    assert query.origins == {"a": ("small", "text"), "c": ("big", "text")}

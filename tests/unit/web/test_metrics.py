@@ -1,0 +1,96 @@
+"""Metrics, read back by the parser of Prometheus's own client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cache_server.planning import VersionKey
+from cache_server.traffic import Read, Traffic
+from cache_server.web.metrics import exposition
+from cache_server.web.status import Cache, Held, Status
+from protos.cache.v1 import cache_pb2 as pb
+
+
+def status(**changes: object) -> Status:
+    traffic = Traffic()
+    for rows in (100, 23):
+        traffic.note(Read("trips", "exchange"), rows=rows, num_bytes=8 * rows)
+    traffic.note(Read("trips", "file"), rows=0, num_bytes=77)
+    traffic.note_error("NotReadyError")
+    held = Held(VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64)
+    node = pb.Node(id="a1", stored_bytes=64, memory_limit_bytes=100)
+    counts = traffic.counts({"trips"})
+    return replace(Status(node, True, "host:2", (held,), counts, None), **changes)  # type: ignore[arg-type]
+
+
+def samples(of: Status) -> dict[tuple[str, ...], float]:
+    """Values by name and labels."""
+    body, content_type = exposition(of, "")
+    assert content_type.startswith("text/plain")
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+        if sample.name.startswith("data_cache_")
+    }
+
+
+def test_a_node_tells_its_memory_its_shards_and_the_sums_of_what_it_served() -> None:
+    assert samples(status()) == {
+        ("data_cache_ready",): 1,
+        ("data_cache_stored_bytes",): 64,
+        ("data_cache_memory_limit_bytes",): 100,
+        ("data_cache_shards", "trips", "f00", "sealed"): 8,
+        ("data_cache_shards", "trips", "f00", "served"): 7,
+        ("data_cache_shards", "trips", "f00", "loading"): 2,
+        ("data_cache_shards", "trips", "f00", "failed"): 1,
+        ("data_cache_served_rows_total", "trips", "exchange"): 123,
+        ("data_cache_served_rows_total", "trips", "file"): 0,
+        ("data_cache_served_bytes_total", "trips", "exchange"): 984,
+        ("data_cache_served_bytes_total", "trips", "file"): 77,
+        ("data_cache_errors_total", "NotReadyError"): 1,
+    }
+
+
+def test_a_node_without_a_limit_has_no_such_metric_and_one_that_is_not_ready_says_0() -> None:
+    found = samples(status(node=pb.Node(), ready=False))
+
+    assert ("data_cache_memory_limit_bytes",) not in found
+    assert found["data_cache_ready",] == 0
+
+
+def test_a_coordinator_tells_of_its_nodes_and_datasets() -> None:
+    datasets = (
+        pb.DatasetInfo(
+            spec=pb.DatasetSpec(name="a"), state=pb.DATASET_STATE_READY, num_rows=5, num_bytes=40
+        ),
+        pb.DatasetInfo(
+            spec=pb.DatasetSpec(name="b"),
+            state=pb.DATASET_STATE_LOADING,
+            progress=pb.LoadProgress(rows_done=3),
+        ),
+    )
+    nodes = (pb.Node(id="a1", alive=True), pb.Node(id="b2"), pb.Node(id="c3", alive=True))
+
+    found = samples(status(cache=Cache(nodes, datasets)))
+
+    assert found["data_cache_nodes", "alive"] == 2
+    assert found["data_cache_nodes", "lost"] == 1
+    states = {
+        key[1:] for key, value in found.items() if key[0] == "data_cache_dataset_state" and value
+    }
+    assert states == {("a", "ready"), ("b", "loading")}
+    assert found["data_cache_dataset_rows", "a"] == 5
+    assert found["data_cache_dataset_rows", "b"] == 3
+    assert found["data_cache_dataset_bytes", "a"] == 40
+
+
+def test_process_metrics_and_the_open_format_are_there_for_who_asks() -> None:
+    body, _ = exposition(status(), "")
+    assert b"process_resident_memory_bytes" in body
+
+    body, content_type = exposition(status(), "application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")

@@ -1,0 +1,93 @@
+"""What the page of a node says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from cache_server.planning import VersionKey
+from cache_server.traffic import Counts, Read, Served
+from cache_server.web.page import page
+from cache_server.web.status import Cache, Held, Status
+from protos.cache.v1 import cache_pb2 as pb
+
+STATUS = Status(
+    node=pb.Node(
+        id="a1", flight_location="grpc://host:1", control_location="host:2", cache_dir="/cache",
+        memory_limit_bytes=2 * 2**30, stored_bytes=3 * 2**20,
+    ),
+    ready=True,
+    coordinator="host:2",
+    held=(Held(VersionKey("trips", "f00"), 7, 8, loading=2, failed=0, num_bytes=2048),),
+    counts=Counts({Read("trips", "exchange"): Served(1_234_567, 4096)}, {"NotReadyError": 5}),
+    cache=None,
+)  # fmt: skip
+
+
+def lines(html: str) -> list[str]:
+    """The rows of its tables, without tags."""
+    rows = re.findall(r"<tr>(.*?)</tr>", html)
+    return [" | ".join(re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)) for row in rows]
+
+
+def test_a_node_shows_its_shards_what_it_sent_and_what_it_refused() -> None:
+    shown = lines(page(STATUS))
+
+    assert "memory | 3.0 MiB of 2.0 GiB" in shown
+    assert "trips | f00 | 7 | 8 | 2 | 0 | 2.0 KiB" in shown
+    assert "trips | exchange | 1,234,567 | 4.0 KiB" in shown
+    assert "NotReadyError | 5" in shown
+    assert "<h2>Nodes</h2>" not in page(STATUS)
+
+
+def test_a_coordinator_shows_every_node_and_dataset() -> None:
+    nodes = (
+        pb.Node(id="a1", flight_location="grpc://a:1", alive=True, stored_shards=2),
+        pb.Node(id="b2", flight_location="grpc://b:1", stored_bytes=1024),
+    )
+    loading = pb.DatasetInfo(
+        spec=pb.DatasetSpec(name="trips"),
+        state=pb.DATASET_STATE_LOADING,
+        progress=pb.LoadProgress(rows_done=1000, shards_done=1, shards_total=4),
+    )
+    failed = pb.DatasetInfo(
+        spec=pb.DatasetSpec(name="broken"),
+        state=pb.DATASET_STATE_FAILED,
+        error=pb.Error(message="no such file"),
+    )
+
+    html = page(replace(STATUS, cache=Cache(nodes, (failed, loading))))
+
+    shown = lines(html)
+    assert "a1 | grpc://a:1 | alive | 2 | 0 B" in shown
+    assert "b2 | grpc://b:1 | lost | 0 | 1.0 KiB" in shown
+    assert "trips | loading | 1,000 | 1 of 4 | 0 B" in shown
+    assert "broken | failed: no such file | 0 | 0 of 0 | 0 B" in shown
+    assert re.findall(r'class="bad">(.*?)<', html) == ["failed: no such file", "lost"]
+
+
+def test_a_node_that_is_not_ready_or_has_no_coordinator_says_so() -> None:
+    html = page(replace(STATUS, ready=False, coordinator=""))
+
+    assert '<span class="bad">not ready</span>' in html
+    assert "coordinator | not reached yet" in lines(html)
+
+
+def test_no_text_of_a_source_becomes_a_tag() -> None:
+    evil = "<script>alert('x')</script>"
+    broken = pb.DatasetInfo(
+        spec=pb.DatasetSpec(name=evil), state=pb.DATASET_STATE_FAILED, error=pb.Error(message=evil)
+    )
+    html = page(
+        Status(
+            node=pb.Node(id=evil, cache_dir=evil),
+            ready=True,
+            coordinator=evil,
+            held=(Held(VersionKey(evil, evil), 0, 0, 0, 0, 0),),
+            counts=Counts({Read(evil, evil): Served()}, {evil: 1}),
+            cache=Cache((pb.Node(id=evil, flight_location=evil),), (broken,)),
+        )
+    )
+
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;") >= 10
