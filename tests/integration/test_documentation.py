@@ -19,7 +19,8 @@ import pytest
 import torch
 import yaml
 
-from cache_client import CacheClient, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_server import LocalCluster
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,8 +39,9 @@ def houses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     prices = rng.uniform(-10, 100, 1000).astype(np.float32)
     for part in range(2):
         rows = slice(part * 500, part * 500 + 500)
-        columns = {name: rng.uniform(0, 9, 500).astype(np.float32) for name in ("rooms", "area")}
-        table = pa.table({**columns, "age": columns["area"], "price": prices[rows]})
+        area = rng.uniform(0, 9, 500).astype(np.float32)
+        rooms = rng.integers(1, 9, 500)
+        table = pa.table({"rooms": rooms, "area": area, "age": area, "price": prices[rows]})
         pq.write_table(table, tmp_path / "houses" / f"{part}.parquet")
     monkeypatch.chdir(tmp_path)
     return int((prices > 0).sum())
@@ -61,6 +63,21 @@ def test_the_training_loop_of_the_readme_runs_as_it_stands(houses: int) -> None:
     assert all(features[1] == 3 and features[0] == price[0] for features, price in shapes)
     assert sum(features[0] for features, _ in shapes) == 2 * houses
     assert shapes[0] == (torch.Size([256, 3]), torch.Size([256]))
+
+
+def test_the_spec_of_the_readme_suits_its_training_loop(houses: int) -> None:
+    """A stack with integers in it would be float64, which the layers of a model refuse."""
+    block, _ = blocks(README, "yaml")
+    spec = DatasetSpec.from_mapping({**yaml.safe_load(block), "source": "houses"})
+    with LocalCluster(num_nodes=2) as cluster:
+        CacheClient(cluster.endpoint).load(spec)
+        dataset = CacheIterableDataset(
+            spec.name,
+            endpoint=cluster.endpoint,
+            batch_size=256,
+            stack={"features": ["rooms", "area", "age"]},
+        )
+        assert next(iter(dataset))["features"].dtype == torch.float32
 
 
 def test_the_spec_of_the_readme_is_a_spec() -> None:
