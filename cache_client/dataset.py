@@ -297,7 +297,7 @@ class CacheIterableDataset(IterableDataset[Any]):
                 epoch, consumed = next_cursor(plan, epoch, steps)
         elif get_worker_info() is None and self._cursor.read_by_workers:
             raise ConfigError(
-                "state_dict needs steps=<batches taken in this epoch>: the dataset is read by "
+                "state_dict needs steps=<batches taken in this pass>: the dataset is read by "
                 "DataLoader workers, and torch does not tell it how many of their batches were "
                 "taken; or use torchdata's StatefulDataLoader"
             )
