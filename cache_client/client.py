@@ -92,12 +92,13 @@ class CacheClient:
     """Talks to the coordinator of a cache. Thread-safe, holds no connection between calls.
 
     Args:
-        endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default: the environment
-            variable ``CACHE_ENDPOINT``.
+        endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default:
+            ``CACHE_ENDPOINT``, else that of the TrainJob this runs in.
         timeout_s: of each call but `load` and `plan`.
 
     Raises:
-        ConfigError: quoting every bad argument; so do all calls.
+        ConfigError: quoting every bad argument; so do all calls. They raise NodeUnavailableError
+            where the node or its coordinator does not answer in time.
     """
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
@@ -140,7 +141,7 @@ class CacheClient:
 
         Raises:
             LoadError: the source cannot be read or does not fit; names file, split and reason.
-            RequestError: the query cannot be run on each split, or is wrong.
+            RequestError: the query is wrong, or its rows have no order of their own.
             NotReadyError: not loaded within ``timeout_s``.
             NodeUnavailableError: the coordinator does not answer.
         """
@@ -268,7 +269,12 @@ class CacheClient:
         ]
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
-        """The first rows of a dataset, in source order."""
+        """The first rows of a dataset, in source order.
+
+        Raises:
+            DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+            NotReadyError: it is loading; says how far.
+        """
         name = _checked_name(name)
         try:
             num_rows = checked_integer("num_rows", num_rows, 0)

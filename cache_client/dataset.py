@@ -90,8 +90,9 @@ class CacheIterableDataset(IterableDataset[Any]):
     A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
     ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
     where one holds a null). They may be changed in place. The batches of a window share memory: one
-    that is kept keeps the others, so copy what is to stay. The last step of an epoch may be short,
-    see `cache_client.order`.
+    that is kept keeps the others, so copy what is to stay. The last step of an epoch may be short;
+    where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
+    `cache_client.order`.
 
     Args:
         dataset: name of a dataset in the cache.
