@@ -103,7 +103,8 @@ class Coordinator:
                 spec, which others may have asked for.
 
         Raises:
-            LoadError: the source cannot be read, or it cannot fit. RequestError: a bad query.
+            LoadError: the source cannot be read, it cannot fit, or the catalogue cannot be written.
+            RequestError: a bad query.
         """
         with self._changed:
             version = None if refresh else self._of_same_spec(spec)
@@ -159,6 +160,10 @@ class Coordinator:
 
         Returns:
             None where there is none.
+
+        Raises:
+            LoadError: more replicas are asked for than there is room for, or the catalogue cannot
+                be written; then nothing has changed.
         """
         with self._changed:
             version = self._newest(
@@ -245,6 +250,8 @@ class Coordinator:
 
         Raises:
             DatasetNotFoundError: listing the datasets there are.
+            StaleVersionError: there is ``name``, without this fingerprint.
+            NotReadyError: nodes may hold it, of a catalogue that was lost: see `Unclaimed`.
         """
         with self._changed:
             version = self._find(name, fingerprint)
@@ -294,6 +301,9 @@ class Coordinator:
         """The dataset at every change, until it is ready or failed, or ``active()`` is false.
 
         At least one is given every half a second or so, changed or not.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError, NotReadyError: as `get`.
         """
         while active():
             with self._changed:
@@ -314,7 +324,11 @@ class Coordinator:
             return self._membership.nodes()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """Takes in what a node holds and answers what it should hold."""
+        """Takes in what a node holds and answers what it should hold.
+
+        Raises:
+            ConfigError: another node that answers has the same id.
+        """
         node_id = request.node.id
         with self._changed:
             member = self._membership.take_in(request)
