@@ -11,7 +11,7 @@ and then ignores, see `ignored_sql`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from typing import Any
@@ -42,6 +42,8 @@ _NAMES = {  # where the plan's word is not the user's
 }
 # In a subquery DataFusion parses it and does nothing about it.
 _ORDER_BY = re.compile(r"\bORDER\s+BY\b", re.IGNORECASE)
+# DataFusion's word for it; nobody who writes a spec knows of its catalogue and schema.
+_NO_TABLE = re.compile(r"table 'datafusion\.public\.(.+)' not found")
 # On which side of a join each row may be handled by itself, when the other side is there whole.
 _JOIN_SIDES = {
     "INNER": (True, True),
@@ -116,7 +118,7 @@ def check_query(
             leaves a table unread, or has no order and may not be without; says which.
     """
     context = _session(tables)
-    frame = _plan(sql, context)
+    frame = _plan(sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
     text = ignored_sql.bare(sql)
     if ignored := ignored_sql.find(sql, text, lambda other: _shown(other, context)):
@@ -173,13 +175,16 @@ def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:
     return context
 
 
-def _plan(sql: str, context: SessionContext) -> DataFrame:
+def _plan(sql: str, context: SessionContext, tables: Collection[str]) -> DataFrame:
     try:
         frame = context.sql_with_options(sql, read_only())
         frame.optimized_logical_plan()
         frame.execution_plan()  # which tells what else cannot run, such as a placeholder
     except Exception as error:  # DataFusion raises bare ValueError and Exception
-        raise RequestError(f"sql {sql!r}: {reason_of(error)}") from None
+        reason = reason_of(error)
+        if missing := _NO_TABLE.search(reason):
+            reason = f"no table {missing[1]!r}; tables: {', '.join(sorted(tables))}"
+        raise RequestError(f"sql {sql!r}: {reason}") from None
     return frame
 
 
