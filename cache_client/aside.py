@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-_THREADS = 2  # one may still be inside a call when the other ends it
+_THREADS = 16  # begun when they are needed: those that interrupts left may still be inside a call
 _T = TypeVar("_T")
 
 
 class Aside:
-    """Threads to make calls in, for as long as it is entered; no call begins after that."""
+    """Threads to make calls in, until it is closed."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cache-call")
@@ -26,20 +26,39 @@ class Aside:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the threads end, each after the call that it is in."""
         self._threads.shutdown(wait=False)
 
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
         """What ``function`` returns or raises; it goes on where an interrupt ends the waiting.
 
-        Where no interrupt comes, and in a program that ends, it is called in this thread.
+        Where no interrupt comes, and where no thread begins any more, as in a program that ends, it
+        is called in this thread.
         """
         if threading.current_thread() is not threading.main_thread():
             return function(*args)
+        called: Future[_T] = Future()
         try:
-            called = self._threads.submit(function, *args)
-        except RuntimeError:  # no thread begins any more
-            return function(*args)
+            self._threads.submit(_make, [called], function, args)
+        except RuntimeError:  # no thread begins any more, but one that runs may have taken the call
+            if called.cancel():
+                return function(*args)
         try:
             return called.result()
         finally:
             del called  # an error that it holds holds this frame
+
+
+def _make(waiting: list[Future[_T]], function: Callable[..., _T], args: tuple[Any, ...]) -> None:
+    """Makes a call unless it was cancelled; leaves nothing that holds what it raised."""
+    called = waiting.pop()
+    if not called.set_running_or_notify_cancel():
+        return
+    try:
+        called.set_result(function(*args))
+    except BaseException as error:  # raised where it is waited for
+        called.set_exception(error)
+        del called

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cache_client.aside import Aside
+from tests.waiting import wait_until
 
 WAIT_S = 30.0
 
@@ -37,6 +40,25 @@ def test_what_a_call_returns_or_raises_is_what_the_caller_gets() -> None:
             aside.call(divmod, 7, 0)
 
 
+def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
+    class Failure(Exception):
+        pass
+
+    def fail() -> None:
+        raise Failure
+
+    gc.disable()  # its traceback would keep what the call used, until the next collection
+    try:
+        with Aside() as aside:
+            with pytest.raises(Failure) as caught:
+                aside.call(fail)
+            failure = weakref.ref(caught.value)
+            del caught
+            wait_until(lambda: failure() is None, WAIT_S, "nobody holds what the call raised")
+    finally:
+        gc.enable()
+
+
 def test_a_thread_that_no_interrupt_reaches_makes_its_calls_itself() -> None:
     with Aside() as aside, ThreadPoolExecutor(1) as pool:
         assert aside.call(threading.get_ident) != threading.get_ident()
@@ -48,3 +70,24 @@ def test_calls_are_still_made_where_no_thread_begins_any_more() -> None:
     with Aside() as aside:
         pass
     assert aside.call(threading.get_ident) == threading.get_ident()
+
+
+def test_a_call_for_which_no_thread_begins_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_end, calls = threading.Event(), list[int]()
+
+    def left() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert let_end.wait(WAIT_S)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Aside() as aside:
+        with pytest.raises(KeyboardInterrupt):
+            aside.call(left)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            aside.call(calls.append, threading.get_ident())
+        let_end.set()  # the thread that was left takes what waits for one
+        aside.call(calls.append, 0)
+    assert calls == [threading.get_ident(), 0]
