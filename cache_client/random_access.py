@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -19,22 +18,21 @@ import torch
 from torch.utils.data import Dataset
 
 from cache_client.arguments import BatchFormat, argument_problems
+from cache_client.aside import Aside
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
-from cache_client.node_streams import CLOSED
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
 from cache_client.window_sizes import row_bytes
-from protos.errors import CacheError, ConfigError
+from protos.errors import ConfigError
 from protos.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 FETCH_BYTES = 32 * 1024 * 1024  # fetched in one go, about; more goes in several
-_THREADS = 16  # that read at the same time, as many as Grain's; made when they are needed
 
 
 class CacheDataset(Dataset[Any]):
@@ -265,7 +263,7 @@ class CacheDataset(Dataset[Any]):
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
         )
-        made = _Opened(reader, ThreadPoolExecutor(_THREADS, thread_name_prefix="cache-rows"))
+        made = _Opened(reader, Aside())
         opened = self._opened.setdefault(process, made)
         if opened is not made:
             made.close()
@@ -273,29 +271,21 @@ class CacheDataset(Dataset[Any]):
 
 
 class _Opened(NamedTuple):
-    """What one process reads with: a reader, and the threads that it works in.
-
-    Those of the program would not do: an interrupt that reaches one inside a call leaves gRPC in
-    use, and the next fork waits for it.
-    """
+    """What one process reads with: a reader, and where the main thread calls it."""
 
     reader: Reader
-    threads: ThreadPoolExecutor
+    aside: Aside
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
         """As `Reader.fetch`; an interrupt ends it at once."""
         if not self.reader.num_nodes:  # all rows lie in files of this machine: nothing of gRPC's
             return self.reader.fetch(row_ids)
-        try:
-            found = self.threads.submit(self.reader.fetch, row_ids)
-        except RuntimeError:  # it takes no more work
-            raise CacheError(CLOSED) from None
-        return found.result()
+        return self.aside.call(self.reader.fetch, row_ids)
 
     def close(self) -> None:
         """Closes every connection; running fetches fail."""
         self.reader.close()
-        self.threads.shutdown(wait=False)
+        self.aside.close()
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:

@@ -323,6 +323,20 @@ def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
         dataset.close()
 
 
+def test_a_read_that_can_begin_no_thread_says_so_and_a_later_one_reads(
+    cluster: LocalCluster, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as where a container has too many
+
+    with CacheDataset(table, endpoint=cluster.endpoint, local=False) as dataset:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                dataset[1]
+        assert int(dataset[2]["row"]) == 2
+
+
 # -- arguments -------------------------------------------------------------------------------------
 
 
