@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 import yaml
 
+from cache_client.arguments import seconds_problems
 from cache_client.client import MOST_MEMORY_BYTES, CacheClient
 from cache_client.display import (
     cell,
@@ -48,6 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_T = TypeVar("_T")
 _SPEC_HELP = "YAML file that describes the dataset: name, source, sql."
 
 Endpoint = Annotated[
@@ -100,7 +103,7 @@ def load(
     if from_env and allow_empty and not asks_for_dataset(os.environ):
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
-    client, wanted = _what_to_load(spec, from_env, endpoint)
+    client, wanted = _what_to_load(spec, from_env, endpoint, timeout_s)
     with ExitStack() as stack:
         status = TrainJobStatus.from_env(os.environ) if from_env else None
         try:
@@ -120,25 +123,36 @@ def load(
 
 
 def _what_to_load(
-    path: Path | None, from_env: bool, endpoint: str | None
+    path: Path | None, from_env: bool, endpoint: str | None, timeout_s: float | None
 ) -> tuple[CacheClient, DatasetSpec]:
-    """The cache and the spec; every bad setting of both is named at once."""
+    """The cache and the spec; every bad setting of all is named at once."""
     if (path is None) != from_env:
         raise ConfigError("give either a SPEC file or --from-env")
-    problems: list[str] = []
-    spec: DatasetSpec | None = None
-    client: CacheClient | None = None
-    try:
-        spec = spec_from_env(os.environ) if path is None else DatasetSpec.from_yaml(path)
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        client = CacheClient(endpoint)
-    except ConfigError as error:
-        problems.append(str(error))
-    if client is None or spec is None:
+    problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+    return _cache_and_spec(
+        problems,
+        endpoint,
+        lambda: spec_from_env(os.environ) if path is None else DatasetSpec.from_yaml(path),
+    )
+
+
+def _cache_and_spec(
+    problems: list[str], endpoint: str | None, make_spec: Callable[[], DatasetSpec]
+) -> tuple[CacheClient, DatasetSpec]:
+    spec = _checked(problems, make_spec)
+    client = _checked(problems, lambda: CacheClient(endpoint))
+    if problems or client is None or spec is None:
         raise ConfigError("; ".join(problems))
     return client, spec
+
+
+def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
+    """What ``make`` returns; None where it finds bad settings, which are added to ``problems``."""
+    try:
+        return make()
+    except ConfigError as error:
+        problems.append(str(error))
+        return None
 
 
 @app.command()
@@ -157,9 +171,11 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show the rows, memory, nodes and steps that a load would take. Loads nothing."""
-    limit = None if memory_limit is None else _memory_limit(memory_limit)
-    forecast = CacheClient(endpoint).plan(
-        spec,
+    problems = seconds_problems("timeout_s", timeout_s)
+    limit = _checked(problems, lambda: _memory_limit(memory_limit))
+    client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
+    forecast = client.plan(
+        wanted,
         num_nodes=nodes,
         memory_limit_bytes=limit,
         world_size=ranks,
@@ -172,7 +188,9 @@ def plan(
         show_facts(forecast.name, forecast_facts(forecast))
 
 
-def _memory_limit(text: str) -> int:
+def _memory_limit(text: str | None) -> int | None:
+    if text is None:
+        return None
     try:
         limit = parse_bytes(text)
     except ValueError as error:
@@ -187,7 +205,9 @@ def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
     """Show how the query of a spec runs, and why. Split by split, or whole on one node."""
-    forecast = CacheClient(endpoint).plan(spec, timeout_s=timeout_s)
+    problems = seconds_problems("timeout_s", timeout_s)
+    client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
+    forecast = client.plan(wanted, timeout_s=timeout_s)
     if as_json:
         print_json(forecast_json(forecast))
     else:

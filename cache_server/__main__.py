@@ -20,7 +20,7 @@ import typer
 
 from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
-from cache_server.local import LocalCluster, describe_nodes
+from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from protos.errors import CacheError, ConfigError, LoadError, RequestError
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.load_bar import shown_progress
@@ -239,16 +239,13 @@ def local(
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one JSON line."""
-    _set_up_logging(log_level)
-    if load is not None and load_from_env:
-        raise ConfigError("--load and --load-from-env cannot be combined")
-    spec = DatasetSpec.from_yaml(load) if load is not None else None
-    if load_from_env:
-        spec = spec_from_env(os.environ)
-    try:
-        limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    except ValueError as error:
-        raise ConfigError(f"--memory-limit {error}") from None
+    problems: list[str] = []
+    _checked(problems, lambda: _set_up_logging(log_level))
+    spec = _checked(problems, lambda: _spec_to_load(load, load_from_env))
+    limit = _checked(problems, lambda: _memory_limit(memory_limit))
+    _checked(problems, lambda: checked_settings(nodes, cache_dir, limit))
+    if problems:
+        raise ConfigError("; ".join(problems))
     # Also while it starts and loads: the cluster then stops its processes on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signals = _Signals()
@@ -309,6 +306,21 @@ def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
     except ConfigError as error:
         problems.append(str(error))
         return None
+
+
+def _spec_to_load(path: Path | None, from_env: bool) -> DatasetSpec | None:
+    if path is not None and from_env:
+        raise ConfigError("--load and --load-from-env cannot be combined")
+    if from_env:
+        return spec_from_env(os.environ)
+    return DatasetSpec.from_yaml(path) if path is not None else None
+
+
+def _memory_limit(text: str | None) -> int | None:
+    try:
+        return parse_bytes(text) if text is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--memory-limit {error}") from None
 
 
 def _check_exit_code(code: int) -> None:

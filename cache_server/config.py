@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
 )
 from pydantic_core import ErrorDetails
@@ -24,6 +27,7 @@ from protos.memory import LEAST_SHARD_BYTES, shard_bytes
 from protos.spec import parse_bytes
 
 _HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
+_HOST = re.compile(r"[^\s:/\[\]]+")
 
 
 def _host_port(value: object) -> object:
@@ -37,14 +41,41 @@ def _host_port(value: object) -> object:
 
 def _given(value: object) -> object:
     if value == "":  # of a variable that is not set: pathlib has it for the working directory
-        raise ValueError("must be a path, got ''")
+        raise ValueError
     return value
 
 
-Port = Annotated[int, Field(ge=0, le=65_535)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Host = Annotated[str, Field(min_length=1)]
+def _is_host(value: str) -> str:
+    """A name or an address: what stands before the colon of a port, with or without brackets."""
+    if not _HOST.fullmatch(value):
+        ipaddress.IPv6Address(value[1:-1] if value.startswith("[") else value)
+    return value
+
+
+def _said_as(rule: str) -> WrapValidator:
+    """Has what is wrong with a setting said by what it must be."""
+
+    def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(f"must be {rule}, got {value!r}") from None
+
+    return WrapValidator(check)
+
+
+Port = Annotated[int, Field(ge=0, le=65_535), _said_as("a port, from 0 to 65535")]
+Bytes = Annotated[
+    int, BeforeValidator(parse_bytes), Field(ge=1), _said_as("a size in bytes such as 64MiB")
+]
+Count = Annotated[int, Field(ge=1), _said_as("an integer of at least 1")]
+Seconds = Annotated[
+    float, Field(gt=0, allow_inf_nan=False), _said_as("a number of seconds, more than 0")
+]
+Lease = Annotated[
+    float, Field(ge=0, allow_inf_nan=False), _said_as("a number of seconds, at least 0")
+]
+Host = Annotated[str, AfterValidator(_is_host), _said_as("a host name or address without a port")]
 
 
 class NodeConfig(BaseModel):
@@ -74,21 +105,21 @@ class NodeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cache_dir: Annotated[Path, BeforeValidator(_given)]
+    cache_dir: Annotated[Path, BeforeValidator(_given), _said_as("a path")]
     bind: Host = "127.0.0.1"
     advertise: Host | None = None
     flight_port: Port = 50_051
     control_port: Port = 50_052
     http_port: Port = 8080
     coordinator: Annotated[str | None, BeforeValidator(_host_port)] = None
-    num_nodes: Annotated[int, Field(ge=1)] = 1
+    num_nodes: Count = 1
     join_timeout_s: Seconds = 300.0
     memory_limit_bytes: Bytes | None = None
     container_memory_limit_bytes: Bytes | None = None
-    load_threads: Annotated[int, Field(ge=1)] | None = None
+    load_threads: Count | None = None
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
-    lease_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 600.0
+    lease_s: Lease = 600.0
     drain_timeout_s: Seconds = 5.0
 
     @property

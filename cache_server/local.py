@@ -188,7 +188,7 @@ class LocalCluster:
         node_timeout_s: float = 10.0,
         lease_s: float = 600.0,
     ) -> None:
-        count, settings = _checked(
+        count, settings = checked_settings(
             num_nodes, cache_dir, memory_limit_bytes, node_timeout_s=node_timeout_s, lease_s=lease_s
         )
         self._parent = os.getpid()
@@ -261,7 +261,7 @@ class LocalCluster:
             shutil.rmtree(self.cache_dir, ignore_errors=True)
 
 
-def _checked(
+def checked_settings(
     num_nodes: object, cache_dir: object, memory_limit_bytes: object, **seconds: object
 ) -> tuple[int, NodeConfig]:
     """How many nodes, and the settings of each; raises ConfigError of all that is bad."""

@@ -380,6 +380,17 @@ def test_a_local_cache_of_no_nodes_or_an_odd_limit_is_refused_with_78() -> None:
     assert "'lots'" in refused("local", "--memory-limit", "lots", code=78)
 
 
+def test_every_bad_setting_of_a_local_cache_is_named_at_once() -> None:
+    line = refused(
+        *("local", "--nodes", "0", "--memory-limit", "lots"),
+        *("--log-level", "loud", "--load", "/not/there.yaml"),
+        code=78,
+    )
+
+    for quote in ("num_nodes must be at least 1, got 0", "'lots'", "'loud'", "/not/there.yaml"):
+        assert quote in line
+
+
 def test_a_local_cache_keeps_the_directory_it_is_given(tmp_path: Path) -> None:
     with server("local", "--cache-dir", str(tmp_path / "cache")) as local:
         local.wait_until_listening()

@@ -68,7 +68,7 @@ def test_every_bad_setting_of_the_nodes_is_quoted_before_a_process_is_started(
         "cache_dir must be a path, got ''",
         "memory_limit_bytes must be a size in bytes such as 64MiB, got 2.5",
         "node_timeout_s must be a number of seconds, got 'x'",
-        "lease_s: Input should be greater than or equal to 0, got -1",
+        "lease_s must be a number of seconds, at least 0, got -1",
     ):
         assert words in str(caught.value)
 

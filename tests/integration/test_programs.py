@@ -251,6 +251,17 @@ def test_cachectl_says_what_is_wrong_in_one_line(
     assert words in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "quotes"),
+    [("load", ()), ("explain", ()), ("plan", ("--memory-limit", "much"))],
+)
+def test_cachectl_names_every_bad_setting_at_once(command: str, quotes: tuple[str, ...]) -> None:
+    bad = ["/not/there.yaml", "--endpoint", "nowhere", "--timeout-s", "-1", *quotes]
+    done = run(*CACHECTL, command, *bad, code=78)
+    for quote in ("/not/there.yaml", "'nowhere'", "got -1.0", *quotes):
+        assert quote in done.stderr
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "command",

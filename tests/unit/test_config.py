@@ -40,13 +40,31 @@ def problem_of(**values: Any) -> str:
         ("cache_dir", ""),
         ("bind", ""),
         ("advertise", ""),
+        ("num_nodes", 0),
+        ("num_nodes", 1.5),
+        ("join_timeout_s", 0),
+        ("lease_s", -1),
+        ("container_memory_limit_bytes", 0),
     ],
 )
 def test_a_bad_setting_is_named_and_quoted_once(setting: str, bad: object) -> None:
     problem = problem_of(**{setting: bad})
 
-    assert problem.startswith(setting)
+    assert problem.startswith(f"{setting} must be a")
     assert problem.count(f"got {bad!r}") == 1
+
+
+@pytest.mark.parametrize("setting", ["bind", "advertise"])
+@pytest.mark.parametrize("bad", ["node-0:50051", "grpc://node-0", "a b", "[node-0]", "[::1]:1"])
+def test_a_host_has_neither_scheme_nor_port(setting: str, bad: str) -> None:
+    assert f"{setting} must be a host name or address without a port" in problem_of(
+        **{setting: bad}
+    )
+
+
+@pytest.mark.parametrize("good", ["node-0", "10.0.0.1", "::", "::1", "[::1]", "fe80::1%eth0"])
+def test_a_host_is_a_name_or_an_address(good: str) -> None:
+    assert config(bind=good, advertise=good).advertise == good
 
 
 def test_every_bad_setting_is_quoted_at_once() -> None:
