@@ -392,7 +392,7 @@ def test_a_load_that_cannot_be_planned_is_refused_and_leaves_no_dataset(
 class lonely_coordinator:  # reads as a function
     """The gRPC service of a coordinator in this process, to which no node reports."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **options: int) -> None:
         coordinator = Coordinator(
             Catalogue(directory / "catalogue"),
             endpoints=pb.CoordinatorEndpoints(flight_location="grpc://here:1"),
@@ -401,7 +401,8 @@ class lonely_coordinator:  # reads as a function
         )
         self.service = ControlService("127.0.0.1", 0)
         self.service.start(coordinator)
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.service.port}")
+        given = [(f"grpc.{name}", value) for name, value in options.items()]
+        self.channel = grpc.insecure_channel(f"127.0.0.1:{self.service.port}", options=given)
 
     def __enter__(self) -> CoordinatorStub:
         return CoordinatorStub(self.channel)
@@ -475,6 +476,24 @@ def stays(stub: CoordinatorStub, request: pb.WatchDatasetRequest) -> bool:
     found = len(list(itertools.islice(answers, 2))) == 2
     answers.cancel()
     return found
+
+
+def test_whoever_waits_long_for_a_plan_may_ask_often_whether_the_coordinator_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_service, "_MIN_PING_INTERVAL_MS", 10)
+    over = threading.Event()
+    monkeypatch.setattr(Coordinator, "create", lambda *_, **__: over.wait(TIMEOUT_S))
+    often = {"keepalive_time_ms": 100, "http2.max_pings_without_data": 0}
+    with lonely_coordinator(tmp_path, **often) as stub:
+        try:
+            with pytest.raises(grpc.RpcError) as caught:
+                # gRPC sends one a second; the fifth was too many.
+                stub.CreateDataset(pb.CreateDatasetRequest(spec=spec("slow", tmp_path)), timeout=5)
+        finally:
+            over.set()
+
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED, caught.value.details()
 
 
 @pytest.mark.parametrize("verb", ["CreateDataset", "PlanDataset"])
