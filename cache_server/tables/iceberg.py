@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,6 +61,8 @@ from protos.errors import LoadError, RequestError
 from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
 
+_T = TypeVar("_T")
+
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
 _MAX_LISTED = 20  # snapshots, tags or branches in a message
@@ -69,6 +74,7 @@ _COMPARISONS = {
     ">=": GreaterThanOrEqual,
 }
 _CATALOGS = tuple(str(kind.value) for kind in CatalogType)
+_CATALOG_TIMEOUT_S = 120.0  # as long as a store is tried
 _PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
 
 
@@ -256,9 +262,39 @@ def _ask_catalog(
     properties: dict[str, str] = {**catalog, **store}
     properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
     name = properties.pop("name", "default")
-    with closing(load_catalog(name, **properties)) as opened, _explained():
-        found = opened.load_table(identifier)
-        return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+
+    def ask() -> tuple[str, FileIO]:
+        with closing(load_catalog(name, **properties)) as opened, _explained():
+            found = opened.load_table(identifier)
+            return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+
+    return _answered(ask)
+
+
+def _answered(ask: Callable[[], _T]) -> _T:
+    """What ``ask`` returns. It is left alone with a catalogue that hangs.
+
+    Of pyiceberg's catalogues, those over REST, Hive and SQL know no time limit of their own.
+
+    Raises:
+        TimeoutError: there is no answer in time.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # No pool: the interpreter would wait for its threads at exit.
+    threading.Thread(target=run, name="iceberg-catalog", daemon=True).start()
+    try:
+        return answer.result(_CATALOG_TIMEOUT_S)
+    except TimeoutError:
+        if answer.done():
+            raise  # the catalogue's own
+        raise TimeoutError(f"the catalog did not answer within {_CATALOG_TIMEOUT_S:g} s") from None
 
 
 def _static(name: str, location: str, io: FileIO) -> StaticTable:

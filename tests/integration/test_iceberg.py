@@ -1,4 +1,5 @@
 import json
+import socket
 import struct
 import threading
 import zlib
@@ -625,6 +626,19 @@ def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None
             serving.join()
     assert SECRET not in pin.snapshot + json.dumps(pin.content)
     assert "rest-token" not in pin.snapshot + json.dumps(pin.content)
+
+
+def test_a_catalogue_that_hangs_is_waited_for_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(iceberg, "_CATALOG_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(LoadError) as caught:
+            iceberg.pin(_spec("ns.t", catalog={"type": "rest", "uri": uri}))
+    assert str(caught.value) == (
+        "cannot read Iceberg table ns.t: the catalog did not answer within 0.1 s"
+    )
 
 
 def test_an_unknown_option_is_refused_by_its_name(catalog: SqlCatalog) -> None:
