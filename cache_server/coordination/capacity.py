@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.membership import Member
@@ -17,6 +17,7 @@ def check_room(
     others: Iterable[Holdings],
     members: Mapping[str, Member],
     *,
+    alive: Collection[str],
     is_going: Callable[[VersionKey, pb.ActualDataset], bool],
 ) -> None:
     """Refuses what cannot fit, beside what there is and what other loads are about to bring.
@@ -25,10 +26,12 @@ def check_room(
         wanted: the version as it would be; one whose size is not known is let in.
         others: the versions that stay.
         members: those of the versions.
+        alive: those of them that answer.
         is_going: whether a node is about to remove what it said of a version, which makes room.
 
     Raises:
-        LoadError: quoting what it comes to on one node, and how many nodes would do.
+        LoadError: quoting what it comes to on one node, how many nodes would do, and which ones
+            are lost, whose share the others have.
     """
     sizes = wanted.shard_bytes()
     if sizes is None:
@@ -48,8 +51,15 @@ def check_room(
             f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
             f"is about {sum(sizes)} bytes with replicas={plan.spec.replicas} and needs {nodes} "
-            "nodes of that limit"
+            f"nodes of that limit{_are_lost(members.keys() - alive)}"
         )
+
+
+def _are_lost(node_ids: Set[str]) -> str:
+    names = ", ".join(sorted(node_ids))
+    if len(node_ids) > 1:
+        return f"; nodes {names} are lost"
+    return f"; node {names} is lost" if names else ""
 
 
 def _lasting_bytes(member: Member, is_going: Callable[[VersionKey, pb.ActualDataset], bool]) -> int:

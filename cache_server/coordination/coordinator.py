@@ -464,6 +464,7 @@ class Coordinator:
             self._holdings(wanted),
             [self._holdings(version) for other, version in self._versions.items() if other != key],
             self._membership.members,
+            alive=self._membership.alive(),
             is_going=lambda other, actual: (
                 self._is_going(other, actual) or (other == key and not lasts)
             ),

@@ -10,7 +10,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.versions import plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
-from tests.fake_nodes import FILES, FakeNode, settle, spec, state
+from tests.fake_nodes import FILES, TIMEOUT_S, Clock, FakeNode, settle, spec, state
 
 
 def test_a_dataset_that_cannot_fit_is_refused_before_the_load_with_the_numbers(
@@ -24,6 +24,7 @@ def test_a_dataset_that_cannot_fit_is_refused_before_the_load_with_the_numbers(
 
     for quote in ("'table'", "small", "limit of 1000", "replicas=1"):
         assert quote in str(caught.value)
+    assert "lost" not in str(caught.value)
     assert coordinator.datasets() == []
     assert node.beat() == {}
 
@@ -36,6 +37,22 @@ def test_what_a_filter_keeps_is_not_known_so_it_is_not_refused_beforehand(
     info = coordinator.create(spec(source, filter="row < 3"))
 
     assert info.state == pb.DATASET_STATE_LOADING
+
+
+def test_a_dataset_that_does_not_fit_while_a_node_is_lost_is_refused_with_its_name(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    one, two = (FakeNode(coordinator, name, limit_bytes=size * 3 // 4) for name in ("one", "two"))
+    settle(one, two)
+    clock.now += TIMEOUT_S + 1
+    one.beat()
+
+    with pytest.raises(LoadError, match=r"cannot fit.*; node two is lost$"):
+        coordinator.create(spec(source))
+
+    two.beat()
+    assert coordinator.create(spec(source)).state == pb.DATASET_STATE_LOADING
 
 
 def test_a_dataset_that_fits_on_two_nodes_but_not_with_two_replicas_is_refused(
