@@ -42,7 +42,10 @@ class ForkGate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        # Entered itself, not by the condition: that is Python, in which an interrupt of the main
+        # thread can end between taking the lock and saying so. Then no call would ever begin again.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._open: tuple[weakref.WeakSet[Closable], ...] = (weakref.WeakSet(), weakref.WeakSet())
         # By thread: an interrupt that keeps one from counting down must not keep it from forking.
         self._running: Counter[int] = Counter()
@@ -50,13 +53,13 @@ class ForkGate:
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Something to close before a fork; ``last``: after those that belong to it."""
-        with self._changed:
+        with self._lock:
             self._open[last].add(user)
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """A call into Flight; waits while the process forks."""
-        with self._changed:
+        with self._lock:
             while self._forking > 0:
                 self._changed.wait()
             thread = self._begun()
@@ -68,7 +71,7 @@ class ForkGate:
     @contextmanager
     def closing(self) -> Iterator[None]:
         """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
-        with self._changed:
+        with self._lock:
             thread = self._begun()
         try:
             yield
@@ -82,7 +85,7 @@ class ForkGate:
 
     def _ended(self, thread: int) -> None:
         """``thread`` need not be the one that runs this, where an iterator was left behind."""
-        with self._changed:
+        with self._lock:
             self._running[thread] -= 1
             self._running = +self._running  # without those that are at zero
             self._changed.notify_all()
@@ -90,10 +93,10 @@ class ForkGate:
     def before_fork(self) -> None:
         """Closes everything and waits until gRPC is gone, for a bounded time."""
         here = {threading.get_ident()}
-        with self._changed:
+        with self._lock:
             self._forking += 1
         self._close_all()  # breaks off the streams that run
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._running.keys() <= here, _CALLS_WAIT_S)
         self._close_all()  # and what they were opening meanwhile
         deadline = time.monotonic() + _THREADS_WAIT_S
@@ -108,14 +111,14 @@ class ForkGate:
             time.sleep(0.001)
 
     def _close_all(self) -> None:
-        with self._changed:
+        with self._lock:
             users = [user for users in self._open for user in users]
         for user in users:
             user.close()
 
     def after_fork_in_parent(self) -> None:
         """Lets calls begin again."""
-        with self._changed:
+        with self._lock:
             self._forking = max(0, self._forking - 1)
             self._changed.notify_all()
 

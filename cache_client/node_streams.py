@@ -186,7 +186,7 @@ class NodeStreams:
 
     def _settle(self, opening: _Opening, outcome: GatherStream | BaseException) -> bool:
         """Says what came of an opening; whether nobody had said it before."""
-        with self._settled:
+        with self._lock:
             if opening.outcome is not None:
                 return False
             opening.outcome = outcome

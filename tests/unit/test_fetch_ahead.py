@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cache_client.fetch_ahead import fetch_ahead
+from tests.interrupts import interrupt_conditions
 
 WAIT_S = 30.0
 
@@ -93,3 +94,12 @@ def test_closing_drops_what_was_not_begun_and_waits_for_nothing() -> None:
 
 def test_no_requests_are_no_results() -> None:
     assert [*fetch_ahead(lambda request: request, [], depth=3, threads=2)] == []
+
+
+def test_an_interrupt_of_the_waiting_leaves_no_lock_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The methods of a condition are Python, so an interrupt may fall into them."""
+    results = fetch_ahead(lambda request: request, range(2), depth=2, threads=2)
+    assert next(results) == 0
+    with monkeypatch.context() as patch:
+        interrupt_conditions(patch)
+        assert next(results) == 1

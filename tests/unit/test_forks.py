@@ -10,6 +10,7 @@ import pytest
 
 from cache_client import forks
 from cache_client.forks import ForkGate
+from tests.interrupts import interrupt_conditions
 
 WAIT_S = 30.0
 
@@ -42,6 +43,19 @@ def test_a_fork_does_not_wait_for_a_call_that_an_interrupt_kept_its_own_thread_f
         gate.after_fork_in_parent()
 
     pool.submit(fork).result(WAIT_S)
+    pool.submit(call, gate).result(WAIT_S)
+
+
+def test_an_interrupt_at_the_gate_leaves_it_open(
+    gate: ForkGate, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_conditions(patch)
+        call(gate)
+        with gate.closing():
+            pass
+        gate.before_fork()
+        gate.after_fork_in_parent()
     pool.submit(call, gate).result(WAIT_S)
 
 
