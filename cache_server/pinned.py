@@ -16,6 +16,7 @@ import pyarrow as pa
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
 ORIGIN = b"cache.origin"  # in the metadata of a stored field: see `with_origins`
+BY_ARROW = b"cache.by_arrow"  # in the metadata of a field that only Arrow reads right of Parquet
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -88,6 +89,11 @@ class PinnedTable:
         return pa.schema([self.schema.field(name) for name in self.columns])
 
     @cached_property
+    def is_for_arrow(self) -> bool:
+        """Whether the query reads a column that only Arrow reads right: see `BY_ARROW`."""
+        return any(BY_ARROW in (field.metadata or {}) for field in self.read_schema)
+
+    @cached_property
     def _partition_types(self) -> Mapping[str, pa.DataType]:
         return partition_types(self.schema)
 
@@ -122,7 +128,8 @@ class Pin:
     """What a source holds at one moment. Made by the module of its format.
 
     Attributes:
-        schema: every column, as the query sees them; no metadata but `PARTITION` of a field.
+        schema: every column, as the query sees them; no metadata but `PARTITION` and `BY_ARROW`
+            of a field.
         content: JSON values that decide the rows, and no secret: part of the fingerprint.
         cut: stored logical schema of what is kept, with its `ORIGIN`, and decoded bytes of a split
             -> splits in row order.

@@ -21,7 +21,7 @@ import pyarrow as pa
 from cache_server import object_stores, tables
 from cache_server.pinned import PinnedTable, Split
 from cache_server.sql.loader import LocalFile
-from cache_server.tables import files, parquet
+from cache_server.tables import arrow_reader, files, parquet
 from protos.errors import LoadError
 
 # Staged at once for one shard: enough to hide the latency of a store behind the reading.
@@ -51,8 +51,10 @@ def stage(
         LoadError: naming file, split and reason; also when a file changed since it was planned.
     """
     try:
-        if table.format in tables.FILE_FORMATS and not any(
-            object_stores.is_remote(split.file.path) for split in splits
+        if (
+            table.format in tables.FILE_FORMATS
+            and not table.is_for_arrow
+            and not any(object_stores.is_remote(split.file.path) for split in splits)
         ):
             yield from _where_they_lie(table, splits, directory)
         else:
@@ -146,7 +148,12 @@ def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]
     size = 0
     partition: dict[str, pa.Scalar] = {}  # of the group
     for split in splits:
-        small = table.format == "parquet" and split.parts == 1 and split.file.size <= _SMALL_BYTES
+        small = (
+            table.format == "parquet"
+            and not table.is_for_arrow
+            and split.parts == 1
+            and split.file.size <= _SMALL_BYTES
+        )
         found = table.partition_of(split)
         if group and not (
             small
@@ -168,10 +175,24 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
         path = target.with_suffix(".arrow")
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
         return LocalFile(path, "arrow", split)
+    if table.is_for_arrow and not object_stores.is_remote(split.file.path):
+        files.check_unchanged(split.file)
+        decoded = _decoded(table, split, Path(split.file.path), target)
+        files.check_unchanged(split.file)
+        return decoded
     path = target.with_suffix(f".{table.format}")
     wanted = _wanted_ranges(table, split, secrets) if table.format == "parquet" else None
     object_stores.download(split.file, path, table.options, secrets, wanted)
+    if table.is_for_arrow:
+        return _decoded(table, split, path, target)
     return LocalFile(path, table.format, split)
+
+
+def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> LocalFile:
+    """The rows of a split of Parquet that DataFusion would not read right."""
+    decoded = target.with_suffix(".arrow")
+    write_arrow(decoded, table.read_schema, arrow_reader.read(path, split, table))
+    return LocalFile(decoded, "arrow", split)
 
 
 def _wanted_ranges(

@@ -31,7 +31,7 @@ from cache_server.pinned import (
     partition_values,
 )
 from cache_server.sql import loader
-from cache_server.tables import local_files, parquet
+from cache_server.tables import arrow_reader, local_files, parquet
 from cache_server.tables.synthetic import rows_like
 from cache_server.texts.first_bytes import FIRST_BYTES, objection
 from protos.errors import LoadError, RequestError
@@ -55,6 +55,7 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     if format == "parquet":
         footers = read_footers(files, table)
         schema = parquet.common_schema(files, footers, missing=table.missing_columns)
+        schema = arrow_reader.marked(schema, footers)
     else:
         footers = ()
         schema = _inferred_schema(files, format, table)

@@ -16,7 +16,7 @@ from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain
 from protos.errors import LoadError
 from protos.layout import GUESSED_VALUE_BYTES, Layout
 
-_ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
+ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 
 Range = tuple[int, int]
@@ -129,12 +129,19 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
     return [*sorted(found), (data_end, split.file.size)]
 
 
+def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
+    """The row groups of a split, by their numbers."""
+    part_bytes = math.ceil(split.file.size / split.parts)
+    starts = (_start(group) // part_bytes for group in _groups(footer))
+    return [index for index, part in enumerate(starts) if part == split.part]
+
+
 def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
     """The schema of each footer; one object where the next file says the same in the same bytes."""
     schemas: list[pa.Schema] = []
     known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
     for footer in footers:
-        stored, arrow = footer.schema, (footer.metadata or {}).get(_ARROW_SCHEMA)
+        stored, arrow = footer.schema, (footer.metadata or {}).get(ARROW_SCHEMA)
         if known is None or arrow != known[1] or not stored.equals(known[0]):
             known = stored, arrow, _arrow_schema(stored)
         schemas.append(known[2])

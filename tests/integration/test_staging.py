@@ -140,3 +140,73 @@ def test_a_damaged_small_file_is_named_among_those_it_is_read_with(tmp_path: Pat
     with pytest.raises(LoadError, match=f"cannot load {re.escape(str(path))}: "):
         for group in staging.stage(pinned, pin.cut(pin.schema, 10**9), {}, tmp_path / "scratch"):
             list(loader.read_together(group, "SELECT row FROM t", pinned))
+
+
+ENCODED = {
+    "bool": pa.array([True, False]),
+    "float16": pa.array([0.5, -2.0], pa.float16()),
+    "decimal": pa.array(["1.25", "-3.50"]).cast(pa.decimal128(25, 2)),
+    "binary": pa.array([b"\x04\0\0\0abcd", b"\0\0\0\0\0\0\0\1"], pa.binary(8)),
+    "time": pa.array([-1, 10**15], pa.int64()).cast(pa.timestamp("us", "Europe/Berlin")),
+}
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("kind", ENCODED)
+def test_dictionaries_that_datafusion_cannot_read_are_their_values(
+    server: S3Server, tmp_path: Path, kind: str, is_remote: bool
+) -> None:
+    values, texts = ENCODED[kind], pa.array(["x", "y"])
+    key = f"{kind}/day=7/a.parquet"
+    path = tmp_path / key
+    path.parent.mkdir(parents=True)
+    encoded = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, 1], pa.int8()), values)
+    columns = {"a": range(4), "x.y": encoded, "x": texts.dictionary_encode().take([1, 0, 0, 1])}
+    pq.write_table(pa.table(columns), path, row_group_size=1, use_deprecated_int96_timestamps=True)
+    source, options = f"{tmp_path}/{kind}", {}
+    if is_remote:
+        server.put("lake", key, path.read_bytes())
+        source, options = f"s3://lake/{kind}", {**server.options, **server.secrets}
+    (spec,) = DatasetSpec("t", source, storage_options=options).tables
+    _, pin = files.pin(spec)
+    table = PinnedTable("t", "parquet", pin.schema, spec.options)
+    sql = 'SELECT "x.y" AS v, x, day, a FROM t WHERE a > 0'
+    scratch = tmp_path / "scratch"
+
+    splits = pin.cut(pa.schema({"a": pa.int64()}), 1)
+    staged = staging.stage(table, splits, spec.secrets, scratch)
+    found = pa.Table.from_batches(
+        batch for (file,) in staged for batch in loader.read_split(file, sql, table)
+    )
+
+    assert len(splits) > 1
+    assert found["v"].cast(values.type).combine_chunks().equals(values.take([1, 0, 1]))
+    assert found["x"].cast(pa.string()).to_pylist() == ["x", "x", "y"]
+    assert found["day"].to_pylist() == [7, 7, 7]
+    assert found["a"].to_pylist() == [1, 2, 3]
+    assert not files_below(scratch)
+
+
+def test_timestamps_of_96_bits_with_a_time_zone_are_rounded_down_like_the_others(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.parquet"
+    times = pa.array([-1, -1500, 1999], pa.int64()).cast(pa.timestamp("ns", "Europe/Berlin"))
+    plain = times.cast(pa.timestamp("ns"))
+    columns = {"zoned": times, "plain": plain, "number": range(3)}
+    pq.write_table(pa.table(columns), path, use_deprecated_int96_timestamps=True)
+    (spec,) = DatasetSpec("t", path).tables
+    _, pin = files.pin(spec)
+    found = {}
+    for column in ("zoned", "plain"):
+        table = PinnedTable("t", "parquet", pin.schema, columns=(column,))
+        (split,) = pin.cut(pa.schema({"number": pa.int64()}), 10**9)
+        staged = staging.stage(table, (split,), {}, tmp_path / "scratch")
+        found[column] = [
+            value.value
+            for (file,) in staged
+            for batch in loader.read_split(file, f"SELECT {column} FROM t", table)
+            for value in batch.column(0)
+        ]
+
+    assert found == {"zoned": [-1, -2, 1], "plain": [-1, -2, 1]}

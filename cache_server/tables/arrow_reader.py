@@ -1,0 +1,92 @@
+"""Columns of Parquet that DataFusion cannot read, or reads otherwise: Arrow reads them instead.
+
+A file that Arrow wrote says which Arrow type each column had. Where that is a dictionary,
+DataFusion takes the column for one of texts or plain numbers: it panics over truth values and
+timestamps of 96 bits, and fails or panics over values of a fixed number of bytes, such as decimals.
+Of timestamps of 96 bits it rounds those with a time zone towards 1970, and the others down, as
+Arrow rounds both.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_server.pinned import BY_ARROW, PinnedTable, Split
+from cache_server.tables import lake
+from cache_server.tables.column_sizes import column_of
+from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
+from protos.errors import LoadError
+
+_BATCH_ROWS = 8_192
+# Of these physical types DataFusion makes no dictionaries.
+_NOT_ENCODED = ("BOOLEAN", "INT96", "FIXED_LEN_BYTE_ARRAY")
+
+
+def marked(schema: pa.Schema, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+    """``schema`` with `BY_ARROW` on the columns that only Arrow reads right in some file.
+
+    Args:
+        footers: of all files of the table.
+    """
+    found: set[str] = set()
+    last: tuple[pq.ParquetSchema, bytes] | None = None
+    for footer in footers:
+        stored, arrow = footer.schema, (footer.metadata or {}).get(ARROW_SCHEMA)
+        if arrow is None or (last is not None and arrow == last[1] and stored.equals(last[0])):
+            continue
+        last = stored, arrow
+        found |= _columns_for_arrow(stored, arrow)
+    return pa.schema(
+        [field.with_metadata({BY_ARROW: b""}) if field.name in found else field for field in schema]
+    )
+
+
+def _columns_for_arrow(stored: pq.ParquetSchema, arrow: bytes) -> set[str]:
+    """The columns of one file; one with several leaves is among them in doubt.
+
+    Args:
+        arrow: what Arrow, which wrote the file, says of its columns.
+    """
+    schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow)))
+    types = {field.name: str(field.type) for field in schema}
+    found = set()
+    for index in range(len(stored)):
+        leaf = stored.column(index)
+        if (name := column_of(leaf.path, types)) is None:
+            continue
+        is_encoded = "dictionary<" in types[name] and leaf.physical_type in _NOT_ENCODED
+        if is_encoded or (leaf.physical_type == "INT96" and "tz=" in types[name]):
+            found.add(name)
+    return found
+
+
+def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of a split, in their order, with the columns that are read of the table.
+
+    Args:
+        path: of the split's file on this machine.
+
+    Raises:
+        LoadError: naming the split, when it cannot be read.
+    """
+    schema = table.read_schema
+    try:
+        with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+            names = set(file.schema_arrow.names)
+            absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
+            constants = {**absent, **table.partition_of(split)}
+            batches = file.iter_batches(
+                _BATCH_ROWS,
+                row_groups=groups_of(file.metadata, split),
+                columns=[name for name in schema.names if name not in constants],
+                use_threads=False,
+            )
+            for batch in batches:
+                yield from lake.conform(batch, schema, constants)
+    except (pa.ArrowException, OSError) as error:
+        raise LoadError(f"cannot load {split}: {error}") from None
