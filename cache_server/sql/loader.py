@@ -35,7 +35,12 @@ from cache_server.texts.csv_sample import read_sample
 from cache_server.texts.csv_times import check_times, times_as_texts
 from cache_server.texts.first_bytes import FIRST_BYTES, objection
 from cache_server.texts.json_escapes import check_escapes
-from cache_server.texts.json_numbers import check_integers, integers_as_floats, may_have_fractions
+from cache_server.texts.json_numbers import (
+    check_integers,
+    check_least,
+    integers_as_floats,
+    may_have_fractions,
+)
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -308,7 +313,10 @@ def _check_integers(file: LocalFile, table: PinnedTable) -> None:
     constants = table.partition_of(split)
     read = pa.schema([field for field in table.read_schema if field.name not in constants])
     wanted = integers_as_floats(read)
-    if not len(wanted) or not may_have_fractions(file.path, split):
+    if not len(wanted):
+        return
+    check_least(file.path, read, split)
+    if not may_have_fractions(file.path, split):
         return
     context = open_session(split.parts)
     _register(context, _FILE, file.path, file.format, wanted)

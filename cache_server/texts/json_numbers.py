@@ -2,12 +2,15 @@
 
 The first rows say which columns hold integers. arrow-json reads a later 1.5 there as 1, and says
 nothing. So where a number of a file may have a fraction, such columns are read as floats, too, and
-a value that is no integer is refused. Reads no JSON itself.
+a value that is no integer is refused. It also reads an integer that 64 bits do not hold as the
+float next to it, if they hold that one: so from -2^63 - 1 to -2^63 - 1024 there would be -2^63.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,8 @@ from cache_server.pinned import Split
 from cache_server.texts.json_escapes import blocks_of_lines
 from protos.errors import LoadError
 
+_LEAST = -(2**63)
+_LEAST_BEGINS = str(_LEAST)[:-4].encode()  # as every number does that is read as it
 _IS_MARK = np.zeros(256, np.bool_)
 _IS_MARK[list(b".eE")] = True
 
@@ -52,6 +57,52 @@ def check_integers(rows: pa.RecordBatch, schema: pa.Schema, split: Split) -> Non
                 f"cannot load {split}: column {name!r} holds {value}, but it is of integers by the "
                 "first rows of the table; write the first number with a fraction, too, such as 1.0"
             )
+
+
+def check_least(path: Path, schema: pa.Schema, split: Split) -> None:
+    """Looks through the lines of a split for integers below those of 64 bits, but read as one.
+
+    Args:
+        path: of the split's file on this machine.
+        schema: the columns that are read.
+
+    Raises:
+        LoadError: naming the file, the column and the value.
+        OSError: the file cannot be read.
+    """
+    for _, block in blocks_of_lines(path, split):
+        if _LEAST_BEGINS not in block:
+            continue
+        for line in block.splitlines():
+            if _LEAST_BEGINS in line:
+                _check_least(line, schema, split)
+
+
+def _check_least(line: bytes, schema: pa.Schema, split: Split) -> None:
+    try:
+        row = json.loads(line, parse_float=Decimal)
+    except ValueError:
+        return  # the reader says what is wrong with it
+    for field in schema if isinstance(row, dict) else ():
+        for value in _numbers(row.get(field.name), field.type):
+            if _LEAST - 1024 <= value < _LEAST:
+                raise LoadError(
+                    f"cannot load {split}: column {field.name!r} holds {value}, but it is of "
+                    f"integers, which do not go below {_LEAST}"
+                )
+
+
+def _numbers(value: object, dtype: pa.DataType) -> Iterator[int | Decimal]:
+    """What of a value of JSON is read as integers."""
+    if pa.types.is_integer(dtype):
+        if isinstance(value, int | Decimal):
+            yield value
+    elif pa.types.is_list(dtype) and isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, dtype.value_type)
+    elif pa.types.is_struct(dtype) and isinstance(value, dict):
+        for field in dtype:
+            yield from _numbers(value.get(field.name), field.type)
 
 
 def _has_mark(block: bytes) -> bool:

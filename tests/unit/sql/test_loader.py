@@ -322,6 +322,34 @@ def test_a_fraction_is_never_cut_to_the_integer_that_the_sample_foresaw(
     )
 
 
+@pytest.mark.parametrize("value", ["-9223372036854775809", "-9223372036854776832"])
+@pytest.mark.parametrize("later", ["{}", "[3, {}]", '{{"deep": [{}]}}', "{}.0"])
+def test_an_integer_below_those_of_64_bits_is_not_read_as_the_least_of_them(
+    tmp_path: Path, later: str, value: str
+) -> None:
+    path = tmp_path / "a.json"
+    first, last = later.format(1).replace("1.0", "1"), later.format(value)
+    path.write_text(f'{{"a": {first}, "s": "x"}}\n' * 1500 + f'{{"a": {last}, "s": "x"}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(whole(path), "json"), "SELECT * FROM source", table))
+
+    assert str(caught.value).startswith(f"cannot load {path}: column 'a' holds {value}")
+
+
+def test_the_least_integer_and_texts_and_floats_below_it_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    least, below = -(2**63), -(2**63) - 1
+    first = '{"a": 1, "s": "x", "f": 0.5}\n'
+    path.write_text(first * 1500 + f'{{"a": {least}, "s": "{below}", "f": {below}}}\n')
+    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+
+    batches = list(read_split(local(whole(path), "json"), "SELECT a, s, f FROM source", table))
+
+    assert batches[-1].to_pylist()[-1] == {"a": least, "s": str(below), "f": float(least)}
+
+
 @pytest.mark.parametrize(
     "later", ["2", "2.0", "1e3", "-10E+2", "null", "9223372036854775807", "9007199254740993"]
 )
