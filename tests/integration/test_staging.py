@@ -210,3 +210,19 @@ def test_timestamps_of_96_bits_with_a_time_zone_are_rounded_down_like_the_others
         ]
 
     assert found == {"zoned": [-1, -2, 1], "plain": [-1, -2, 1]}
+
+
+def test_rows_that_arrow_loses_fail_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": pa.array([True, False]).dictionary_encode()}), path)
+    (spec,) = DatasetSpec("t", path).tables
+    _, pin = files.pin(spec)
+    table = PinnedTable("t", "parquet", pin.schema)
+    splits = pin.cut(pa.schema({"a": pa.uint8()}), 10**9)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *_, **__: iter(()))
+
+    with pytest.raises(LoadError, match=r"cannot load .*a\.parquet: Arrow reads 2 rows fewer"):
+        list(staging.stage(table, splits, {}, tmp_path / "scratch"))
+    assert not files_below(tmp_path / "scratch")
