@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -50,7 +51,7 @@ BUFFER_ROWS = 10_000
 WORKERS = 2  # of a DataLoader or a pool; the machine of the published numbers has two cores
 CHUNK_BYTES = 64 * 1024 * 1024  # of a converted file, where a peer lets one choose
 _SAMPLE_S = 0.02
-_TRY_SHARE = 0.3  # of --seconds, for trying out a setting
+_TRY_SHARE = 0.5  # of --seconds, for trying out a setting
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,17 @@ def as_array(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
 
 
 def as_tensors(batch: pa.Table | pa.RecordBatch) -> dict[str, Any]:
-    """Numbers as tensors, without a copy where Arrow lends its memory; strings stay Arrow."""
+    """Numbers as tensors, on Arrow's memory wherever it lies in one piece; strings stay Arrow.
+
+    Such tensors must not be written to, of which torch warns; a copy would be the peer's time.
+    """
     result: dict[str, Any] = {}
     for name in batch.schema.names:
         column = batch.column(name)
         if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
             result[name] = column
         else:
-            array = as_array(column)
-            result[name] = torch.from_numpy(array if array.flags.writeable else array.copy())
+            result[name] = torch.from_numpy(as_array(column))
     return result
 
 
@@ -160,10 +163,16 @@ def hugging_face(source: Source) -> list[Contender]:
             cache_dir=str(source.work / "hf"),
         )
 
-    def streamed(paths: list[str], format_: str) -> Batches:
-        rows = open_(paths, True).shuffle(seed=0, buffer_size=BUFFER_ROWS).with_format(format_)
+    to_tensors: dict[str, Callable[[Any], Mapping[str, Any]]] = {
+        "torch": dict,
+        "numpy": to_torch,
+        "arrow": as_tensors,
+    }
+
+    def streamed(make: Callable[[], Any], format_: str) -> Batches:
+        rows = make().shuffle(seed=0, buffer_size=BUFFER_ROWS).with_format(format_)
         for batch in rows.iter(batch_size=BATCH_SIZE):
-            yield rows_of(batch if format_ == "torch" else to_torch(batch))
+            yield rows_of(to_tensors[format_](batch))
 
     mapped = open_(source.packed, False)
 
@@ -177,23 +186,33 @@ def hugging_face(source: Source) -> list[Contender]:
         for start in range(0, len(order), BATCH_SIZE):
             yield rows_of(as_tensors(rows[order[start : start + BATCH_SIZE]]))
 
-    def streams(form: str, paths: list[str]) -> dict[str, Callable[[], Batches]]:
+    # A DataLoader over any of these, with workers, is slower than each without.
+    def streams(form: str, make: Callable[[], Any]) -> dict[str, Callable[[], Batches]]:
         return {
-            f"{form}, with_format({format_!r}).iter(1024)": partial(streamed, paths, format_)
-            for format_ in ("torch", "numpy")
+            f"{form}, with_format({format_!r}).iter(1024)": partial(streamed, make, format_)
+            for format_ in to_tensors
         }
 
+    def from_cache() -> Any:
+        return mapped.to_iterable_dataset(num_shards=len(source.packed))
+
     order = f"buffer of {BUFFER_ROWS:,}"
-    contenders = [Contender("Hugging Face, streaming", order, streams("packed", source.packed))]
+    settings = streams("packed", partial(open_, source.packed, True))
+    settings["packed, Arrow cache, to_iterable_dataset, with_format('arrow').iter(1024)"] = partial(
+        streamed, from_cache, "arrow"
+    )
+    contenders = [Contender("Hugging Face, streaming", order, settings)]
     if source.paths != source.packed:
         name = "Hugging Face, streaming, 33 columns"
-        contenders.append(Contender(name, order, streams("columns", source.paths)))
+        settings = streams("columns", partial(open_, source.paths, True))
+        contenders.append(Contender(name, order, settings))
     return [
         *contenders,
         Contender(
             "Hugging Face, map-style",
             "exact global",
-            # A DataLoader over it, with workers or without, is slower than either.
+            # A DataLoader over it, with workers or without, is slower than either, and
+            # flatten_indices(), once an epoch, writes 0.04 million rows a second.
             {
                 "packed, shuffle().with_format('torch').iter(1024)": shuffled,
                 "packed, with_format('arrow')[permutation[i : i + 1024]]": taken,
@@ -206,7 +225,7 @@ def to_torch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """NumPy columns of numbers as tensors."""
     return {
         name: torch.from_numpy(value)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.flags.writeable
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
         else value
         for name, value in batch.items()
     }
@@ -397,31 +416,35 @@ def ray_data(source: Source) -> list[Contender]:
     )
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    has_strings = source.kind == "lineitem"
 
-    def read(paths: list[str]) -> Callable[[], Batches]:
-        rows = ray.data.read_parquet(paths).materialize()
+    def as_arrow(rows: Any, prefetch: int) -> Batches:
+        for batch in rows.iter_batches(
+            batch_format="pyarrow",
+            batch_size=BATCH_SIZE,
+            local_shuffle_buffer_size=BUFFER_ROWS,
+            prefetch_batches=prefetch,
+        ):
+            yield rows_of(as_tensors(batch))
 
-        def one_pass() -> Batches:
-            arguments = {
-                "batch_size": BATCH_SIZE,
-                "local_shuffle_buffer_size": BUFFER_ROWS,
-                "prefetch_batches": 4,
-            }
-            if has_strings:
-                for batch in rows.iter_batches(batch_format="pyarrow", **arguments):
-                    yield rows_of(as_tensors(batch))
-            else:
-                for batch in rows.iter_torch_batches(**arguments):
-                    yield rows_of(batch)
+    def as_torch(rows: Any, prefetch: int) -> Batches:
+        for batch in rows.iter_torch_batches(
+            batch_size=BATCH_SIZE, local_shuffle_buffer_size=BUFFER_ROWS, prefetch_batches=prefetch
+        ):
+            yield rows_of(batch)
 
-        return one_pass
-
-    how = "iter_batches(pyarrow)" if has_strings else "iter_torch_batches"
-    settings = {f"packed, materialized, {how}": read(source.packed)}
+    ways = {"iter_batches(pyarrow)": as_arrow}
+    if source.kind != "lineitem":  # torch has no strings
+        ways["iter_torch_batches"] = as_torch
+    forms = {"packed": source.packed}
     if source.paths != source.packed:
-        settings[f"columns, materialized, {how}"] = read(source.paths)
-    return [Contender("Ray Data", "buffer of 10,000", settings)]
+        forms["columns"] = source.paths
+    settings = {}
+    for form, paths in forms.items():
+        rows = ray.data.read_parquet(paths).materialize()
+        for (way, read), prefetch in itertools.product(ways.items(), (1, 4)):
+            name = f"{form}, materialized, {way}, {prefetch} ahead"
+            settings[name] = partial(read, rows, prefetch)
+    return [Contender("Ray Data", f"buffer of {BUFFER_ROWS:,}", settings)]
 
 
 # -- Lance -----------------------------------------------------------------------------------------
@@ -440,7 +463,7 @@ def lance(source: Source) -> list[Contender]:
     parts = [order[i : i + BATCH_SIZE] for i in range(0, len(order), BATCH_SIZE)]
 
     def take(ids: npt.NDArray[np.int64]) -> int:
-        return rows_of(as_tensors(rows.take(ids.tolist())))
+        return rows_of(as_tensors(rows.take(pa.array(ids))))
 
     def read(threads: int) -> Batches:
         with ThreadPoolExecutor(threads) as pool:
@@ -466,6 +489,9 @@ def lance(source: Source) -> list[Contender]:
 
 
 # -- Grain -----------------------------------------------------------------------------------------
+
+
+GRAIN_THREADS = (0, 1, 2)  # 0 is its own advice for what lies in memory
 
 
 class _RowsInMemory:
@@ -515,14 +541,14 @@ def grain(source: Source) -> list[Contender]:
             "Grain",
             "exact global",
             {
-                **{f"rows in memory, {n} threads": partial(by_row, n) for n in (1, 2)},
+                **{f"rows in memory, {n} threads": partial(by_row, n) for n in GRAIN_THREADS},
                 "rows in memory, mp_prefetch of 2": by_row_in_processes,
             },
         ),
         Contender(
             "Grain, of indices, one take a batch",
             "exact global",
-            {f"columns in memory, {n} threads": partial(by_batch, n) for n in (1, 2)},
+            {f"columns in memory, {n} threads": partial(by_batch, n) for n in GRAIN_THREADS},
         ),
     ]
 

@@ -103,11 +103,13 @@ def hugging_face(
     """The dataset, and its batches as tensors."""
     # The files are local: nothing to ask its hub for, which would count as its time.
     os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets  # type: ignore[import-not-found]
     import numpy as np
     import torch
-    from datasets import load_dataset  # type: ignore[import-not-found]
 
-    dataset = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    # A stream sleeps for five seconds where its shards end, and may begin close to such an end.
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+    dataset = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
     dataset = dataset.shuffle(seed=0, buffer_size=BUFFER_ROWS)
     if state is not None:
         dataset.load_state_dict(state)
