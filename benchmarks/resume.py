@@ -147,6 +147,7 @@ def late_over_early(timings: dict[str, Timing]) -> dict[str, float]:
     """Of each reader, the time at the last point over that at the first."""
     first, last = label("", POINTS[0]), label("", POINTS[-1])
     readers = [name.removesuffix(first) for name in timings if name.endswith(first)]
+    readers = [reader for reader in readers if reader + last in timings]  # one may yield no batch
     return {
         f"{reader}: {POINTS[-1]:.0%} over {POINTS[0]:.0%}": timings[reader + last].median_s
         / timings[reader + first].median_s
