@@ -9,8 +9,8 @@ its Arrow cache from nothing; and MosaicML's MDS files, written row by row for a
 
 Time is taken in turn, in warm processes. Memory is taken in one more pass, of each in a fresh
 process: the resident memory of whichever process works, before and at its highest, looked at every
-few milliseconds. Resident memory holds the files that a process has mapped and touched: of a node,
-the shards themselves.
+few milliseconds. To a node's come the files of its folder, which lies in memory: it writes shards
+there without mapping them. Hugging Face's cache and MDS files lie on disk and do not count.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -55,7 +55,7 @@ _SAMPLE_S = 0.005
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident memory of the processes that did the work."""
+    """Of the process that did the work, and of the files that it keeps in memory."""
 
     before_bytes: int
     peak_bytes: int
@@ -115,7 +115,7 @@ def main() -> None:
 def print_memory(memory: dict[str, Memory]) -> None:
     """A line a contender."""
     width = max(len(name) for name in memory)
-    print(f"\n{'resident memory':{width}} {'before':>9} {'peak':>9} {'added':>9}")
+    print(f"\n{'memory':{width}} {'before':>9} {'peak':>9} {'added':>9}")
     for name, used in memory.items():
         values = (used.before_bytes, used.peak_bytes, used.added_bytes)
         print(f"{name:{width}} " + " ".join(f"{value / 1e9:6.2f} GB" for value in values))
@@ -175,7 +175,7 @@ def measure_memory(table: Path, directory: Path) -> dict[str, Memory]:
     with LocalCluster(1, directory / "memory") as cluster:
         pid = cluster.nodes[0].pid
         assert pid is not None
-        with watch_memory([pid]) as watched:
+        with watch_memory(pid, directory / "memory") as watched:
             CacheClient(cluster.endpoint).load(DatasetSpec("table", table))
         memory[CACHE] = watched[0]
     return memory
@@ -185,7 +185,7 @@ def memory_of_child(work: Callable[[Path], int], table: Path) -> Memory:
     """Of a fresh process that does ``work``."""
     with child_process(_work_once, work, table) as pipe:
         pid = pipe.recv()
-        with watch_memory([pid]) as watched:
+        with watch_memory(pid) as watched:
             pipe.send("go")
             pipe.recv()
         return watched[0]
@@ -198,12 +198,17 @@ def _work_once(pipe: Connection, work: Callable[[Path], int], table: Path) -> No
 
 
 @contextmanager
-def watch_memory(pids: Sequence[int]) -> Iterator[list[Memory]]:
-    """Watches while it lasts; the answer is in the list afterwards."""
-    processes = [psutil.Process(pid) for pid in pids]
+def watch_memory(pid: int, files: Path | None = None) -> Iterator[list[Memory]]:
+    """Watches a process while it lasts; the answer is in the list afterwards.
+
+    Args:
+        files: a folder in memory, whose files count too, mapped or not.
+    """
 
     def resident() -> int:
-        return sum(int(process.memory_info().rss) for process in processes)
+        if files is None:
+            return int(psutil.Process(pid).memory_info().rss)
+        return unshared_bytes(pid) + stored_bytes(files)
 
     before = peak = resident()
     over = threading.Event()
@@ -222,6 +227,23 @@ def watch_memory(pids: Sequence[int]) -> Iterator[list[Memory]]:
         over.set()
         thread.join()
         found.append(Memory(before, peak))
+
+
+def unshared_bytes(pid: int) -> int:
+    """Resident memory without files of a tmpfs that are mapped."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+
+
+def stored_bytes(directory: Path) -> int:
+    """Of all files below, as they take room."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):  # it has just got its last name
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return total
 
 
 # -- the other libraries ---------------------------------------------------------------------------
