@@ -164,15 +164,14 @@ def ratio(timings: Mapping[str, Timing], ours: str, theirs: str) -> float:
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process and of its children, those that have ended too."""
+    """Processor time of this process and of its descendants, those that have ended too."""
     me = psutil.Process()
-    own = me.cpu_times()
-    total = own.user + own.system + own.children_user + own.children_system
-    for child in me.children(recursive=True):
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
         with suppress(psutil.Error):
-            times = child.cpu_times()
-            total += times.user + times.system
-    return float(total)
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def host_facts() -> dict[str, Any]:

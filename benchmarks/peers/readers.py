@@ -588,15 +588,14 @@ def converted(source: Source, name: str, convert: Callable[[Path], object]) -> P
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children, those that have ended too."""
+    """Of this process and its descendants, those that have ended too."""
     me = psutil.Process()
-    own = me.cpu_times()
-    total = own.user + own.system + own.children_user + own.children_system
-    for child in me.children(recursive=True):
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
         with suppress(psutil.Error):
-            times = child.cpu_times()
-            total += times.user + times.system
-    return float(total)
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
 
 
 def timed_pass(batches: Batches, max_seconds: float) -> tuple[int, float, float]:
