@@ -18,26 +18,15 @@ Processor time is that of all processes, nodes and workers too.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.dataset
-import pyarrow.flight as flight
-import pyarrow.parquet as pq
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from benchmarks.common import (
     Contender,
@@ -48,23 +37,26 @@ from benchmarks.common import (
     print_table,
     write_result,
 )
-from benchmarks.processes import DEFAULT_PEERS, child_process, per_million_rows, run_reader
+from benchmarks.contenders import (
+    BATCH_SIZE,
+    Ranks,
+    Reading,
+    bare_flight,
+    cached,
+    in_memory,
+    run_ranks,
+    serve_bare_flight,
+    stacked_or_not,
+    with_pyarrow,
+)
+from benchmarks.processes import DEFAULT_PEERS, per_million_rows, run_reader
 from benchmarks.tables import MAKERS, Table, files_of
-from benchmarks.throughput import read_with_pyarrow
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.arguments import BatchFormat
+from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 
 PEERS = ("huggingface", "mosaic", "litdata", "ray", "lance", "grain")
-BATCH_SIZE = 1024
-RANKS = 2
-MESSAGE_MEGABYTES = (1, 2, 4)  # of the bare Flight server; the best counts
 
 PLAIN = ("bare np.take", "torch x[perm]", "torch index_select")
-
-SOURCE_ORDER = "none: source order"
-GLOBAL = "exact global"
-READY = "exact global, permutation ready beforehand"
 
 TARGETS = {
     "floats: local shuffled / torch x[perm]": 2.5,
@@ -197,13 +189,13 @@ def measure_table(
         for client in clients.values():
             client.load(DatasetSpec(table.name, table.paths))
             stack.callback(client.drop, table.name)
-        contenders = cached(table, clusters, ranks, scale)
+        contenders = cached(table, clusters, ranks, scale.slow_rows)
         if table.packed != table.paths:
             clients[1].load(DatasetSpec("packed", table.packed))
             stack.callback(clients[1].drop, "packed")
             contenders += stacked_or_not(table, clusters[1])
         if table.name != "lineitem":
-            contenders += in_memory(table, scale)
+            contenders += in_memory(table, scale.slow_rows)
             contenders += bare_flight(table, stack.enter_context(serve_bare_flight(table)))
         contenders.append(with_pyarrow(table))
         first, second, others = groups_of(contenders)
@@ -281,305 +273,6 @@ def ratios_of(table: Table, timings: Mapping[str, Timing]) -> dict[str, float | 
         "Flight shuffled / Flight sequential": over(flight_, "cache, Flight 1 node, sequential"),
     }
     return {f"{table.name}: {name}": value for name, value in found.items() if value is not None}
-
-
-# -- this cache ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How to read once through this cache; travels to the processes of ranks.
-
-    Attributes:
-        local: from files of this machine, or over Flight.
-        packed: the table whose numbers are stored in one list column.
-        read: sum every tensor of every batch, as a consumer that looks at its data.
-        max_rows: stop after so many.
-    """
-
-    table: Table
-    endpoint: str
-    shuffle: bool
-    local: bool
-    read: bool = False
-    packed: bool = False
-    stack: bool = True
-    batch_format: BatchFormat = "torch"
-    max_rows: int | None = None
-
-    def run(self, rank: int = 0, world_size: int = 1) -> int:
-        """Rows that came."""
-        stacked = self.stack and not self.packed
-        dataset = CacheIterableDataset(
-            "packed" if self.packed else self.table.name,
-            endpoint=self.endpoint,
-            batch_size=BATCH_SIZE,
-            shuffle=self.shuffle,
-            rank=rank,
-            world_size=world_size,
-            stack=self.table.stack if stacked else None,
-            batch_format=self.batch_format,
-            local=self.local,
-        )
-        rows = 0
-        for batch in dataset:
-            if self.batch_format == "arrow":
-                rows += batch.num_rows
-                continue
-            rows += len(next(iter(batch.values())))
-            if self.read:
-                for tensor in batch.values():
-                    tensor.sum()
-            if self.max_rows is not None and rows >= self.max_rows:
-                return self.max_rows
-        return rows
-
-
-def cached(
-    table: Table, clusters: Mapping[int, LocalCluster], ranks: Ranks, scale: Scale
-) -> list[Contender]:
-    """Local and over Flight, in source order and shuffled, one rank and two."""
-    ways = {"local": (clusters[1].endpoint, True)}
-    for nodes, cluster in clusters.items():
-        name = f"Flight {nodes} node{'s' if nodes > 1 else ''}"
-        ways[name] = (cluster.endpoint, False)
-    as_arrow = table.name == "lineitem"
-    contenders = []
-
-    def add(name: str, run: Callable[[], int], order: str, rows: int = table.num_rows) -> None:
-        contenders.append(Contender(name, run, rows, round(rows * table.row_bytes), order))
-
-    for (way, (endpoint, local)), shuffle in itertools.product(ways.items(), (False, True)):
-        reading = Reading(
-            table, endpoint, shuffle, local, batch_format="arrow" if as_arrow else "torch"
-        )
-        order = GLOBAL if shuffle else SOURCE_ORDER
-        plain = f"cache, {way}, {'shuffled' if shuffle else 'sequential'}"
-        name = f"{plain}, as Arrow" if as_arrow else plain
-        add(name, reading.run, order)
-        add(f"{name}, {RANKS} ranks", partial(ranks.run, reading), order)
-        if way == "local" and not as_arrow:
-            add(f"{name}, read", replace(reading, read=True).run, order)
-        if as_arrow and shuffle:
-            rows = min(scale.slow_rows, table.num_rows)
-            listed = replace(reading, batch_format="torch", max_rows=rows)
-            add(f"{plain}, strings as lists", listed.run, order, rows)
-    return contenders
-
-
-def stacked_or_not(table: Table, cluster: LocalCluster) -> list[Contender]:
-    """33 tensors a batch from 33 columns, against 2 from the same numbers stored as a list."""
-    readings = {
-        "33 named columns": Reading(table, cluster.endpoint, True, True, stack=False),
-        "1 pre-stacked column": Reading(table, cluster.endpoint, True, True, packed=True),
-    }
-    return [
-        Contender(
-            f"cache, local, shuffled, {name}", reading.run, table.num_rows, table.num_bytes, GLOBAL
-        )
-        for name, reading in readings.items()
-    ]
-
-
-class Ranks:
-    """Processes that each read one rank's part, started once."""
-
-    def __init__(self, pipes: Sequence[Connection]) -> None:
-        self._pipes = pipes
-
-    def run(self, reading: Reading) -> int:
-        """Rows of all ranks; returns when the last one is done."""
-        for rank, pipe in enumerate(self._pipes):
-            pipe.send((reading, rank, len(self._pipes)))
-        answers = [pipe.recv() for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise RuntimeError(f"a rank failed: {answer}")
-        return sum(answers)
-
-
-@contextmanager
-def run_ranks() -> Iterator[Ranks]:
-    """Two processes, ended afterwards."""
-    with ExitStack() as stack:
-        pipes = [stack.enter_context(child_process(_be_a_rank)) for _ in range(RANKS)]
-        yield Ranks(pipes)
-
-
-def _be_a_rank(pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    pipe.send("ready")
-    while True:
-        try:
-            reading, rank, world_size = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(reading.run(rank, world_size))
-        except Exception as error:
-            pipe.send(repr(error))
-
-
-# -- what is plainly possible ----------------------------------------------------------------------
-
-
-def in_memory(table: Table, scale: Scale) -> list[Contender]:
-    """The whole table in this process, as one tensor or one matrix of packed rows."""
-    columns = as_arrays(table)
-    tensors = [torch.from_numpy(array) for array in columns]
-    matrix = pack_rows(columns)
-    rows = table.num_rows
-    permutation = np.random.default_rng(0).permutation(rows)
-    torch_permutation = torch.from_numpy(permutation)
-    slow = min(scale.slow_rows, rows)
-
-    def take() -> int:
-        return sum(
-            len(np.take(matrix, permutation[start : start + BATCH_SIZE], axis=0))
-            for start in range(0, rows, BATCH_SIZE)
-        )
-
-    def index() -> int:
-        seen = 0
-        for start in range(0, rows, BATCH_SIZE):
-            ids = torch_permutation[start : start + BATCH_SIZE]
-            batch = [tensor[ids] for tensor in tensors]
-            seen += len(batch[0])
-        return seen
-
-    def select() -> int:
-        seen = 0
-        for start in range(0, rows, BATCH_SIZE):
-            ids = torch_permutation[start : start + BATCH_SIZE]
-            batch = [tensor.index_select(0, ids) for tensor in tensors]
-            seen += len(batch[0])
-        return seen
-
-    def drain(loader: Iterable[Sequence[torch.Tensor]]) -> int:
-        return sum(len(batch[0]) for batch in loader)
-
-    dataset = TensorDataset(*tensors)
-    part = TensorDataset(*(tensor[:slow] for tensor in tensors))
-    sampler = BatchSampler(RandomSampler(dataset), BATCH_SIZE, drop_last=False)
-
-    def contender(name: str, run: Callable[[], int], count: int, order: str) -> Contender:
-        return Contender(name, run, count, round(count * table.row_bytes), order)
-
-    return [
-        contender("bare np.take", take, rows, READY),
-        contender("torch x[perm]", index, rows, READY),
-        # The same rows, copied whole instead of number by number.
-        contender("torch index_select", select, rows, READY),
-        contender(
-            "torch DataLoader(TensorDataset, shuffle=True)",
-            lambda: drain(DataLoader(part, batch_size=BATCH_SIZE, shuffle=True)),
-            slow,
-            GLOBAL,
-        ),
-        # Faster, and little known: the dataset is asked for a whole batch at a time.
-        contender(
-            "torch DataLoader(TensorDataset, BatchSampler)",
-            lambda: drain(DataLoader(dataset, batch_size=None, sampler=sampler)),
-            rows,
-            GLOBAL,
-        ),
-    ]
-
-
-def as_arrays(table: Table) -> list[npt.NDArray[Any]]:
-    """The columns of the packed table in memory, ``[N]`` or ``[N, n]``."""
-    arrays = []
-    for column in pq.read_table(table.packed).combine_chunks().columns:
-        array = column.combine_chunks()
-        if pa.types.is_fixed_size_list(array.type):
-            array = array.flatten().to_numpy().reshape(-1, array.type.list_size)
-        else:
-            array = array.to_numpy()
-        arrays.append(array.copy())
-    return arrays
-
-
-def pack_rows(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
-    """``[N, row bytes / 4]``: all bytes of a row side by side."""
-    words = [column.view(np.float32).reshape(len(column), -1) for column in columns]
-    return np.concatenate(words, axis=1)
-
-
-def with_pyarrow(table: Table) -> Contender:
-    """Decoding the Parquet files in source order."""
-    if table.name == "floats":
-        return Contender(
-            "pyarrow.dataset -> stacked tensors",
-            lambda: read_with_pyarrow(table.paths),
-            table.num_rows,
-            table.num_bytes,
-            SOURCE_ORDER,
-        )
-
-    def scan() -> int:
-        # Scanned in batches of its own size, which is faster, and cut.
-        return sum(
-            part.slice(start, BATCH_SIZE).num_rows
-            for part in pyarrow.dataset.dataset(table.paths).to_batches()
-            for start in range(0, part.num_rows, BATCH_SIZE)
-        )
-
-    name = "pyarrow.dataset, record batches"
-    return Contender(name, scan, table.num_rows, table.num_bytes, SOURCE_ORDER)
-
-
-class _BareFlightServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Streams ready-made record batches of a table; the ticket says how many bytes each."""
-
-    def __init__(self, table: pa.Table, row_bytes: float) -> None:
-        super().__init__("grpc://127.0.0.1:0")
-        self._table = table
-        self._row_bytes = row_bytes
-
-    def do_get(
-        self, context: flight.ServerCallContext, ticket: flight.Ticket
-    ) -> flight.FlightDataStream:
-        """All rows; the streaming is Arrow's own, without Python."""
-        rows = max(1, int(int(ticket.ticket) / self._row_bytes))
-        batches = self._table.to_batches(max_chunksize=rows)
-        return flight.RecordBatchStream(pa.Table.from_batches(batches))
-
-
-def _serve_bare_flight(pipe: Connection, packed: str, row_bytes: float) -> None:
-    table = pq.read_table(packed).combine_chunks()
-    with _BareFlightServer(table, row_bytes) as server:
-        pipe.send(server.port)
-        try:
-            pipe.recv()
-        except EOFError:
-            server.shutdown()
-
-
-@contextmanager
-def serve_bare_flight(table: Table) -> Iterator[str]:
-    """The location of a server in a process of its own."""
-    with child_process(_serve_bare_flight, str(table.packed), table.row_bytes) as pipe:
-        yield f"grpc://127.0.0.1:{pipe.recv()}"
-
-
-def bare_flight(table: Table, location: str) -> list[Contender]:
-    """A contender for each message size."""
-
-    def read(megabytes: int) -> int:
-        ticket = flight.Ticket(str(megabytes * 1024 * 1024).encode())
-        with flight.connect(location) as client:
-            return sum(chunk.data.num_rows for chunk in client.do_get(ticket))
-
-    return [
-        Contender(
-            f"bare Flight stream, messages of {megabytes} MB",
-            partial(read, megabytes),
-            table.num_rows,
-            table.num_bytes,
-            SOURCE_ORDER,
-        )
-        for megabytes in MESSAGE_MEGABYTES
-    ]
 
 
 # -- the other libraries ---------------------------------------------------------------------------
