@@ -181,8 +181,10 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
         files.check_unchanged(split.file)
         return decoded
     path = target.with_suffix(f".{table.format}")
-    wanted = _wanted_ranges(table, split, secrets) if table.format == "parquet" else None
-    object_stores.download(split.file, path, table.options, secrets, wanted)
+    wanted, tail = None, b""
+    if table.format == "parquet":
+        wanted, tail = _wanted_ranges(table, split, secrets)
+    object_stores.download(split.file, path, table.options, secrets, wanted, tail=tail)
     if table.is_for_arrow:
         return _decoded(table, split, path, target)
     return LocalFile(path, table.format, split)
@@ -197,12 +199,18 @@ def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> Loca
 
 def _wanted_ranges(
     table: PinnedTable, split: Split, secrets: Mapping[str, str]
-) -> list[parquet.Range] | None:
-    """Which bytes of a Parquet object are needed; None for all of it."""
+) -> tuple[list[parquet.Range] | None, bytes]:
+    """Which bytes of a Parquet object are needed, None for all of it, and its end, where known."""
     if split.parts == 1 and (split.file.size <= _WHOLE_BYTES or table.columns is None):
-        return None
-    footer = files.read_remote_footer(
-        split.file, lambda size: object_stores.read_tail(split.file, size, table.options, secrets)
-    )
-    ranges = parquet.ranges(footer, split, table.columns)
-    return None if sum(b - a for a, b in ranges) > split.file.size * 0.75 else ranges
+        return None, b""
+    tail = b""
+
+    def read_tail(num_bytes: int) -> bytes:
+        nonlocal tail
+        tail = object_stores.read_tail(split.file, num_bytes, table.options, secrets)
+        return tail
+
+    ranges = parquet.ranges(files.read_remote_footer(split.file, read_tail), split, table.columns)
+    if sum(b - a for a, b in ranges) > split.file.size * 0.75:
+        return None, b""
+    return ranges, tail

@@ -156,6 +156,8 @@ def download(
     options: Mapping[str, str],
     secrets: Mapping[str, str],
     ranges: Sequence[tuple[int, int]] | None = None,
+    *,
+    tail: bytes = b"",
 ) -> None:
     """Writes an object to a file, or some of its bytes to where they stand in it.
 
@@ -166,16 +168,22 @@ def download(
         target: of the object's full size afterwards, with holes where nothing was asked for. It
             is the caller's, but not left behind after a failure.
         ranges: half-open; None for everything.
+        tail: the last bytes of the object, as `read_tail` gave them: they are not asked for again.
 
     Raises:
         LoadError: also when the object is not the one that was planned.
         OSError: when the file cannot be written.
     """
     client = _client(_location(file.path, options), options, secrets)
+    known = file.size - len(tail)
+    if tail:
+        asked = [(0, file.size)] if ranges is None else ranges
+        ranges = [(start, min(stop, known)) for start, stop in asked if start < known]
     spans = _spans(file.size, ranges)
     try:
         with open(target, "wb") as output:
             output.truncate(file.size)
+            _write(output.fileno(), tail, known)
             try:
                 _fetch(client, file, spans, output.fileno())
             except RangesNotServedError:
@@ -191,11 +199,7 @@ def _fetch(
     def fetch(span: tuple[int, int]) -> None:
         start, stop = span
         for piece in client.read(file, None if span == (0, file.size) else span):
-            view = memoryview(piece)
-            while view:
-                written = os.pwrite(output, view, start)
-                start += written
-                view = view[written:]
+            start = _write(output, piece, start)
         if start != stop:
             raise LoadError(f"cannot read {file.path}: it ended at byte {start} of {stop}")
 
@@ -205,6 +209,16 @@ def _fetch(
         with ThreadPoolExecutor(min(_THREADS, len(spans)), "download") as pool:
             for _ in pool.map(fetch, spans):
                 pass
+
+
+def _write(output: int, piece: Any, start: int) -> int:
+    """Writes bytes to where they stand in a file; where they end."""
+    view = memoryview(piece)
+    while view:
+        written = os.pwrite(output, view, start)
+        start += written
+        view = view[written:]
+    return start
 
 
 def _spans(size: int, ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:

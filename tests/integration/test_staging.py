@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -57,6 +58,36 @@ def test_a_column_of_a_large_object_is_fetched_whatever_its_name(
 
     assert pa.chunked_array(found).equals(table[column])
     assert not files_below(tmp_path)
+
+
+@pytest.mark.parametrize(("columns", "target"), [(("a", "d"), 10**9), (None, 3_000_000)])
+def test_no_byte_that_a_split_needs_of_a_large_object_is_asked_for_twice(
+    server: S3Server, tmp_path: Path, columns: tuple[str, ...] | None, target: int
+) -> None:
+    numbers = np.random.default_rng(0).integers(0, 2**62, (4, ROWS))
+    table = pa.table(dict(zip("abcd", numbers, strict=True)))
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="none", use_dictionary=False, row_group_size=ROWS // 4)
+    server.put("lake", "quarters.parquet", sink.getvalue())
+    options = {**server.options, **server.secrets}
+    (spec,) = DatasetSpec("t", "s3://lake/quarters.parquet", storage_options=options).tables
+    _, pin = files.pin(spec)
+    pinned = PinnedTable("t", "parquet", pin.schema, spec.options, columns=columns)
+    names = list(columns or "abcd")
+    server.clear()
+
+    found, asked = [], []
+    for split in pin.cut(pin.schema, target):
+        for (file,) in staging.stage(pinned, [split], spec.secrets, tmp_path):
+            found += loader.read_split(file, f"SELECT {', '.join(names)} FROM t", pinned)
+        spans = [re.findall(r"\d+", request.span) for request in server.requests]
+        asked.append(sorted((int(start), int(stop)) for start, stop in spans))
+        server.clear()
+
+    assert pa.Table.from_batches(found).equals(table.select(names))
+    assert len(asked) == (1 if columns else 3)
+    for spans in asked:
+        assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
 def put_small(server: S3Server | None, root: Path) -> TableSpec:
