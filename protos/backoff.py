@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import SystemRandom
 
-from tenacity import RetryCallState, wait_exponential
+from tenacity import RetryCallState
 
 _CHANCE = SystemRandom()  # has no state, which forked workers would share
 
@@ -19,9 +19,10 @@ def backoff(first_s: float, longest_s: float) -> Callable[[RetryCallState], floa
     Args:
         longest_s: that no pause is longer than.
     """
-    limit = wait_exponential(multiplier=first_s, max=longest_s)
+    return lambda state: pause_s(state.attempt_number, first_s, longest_s)
 
-    def pause_s(state: RetryCallState) -> float:
-        return _CHANCE.uniform(0.0, limit(state))
 
-    return pause_s
+def pause_s(attempt: int, first_s: float, longest_s: float) -> float:
+    """The pause after an attempt, of which the first is 1; as that of `backoff`."""
+    doublings = min(attempt - 1, 64)  # more would not fit a float
+    return _CHANCE.uniform(0.0, min(first_s * 2.0**doublings, longest_s))

@@ -6,6 +6,8 @@ which settings the bucket is reached: see `connections`.
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -15,6 +17,7 @@ from obstore import exceptions
 
 from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
 from cache_server.pinned import SourceFile
+from protos.backoff import pause_s
 from protos.errors import LoadError, RequestError
 
 _KINDS = {
@@ -43,6 +46,22 @@ def _may_answer_get(error: Exception) -> bool:
     # Some refuse a HEAD, by 403, 404, 405 or 501, or do not say how long the answer would be.
     known = (FileNotFoundError, *_REFUSALS)
     return isinstance(error, known) or any(sign in str(error) for sign in _NO_HEAD)
+
+
+class Patience(NamedTuple):
+    """How long a store that fails is asked again.
+
+    Attributes:
+        max_retries: of one request.
+        timeout_s: since it began, or since the last byte of a body that broke.
+        first_pause_s: the longest pause before the first retry; it doubles with each.
+        max_pause_s: however many there were.
+    """
+
+    max_retries: int
+    timeout_s: float
+    first_pause_s: float
+    max_pause_s: float
 
 
 class RangesNotServedError(Exception):
@@ -101,7 +120,12 @@ class ObjectClient:
     """
 
     def __init__(
-        self, location: Location, store: Any, place: Place, secret: frozenset[str]
+        self,
+        location: Location,
+        store: Any,
+        place: Place,
+        secret: frozenset[str],
+        patience: Patience,
     ) -> None:
         self.lists = location.kind != "http"
         self._base = location.base
@@ -109,6 +133,7 @@ class ObjectClient:
         self._store = store
         self._place = place
         self._secret = secret
+        self._patience = patience
 
     def __repr__(self) -> str:
         return f"ObjectClient({self._base!r})"
@@ -167,33 +192,74 @@ class ObjectClient:
     def read(self, file: SourceFile, span: tuple[int, int] | None) -> Iterator[Any]:
         """The bytes of ``file``, or of a half-open range of it, in pieces of a few MiB.
 
-        One request; a connection that breaks is taken up again where it broke.
+        One request; a body that breaks is taken up where it broke.
 
         Raises:
             LoadError: also when the object is not the one that was planned.
             RangesNotServedError: before the first piece.
         """
+        began = time.monotonic()
+        return self._pieces(self._stream(file, span), file, span or (0, file.size), began)
+
+    def _stream(self, file: SourceFile, span: tuple[int, int] | None) -> Iterable[Any]:
         try:
             result = obstore.get(
                 self._store, self._key(file), options={"range": span} if span else None
             )
             self._check_encoding(file.path, result.attributes)
             check_unchanged(file, self._file(result.meta))
-            stream = result.stream(min_chunk_size=_CHUNK_BYTES)
+            return result.stream(min_chunk_size=_CHUNK_BYTES)
         except exceptions.NotSupportedError:
             raise RangesNotServedError from None
         except _FAILURES as error:
             raise self._failure(error, file.path) from None
-        return self._pieces(stream, file)
 
-    def _pieces(self, stream: Iterable[Any], file: SourceFile) -> Iterator[Any]:
-        try:
-            yield from stream
-        except _FAILURES as error:
-            # obstore does not go on with another object, but does not say so either.
-            if (now := self.head(self._key(file))) is not None:
-                check_unchanged(file, now)
-            raise self._failure(error, file.path) from None
+    def _pieces(
+        self, stream: Iterable[Any], file: SourceFile, span: tuple[int, int], began: float
+    ) -> Iterator[Any]:
+        """The pieces of a body, and of the further ones that take it up.
+
+        Args:
+            began: when it was asked for.
+        """
+        start, stop = span
+        last = began  # when a byte came
+        quiet_since = None  # the last byte before the bodies that broke soon
+        for breaks in itertools.count(1):
+            try:
+                for piece in stream:
+                    last = time.monotonic()
+                    start += len(piece)
+                    yield piece
+                return
+            except _FAILURES as error:
+                now = time.monotonic()
+                if quiet_since is None or last - began >= self._patience.timeout_s:
+                    quiet_since = last
+                if (
+                    self._was_retried(file, now - began)
+                    or not (file.etag or file.mtime_ns)  # nothing would tell another object
+                    or breaks > self._patience.max_retries
+                    or now - quiet_since >= self._patience.timeout_s
+                ):
+                    # obstore does not go on with another object, but does not say so either.
+                    if (found := self.head(self._key(file))) is not None:
+                        check_unchanged(file, found)
+                    raise self._failure(error, file.path) from None
+            time.sleep(pause_s(breaks, self._patience.first_pause_s, self._patience.max_pause_s))
+            began = time.monotonic()
+            try:
+                stream = self._stream(file, (start, stop))
+            except RangesNotServedError:
+                stream = _between(self._stream(file, None), start, stop)
+
+    def _was_retried(self, file: SourceFile, lasted_s: float) -> bool:
+        """Whether obstore itself took up a body that broke.
+
+        It does not without an etag, nor once its time is over, which begins with the request: that
+        of a long body may be over before it breaks.
+        """
+        return bool(file.etag) and lasted_s < self._patience.timeout_s
 
     def _file(self, meta: Any) -> SourceFile:
         # Some servers list with fractions of seconds, and without the quotes of an etag.
@@ -213,6 +279,16 @@ class ObjectClient:
             return LoadError(f"source {uri} does not exist in {self._place}")
         refused = isinstance(error, _REFUSALS)
         return store_error(error, uri, self._place, self._secret, refused=refused)
+
+
+def _between(stream: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
+    """The bytes of a half-open range of those of ``stream``, which begins at 0."""
+    at = 0
+    for piece in stream:
+        wanted = memoryview(piece)[max(start - at, 0) : max(stop - at, 0)]
+        at += len(piece)
+        if wanted:
+            yield wanted
 
 
 def check_unchanged(planned: SourceFile, now: SourceFile) -> None:

@@ -22,7 +22,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
-from cache_server.object_stores.client import Location, ObjectClient, kind_of
+from cache_server.object_stores.client import Location, ObjectClient, Patience, kind_of
 from cache_server.object_stores.errors import Place
 from cache_server.object_stores.options import (
     check_text,
@@ -80,6 +80,7 @@ _READ_TIMEOUT_S = 30.0  # without a byte
 _REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes come
 MAX_RETRIES = 10
 RETRY_TIMEOUT_S = 120.0
+_FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
 # Of S3, which libraries other than obstore do not look up by themselves; the first that is set.
 _S3_VARIABLES = {
@@ -186,14 +187,20 @@ def _connect(
     values = dict(settings)
     _check_bucket(location)
     _check_environ(location.kind, dict(environ), values)
+    patience = Patience(
+        int(number_setting(values, "max_retries", MAX_RETRIES)),
+        number_setting(values, "retry_timeout_s", RETRY_TIMEOUT_S),
+        _FIRST_BACKOFF_S,
+        MAX_BACKOFF_S,
+    )
     common = {
         "client_options": _client_options(values),
         "retry_config": {
-            "max_retries": int(number_setting(values, "max_retries", MAX_RETRIES)),
-            "retry_timeout": _seconds(values, "retry_timeout_s", RETRY_TIMEOUT_S),
+            "max_retries": patience.max_retries,
+            "retry_timeout": timedelta(seconds=patience.timeout_s),
             "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=MAX_BACKOFF_S),
+                "init_backoff": timedelta(seconds=patience.first_pause_s),
+                "max_backoff": timedelta(seconds=patience.max_pause_s),
                 "base": 2,
             },
         },
@@ -210,7 +217,7 @@ def _connect(
             f"the settings of the {location.kind} store ({', '.join(name for name, _ in settings)})"
             f" are not right: {redacted(text, {*given, *secret})}"
         ) from None
-    return ObjectClient(location, store, place, secret)
+    return ObjectClient(location, store, place, secret, patience)
 
 
 def _s3(

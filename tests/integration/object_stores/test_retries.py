@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cache_server.object_stores import download, expand
+from cache_server.object_stores.client import Location
+from cache_server.object_stores.connections import client_for
 from protos.errors import LoadError
 from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("status", [503, 429])
@@ -51,6 +55,55 @@ def test_a_broken_body_is_taken_up_where_it_broke(s3: S3Server, tmp_path: Path) 
         f"bytes={2 * MIB}-{4 * MIB - 1}",
         f"bytes={3 * MIB}-{4 * MIB - 1}",
     ]
+
+
+def without_etags(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the server say nothing of an object but its size and when it was written."""
+    answer = s3.answer
+
+    def stripped(request: Any, environ: Any) -> Any:
+        status, headers, body, breaks = answer(request, environ)
+        return status, [(k, v) for k, v in headers if k.lower() != "etag"], body, breaks
+
+    monkeypatch.setattr(s3, "answer", stripped)
+
+
+def test_a_broken_body_of_an_object_without_an_etag_is_taken_up_where_it_broke(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = os.urandom(4 * MIB)
+    s3.put("lake", "plain.parquet", data, public=True)
+    without_etags(s3, monkeypatch)
+    (file,) = expand(f"{s3.endpoint}/lake/plain.parquet", PARQUET, {}, {})
+    assert not file.etag
+    s3.clear()
+    s3.break_body("plain", times=2)
+    download(file, tmp_path / "f", {}, {}, [(MIB, 4 * MIB)])
+    assert (tmp_path / "f").read_bytes() == bytes(MIB) + data[MIB:]
+    starts = [int(request.span[6:].partition("-")[0]) for request in s3.requests]
+    assert len(starts) == 3 and MIB == starts[0] < 2 * MIB < starts[1] < starts[2]
+    s3.break_body("plain", times=99)
+    with pytest.raises(LoadError, match=r"cannot read http://.*plain\.parquet"):
+        download(file, tmp_path / "g", {"max_retries": "2"}, {})
+    assert s3.counts()["GET", "lake/plain.parquet"] == 6
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_body_that_took_longer_than_retries_may_is_taken_up_where_it_broke(s3: S3Server) -> None:
+    data = os.urandom(32 * MIB)  # more than is on its way before anyone reads it
+    s3.put("lake", "long.parquet", data)
+    file = one(s3, "s3://lake/long.parquet")
+    s3.break_body("long")
+    options = {**s3.options, "retry_timeout_s": "0.3"}
+    client = client_for(Location.of(file.path), options, s3.secrets)
+    began = time.monotonic()
+    pieces = client.read(file, None)
+    found = bytearray(next(pieces))
+    wait_until(lambda: time.monotonic() - began > 0.3, 5, "the time for retries is over")
+    for piece in pieces:
+        found += piece
+    assert found == data
+    s3.delete("lake", "long.parquet")
 
 
 def test_a_body_that_always_breaks_fails_in_time_and_leaves_no_file(
