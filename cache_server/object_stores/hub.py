@@ -91,17 +91,32 @@ class HubClient:
     def head(self, key: str) -> SourceFile | None:
         """The file of that path; None where there is none, or a directory."""
         uri = self._base + key
-        files = self._files()
-        # It would answer from its last listing; and only the expanded answer names the content.
-        files.invalidate_cache()
         try:
-            info = self._retrying(files.info, _path(uri), refresh=True, expand_info=True)
+            info = self._info(uri)
         except FileNotFoundError as error:
             self._check_repository(error, uri)
             return None
         except Exception as error:
             raise self._failure(error, uri) from None
         return _file(info) if info["type"] == "file" else None
+
+    def _info(self, uri: str) -> dict[str, Any]:
+        files = self._files()
+
+        def asked() -> dict[str, Any]:
+            # Only the expanded answer names the content.
+            found: dict[str, Any] = self._retrying(
+                files.info, _path(uri), refresh=True, expand_info=True
+            )
+            return found
+
+        try:
+            return asked()
+        except FileNotFoundError:
+            # What was not in its last listing is nothing to it. It keeps that for every read, which
+            # would else begin with a listing of the file's directory.
+            files.invalidate_cache()
+            return asked()
 
     def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
         """The files below ``prefix``, in no order."""
@@ -124,11 +139,15 @@ class HubClient:
         Raises:
             LoadError: also when the file is not the one that was planned.
         """
+        yield from self._pieces(file, *(span or (0, file.size)))
+        # Afterwards, because it may change between two pieces.
+        self._check_unchanged(file)
+
+    def _check_unchanged(self, file: SourceFile) -> None:
         now = self.head(file.path.removeprefix(self._base))
         if now is None:
             raise LoadError(f"source {file.path} does not exist in {self._place}")
         check_unchanged(file, now)
-        return self._pieces(file, *(span or (0, file.size)))
 
     def _pieces(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
         try:
@@ -146,6 +165,8 @@ class HubClient:
         except GeneratorExit:
             raise
         except Exception as error:
+            if not _is_passing(error):  # such as of a file that is shorter now
+                self._check_unchanged(file)
             raise self._failure(error, file.path) from None
 
     def _files(self) -> Any:

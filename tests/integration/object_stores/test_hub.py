@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
@@ -16,7 +16,7 @@ from cache_server.object_stores import download, expand, read_tail
 from cache_server.tables.files import find_files
 from protos.errors import LoadError, RequestError
 from protos.spec import DatasetSpec
-from tests.integration.object_stores.conftest import PARQUET
+from tests.integration.object_stores.conftest import MIB, PARQUET
 from tests.store_stubs import HubStub, Served
 
 
@@ -155,3 +155,47 @@ def test_the_client_of_the_hub_itself_reads_a_dataset(
     assert "wrong-token" not in str(caught.value)
     assert not HubStub.failures
     assert "hush" not in caplog.text
+
+
+def test_a_file_of_the_hub_that_changes_between_two_requests_is_refused(tmp_path: Path) -> None:
+    num_bytes = 17 * MIB  # two requests
+    files = {"data/a.parquet": b"a" * num_bytes}
+
+    class Changing(HubStub):
+        seen: ClassVar[list[tuple[str, str, str]]] = []
+
+        def do_GET(self) -> None:
+            if "/resolve/" in self.path and not self.headers["Range"].startswith("bytes=0-"):
+                files["data/a.parquet"] = b"b" * num_bytes
+            super().do_GET()
+
+        do_POST = do_HEAD = do_GET
+
+    Changing.files = files
+    with Served(Changing) as endpoint:
+        options, secrets = {"endpoint": endpoint}, {"token": "hush-hush"}
+        (file,) = expand("hf://tatsu-lab/alpaca/data", PARQUET, options, secrets)
+        with pytest.raises(LoadError, match=r"a\.parquet changed since the dataset was planned"):
+            download(file, tmp_path / "f", options, secrets)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_the_hub_is_read_without_a_listing_of_its_directory_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {f"data/{number}.parquet": b"rows" for number in range(5)}
+    monkeypatch.setattr(HubStub, "files", files)
+    monkeypatch.setattr(HubStub, "seen", [])
+    with Served(HubStub) as endpoint:
+        options, secrets = {"endpoint": endpoint}, {"token": "hush-hush"}
+        found = expand("hf://tatsu-lab/alpaca/data", PARQUET, options, secrets)
+        HubStub.seen.clear()
+        for file in found:
+            download(file, tmp_path / "f", options, secrets)
+        paths = [path for _, path, _ in HubStub.seen]
+        assert sum("/tree/" in path for path in paths) <= 1
+        assert sum("/resolve/" in path for path in paths) == 5
+        files["data/new.parquet"] = b"rows"
+        (new,) = expand("hf://tatsu-lab/alpaca/data/new.parquet", PARQUET, options, secrets)
+        download(new, tmp_path / "f", options, secrets)
+    assert (tmp_path / "f").read_bytes() == b"rows"
