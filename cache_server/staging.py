@@ -79,7 +79,8 @@ def _fetched(
 ) -> Generator[tuple[LocalFile, ...], None, None]:
     """Of splits that must be fetched, a few ahead."""
     folder = _new_folder(directory)
-    pool = ThreadPoolExecutor(_AHEAD, thread_name_prefix="stage")
+    # As many as the files that are read together: of small ones, most of the time is latency.
+    pool = ThreadPoolExecutor(_TOGETHER, thread_name_prefix="stage")
     under_way: deque[tuple[Path, int, list[Future[LocalFile]]]] = deque()
     waiting = deque(enumerate(_groups(table, splits)))
     staged_bytes = 0

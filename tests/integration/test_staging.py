@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -128,6 +130,25 @@ def test_small_files_are_read_together_where_their_partitions_are_the_same(
     assert rows == [{"day": day, "row": 100 * day + part} for day in (1, 2) for part in range(40)]
     assert not files_below(tmp_path / "scratch")
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_small_objects_that_are_read_together_are_asked_for_at_once(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = put_small(server, tmp_path / "small")
+    _, pin = files.pin(spec)
+    pinned = PinnedTable("t", "parquet", pin.schema, spec.options)
+    together = threading.Barrier(32)
+    answer = server.answer
+
+    def wait(request: Any, environ: Any) -> Any:
+        together.wait(10)
+        return answer(request, environ)
+
+    monkeypatch.setattr(server, "answer", wait)
+    splits = pin.cut(pin.schema, 10**9)[:32]
+    (group,) = staging.stage(pinned, splits, spec.secrets, tmp_path / "scratch")
+    assert [file.split for file in group] == list(splits)
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
