@@ -69,6 +69,9 @@ def store_error(
     elif "error sending request" in text:
         system = "timed out" if "TimedOut" in detail else "no connection"
         reason = f"no answer from {place}{tries}: {_first(_SYSTEM, detail) or system}"
+    elif "response body error" in text:
+        system = "timed out" if "TimedOut" in detail else "it ended too soon"
+        reason = f"{place} broke off its answer: {_first(_SYSTEM, detail) or system}"
     else:
         reason = f"{place}: {text}"
     return LoadError(f"cannot read {uri}: {reason}")
