@@ -24,15 +24,28 @@ _PUBLIC_OPTIONS = {
     *("application_credentials", "service_account", "base_url", "service_account_path"),
     *("account_name", "container_name", "use_emulator", "use_fabric_endpoint", "use_azure_cli"),
     *("client_id", "tenant_id", "authority_id", "authority_host", "object_id", "account_host"),
-    *("type", "uri", "warehouse", "name", "prefix", "init_catalog_tables"),
+    *("type", "uri", "warehouse", "name", "prefix", "init_catalog_tables", "oauth2_server_uri"),
     *("path_style_access", "signer", "proxy_uri", "connect_timeout", "request_timeout", "timeout"),
     *("max_retries", "retry_timeout_s", "user", "host", "port", "database", "dbname", "sslmode"),
     *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
 }
-_SECRET_KEY = re.compile(  # of the query of a URI
-    r"(.*[-_])?(sig|signature|token|password|passwd|pwd|secret|(api|access|account|private)[-_]?key)",
+_PREFIXES = (
+    *("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."),
+    *("client.", "glue.", "dynamodb."),  # of pyiceberg
+)
+SECRET_NAME = re.compile(  # of a parameter of a URI, or a part of some other secret
+    r"(.*[-_])?sig|.*(signature|token|password|passwd|pwd|secret)"
+    r"|.*(api|access|account|private)[-_]?key",
     re.IGNORECASE,
 )
+# An address of which a character of the password that had to be escaped ends the host too early.
+# Digits are a port, of a host or of the first of several; an ARN may stand for a bucket.
+_UNESCAPED = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]*://(?!arn:)[^\s/?#@:\[]*:(?!\d+[,/?#])[^@]*[/?#].*@", re.DOTALL
+)
+_BARE = re.compile(
+    r"[^\s/?#@:]+:(?!//)[^\s:]+@[^\s:@]+(:\d+)?(/\S*)?"
+)  # an address without a scheme
 
 
 def split_options(
@@ -61,12 +74,14 @@ def split_options(
 
 
 def _is_public(name: str) -> bool:
-    for prefix in ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."):
+    for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name.replace("-", "_") in _PUBLIC_OPTIONS
 
 
 def _has_password(text: str) -> bool:
+    if _BARE.fullmatch(text) or _UNESCAPED.match(text) or text.lstrip().startswith("{"):
+        return True  # the latter is a key file itself, where its path was to stand
     try:
         parts = urlsplit(text)
         return bool(URI.match(text)) and bool(parts.password is not None or _secret_keys(parts))
@@ -76,7 +91,7 @@ def _has_password(text: str) -> bool:
 
 def _secret_keys(uri: SplitResult) -> list[str]:
     """The parts of a URI's query that nobody may see, by their names."""
-    return [key for key, _ in parse_qsl(uri.query) if _SECRET_KEY.fullmatch(key)]
+    return [key for key, _ in parse_qsl(uri.query) if SECRET_NAME.fullmatch(key)]
 
 
 def shown(value: object) -> str:
@@ -94,6 +109,12 @@ def _may_hold_secret(value: object) -> bool:
 
 def without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> str:
     """``uri`` without its password, which is added to ``secrets``."""
+    if _UNESCAPED.match(uri):
+        problems.append(
+            f"a source of the scheme {uri.partition(':')[0]} has a password with a '/', '?' or '#' "
+            "in it: write them as %2F, %3F and %23"
+        )
+        return uri
     try:
         parts = urlsplit(uri)
     except ValueError:  # whose text may quote the password

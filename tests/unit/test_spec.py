@@ -409,6 +409,62 @@ def test_a_source_with_a_secret_in_its_query_is_refused_and_another_query_is_not
     DatasetSpec("t", "https://host/t.parquet?version=3&sort_key=a&design=new")
 
 
+@pytest.mark.parametrize("source", ["hu/sh", "hu#sh", "hu?sh", "5432x/hush", "a:hu/sh", "hu/s@h"])
+def test_a_source_whose_password_ends_its_host_too_early_is_refused(source: str) -> None:
+    with pytest.raises(ConfigError, match="write them as %2F, %3F and %23") as caught:
+        DatasetSpec("t", f"postgresql://user:{source}@host/db?table=t")
+    assert "hu" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "postgresql://one:5432,two:5433/db?table=t&application_name=me@here",
+        "https://host:8080/t@v1.parquet",
+        "https://[::1]:8080/t@v1.parquet",
+        "s3://bucket/a:b/t@v1.parquet",
+    ],
+)
+def test_an_at_sign_behind_the_host_is_none_of_a_password(source: str) -> None:
+    assert DatasetSpec("t", source).source == (source,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("proxy_uri", "user:hush@proxy:3128"),
+        ("endpoint", "http://user:hu/sh@host:9000"),
+        ("catalog.uri", "postgresql+psycopg2://user:hu#sh@host/db"),
+        ("catalog.uri", "postgresql+psycopg2://user@host/db?sslpassword=hush"),
+        ("google_application_credentials", '{"private_key": "hush"}'),
+    ],
+)
+def test_an_option_that_holds_a_secret_where_none_belongs_is_kept_as_one(
+    name: str, value: str
+) -> None:
+    spec = DatasetSpec("t", "/t.json", format="iceberg", storage_options={name: value})
+
+    assert dict(spec.tables[0].secrets) == {name: value}
+    assert not spec.tables[0].options
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("endpoint", "http://host:9000/a@b"),
+        ("role_arn", "arn:aws:iam::123456789012:role/me@here"),
+        ("role_session_name", "me@here"),
+        ("query", "SELECT a FROM t WHERE b = 'c:d@e'"),
+        ("catalog.warehouse", "s3://bucket/w@v1"),
+        ("catalog.glue.region", "eu-west-1"),
+    ],
+)
+def test_an_option_that_holds_no_secret_is_shown(name: str, value: str) -> None:
+    spec = DatasetSpec("t", "/t.json", format="iceberg", storage_options={name: value})
+
+    assert dict(spec.tables[0].options) == {name: value}
+
+
 @pytest.mark.parametrize(
     "text", ["- storage_options: {key: hush}", 'name: t\nstorage_options: {key: "hush}', "a: [hush"]
 )
