@@ -20,9 +20,10 @@ from typing import Generic, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import store_settings
 from cache_server.pinned import SourceFile, Split
-from cache_server.redaction import redacted
+from cache_server.redaction import redacted, secret_values
 from cache_server.tables.column_sizes import Place, plain_bytes
 from protos.errors import CacheError, LoadError
 from protos.layout import Layout
@@ -33,6 +34,7 @@ _CACHED_SNAPSHOTS = 8
 MOST_FOOTERS = 64  # that are read to foretell what strings and lists take
 _FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
+_INPUT = re.compile(r", input_value=.*?, input_type=\w+(?=\])", re.DOTALL)  # pydantic cuts secrets
 _FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # of a stack, behind a message
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
@@ -216,7 +218,7 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         endpoint = store_settings(options, {}).get("endpoint")
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
-        reason = redacted(text, secrets.values())
+        reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))
         if len(reason) > _MAX_REASON:
             reason = f"{reason[:_MAX_REASON]}..."
         raise LoadError(f"cannot read {what}{store}: {reason}") from None

@@ -59,6 +59,7 @@ from tests.lake_tables import (
     read_table,
     s3_options,
 )
+from tests.store_stubs import Served
 
 SCHEMA = Schema(
     NestedField(1, "id", LongType(), required=False),
@@ -574,6 +575,54 @@ def test_a_secret_in_a_message_of_the_library_is_hidden(tmp_path: Path) -> None:
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
     ):
         iceberg.pin(spec)
+
+
+@pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_TOKEN"])
+def test_a_secret_of_the_environment_in_a_message_of_the_library_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    with (
+        patch.object(iceberg, "_find", side_effect=ValueError(f"denied for {SECRET}")),
+        pytest.raises(LoadError, match=r": denied for \*\*\*$"),
+    ):
+        iceberg.pin(_spec(str(tmp_path / "v1.metadata.json")))
+
+
+@pytest.mark.parametrize("status", [200, 400, 403, 503])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"token": "hush/hush+"},
+        {"credential": "user:hush/hush+"},
+        {"header.Authorization": "Custom hush/hush+"},
+    ],
+)
+def test_a_catalogue_that_says_what_it_was_asked_shows_no_secret(
+    given: dict[str, str], status: int
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+            message = f"{asked} {self.headers['Authorization']}"
+            error = {"message": message, "type": "Denied", "code": status}
+            body = json.dumps({"error": error}) if status != 200 else message
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with Served(Handler) as uri:
+        catalog = {"type": "rest", "uri": uri, "oauth2-server-uri": f"{uri}/tokens", **given}
+        spec = _spec("ns.t", catalog=catalog)
+        with pytest.raises(LoadError, match=r"cannot read Iceberg table ns\.t: ") as caught:
+            iceberg.pin(spec)
+    assert "hush" not in str(caught.value)
 
 
 def test_credentials_of_google_cannot_be_given_for_one_table() -> None:
