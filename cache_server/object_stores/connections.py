@@ -226,7 +226,8 @@ def _s3(
     endpoint = values.pop("endpoint", "") or _s3_variable(environ, "endpoint")
     region = values.get("region") or _s3_variable(environ, "region")
     place = Place(
-        location.bucket, _shown(endpoint or f"https://s3.{region or 'us-east-1'}.amazonaws.com")
+        location.bucket,
+        shown_endpoint(endpoint or f"https://s3.{region or 'us-east-1'}.amazonaws.com"),
     )
     if endpoint:
         _allow_http(common, endpoint)
@@ -266,7 +267,7 @@ def _gcs(
     )
     if endpoint:
         _allow_http(common, endpoint)
-    place = Place(location.bucket, _shown(endpoint or "https://storage.googleapis.com"))
+    place = Place(location.bucket, shown_endpoint(endpoint or "https://storage.googleapis.com"))
     return GCSStore(location.bucket, config=_config(values), **common), place
 
 
@@ -313,7 +314,7 @@ def _azure(
     if endpoint:
         _allow_http(common, endpoint)
     account = values.get("account_name") or environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
-    place = Place(container, _shown(endpoint or f"https://{account}.blob.core.windows.net"))
+    place = Place(container, shown_endpoint(endpoint or f"https://{account}.blob.core.windows.net"))
     return AzureStore(container, config=_config(values), **common), place
 
 
@@ -381,20 +382,20 @@ def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str,
             check_text(f"the environment variable {variable}", environ[variable])
 
 
-def _check_endpoint(endpoint: str) -> None:
-    """The same of an address."""
-    parts = urlsplit(endpoint)
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or _NO_ADDRESS.search(endpoint)
-        or not _HOST.fullmatch(parts.netloc)
-    ):
+def check_endpoint(endpoint: str) -> None:
+    """Raises a `RequestError` for what is no address; not quoted, for it may hold a password."""
+    try:
+        parts = urlsplit(endpoint)
+        _ = parts.port  # raises where a password with a slash, not escaped, has one for its end
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_address = False
+    if not is_address or _NO_ADDRESS.search(endpoint) or not _HOST.fullmatch(parts.netloc):
         raise RequestError("the endpoint of a store must be an http:// or https:// address")
 
 
 def _allow_http(common: dict[str, Any], endpoint: str) -> None:
-    _check_endpoint(endpoint)
+    check_endpoint(endpoint)
     if endpoint.startswith("http://"):
         common["client_options"].setdefault("allow_http", True)
 
@@ -408,6 +409,7 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
     return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
 
 
-def _shown(endpoint: str) -> str:
+def shown_endpoint(endpoint: str) -> str:
+    """An address without user, password and query."""
     parts = urlsplit(endpoint)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

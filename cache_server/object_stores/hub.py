@@ -20,7 +20,13 @@ from tenacity import (
 )
 
 from cache_server.object_stores.client import Location, check_unchanged
-from cache_server.object_stores.connections import MAX_BACKOFF_S, MAX_RETRIES, RETRY_TIMEOUT_S
+from cache_server.object_stores.connections import (
+    MAX_BACKOFF_S,
+    MAX_RETRIES,
+    RETRY_TIMEOUT_S,
+    check_endpoint,
+    shown_endpoint,
+)
 from cache_server.object_stores.errors import Place, store_error
 from cache_server.object_stores.options import number_setting, store_settings
 from cache_server.pinned import SourceFile
@@ -75,7 +81,8 @@ class HubClient:
         self._endpoint = settings.get("endpoint")
         environ = from_env()
         host = self._endpoint or environ.get("HF_ENDPOINT") or _HOST
-        self._place = Place(location.bucket, host, "repository")
+        check_endpoint(host)
+        self._place = Place(location.bucket, shown_endpoint(host), "repository")
         self._retrying = Retrying(
             stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
             | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),

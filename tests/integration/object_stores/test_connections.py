@@ -36,9 +36,13 @@ def test_an_unknown_option_is_named_without_its_value(s3: S3Server) -> None:
     assert "hush" not in str(caught.value)
     with pytest.raises(RequestError, match="'max_retries' must be a number"):
         expand("s3://lake/a", PARQUET, {"max_retries": "many"}, s3.secrets)
-    for endpoint in ("localhost:9000", "not a url", "ftp://host", "http://hôst", "http://h%"):
-        with pytest.raises(RequestError, match="endpoint of a store must be an http"):
+    for endpoint in (
+        *("localhost:9000", "not a url", "ftp://host", "http://hôst", "http://h%"),
+        *("http://u:hush/hush@host", "http://u:hush#hush@host", "u:hush@host"),
+    ):
+        with pytest.raises(RequestError, match="endpoint of a store must be an http") as caught:
             expand("s3://lake/a", PARQUET, {"endpoint": endpoint}, s3.secrets)
+        assert "hush" not in str(caught.value)
     with pytest.raises(RequestError, match=r"gs store \(application_credentials\) are not right"):
         expand("gs://b/a", PARQUET, {"google_application_credentials": "/nowhere"}, {})
     with pytest.raises(RequestError, match="must be given together"):

@@ -116,6 +116,20 @@ def test_a_hub_that_is_not_there_is_named() -> None:
         expand("hf://tatsu-lab/alpaca/data", PARQUET, options, {})
 
 
+def test_the_password_of_a_mirror_of_the_hub_is_not_shown() -> None:
+    secrets = {"endpoint": "http://user:hush-hush@127.0.0.1:9", "max_retries": "0"}
+    with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: ") as caught:
+        expand("hf://tatsu-lab/alpaca/data", PARQUET, {}, secrets)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["user:hush-hush@mirror", "http://user:hush/hush@mirror"])
+def test_an_address_of_the_hub_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(RequestError, match="endpoint of a store must be an http") as caught:
+        expand("hf://tatsu-lab/alpaca/data", PARQUET, {}, {"endpoint": endpoint})
+    assert "hush" not in str(caught.value)
+
+
 def test_a_revision_is_kept(hub: Path) -> None:
     (hub.parents[1] / "alpaca@v1").mkdir()
     (hub.parents[1] / "alpaca@v1" / "c.parquet").write_bytes(b"c")
