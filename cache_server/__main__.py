@@ -340,9 +340,14 @@ def _set_up_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
+    # Libraries tell addresses that a store has signed, some already at info, and headers at debug.
     logging.basicConfig(
-        level=number, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+        level=max(number, logging.WARNING),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    for ours in (__name__, "cache_server", "protos"):
+        logging.getLogger(ours).setLevel(number)
 
 
 def _remove(cache_dir: Path) -> None:

@@ -24,6 +24,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
 from protos.cache.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
+from tests.store_stubs import HubStub, Served
 from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
@@ -204,6 +205,37 @@ def test_a_node_joins_the_coordinator_that_it_is_given(tmp_path: Path) -> None:
                 coordinator["node_id"],
                 joined["node_id"],
             }
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_a_log_shows_no_address_that_a_store_has_signed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    class Signing(HubStub):
+        def do_GET(self) -> None:
+            path, _, signature = self.path.partition("?")
+            if "/resolve/" in path and not signature:
+                self._answer(302, b"", {"Location": f"{path}?X-Amz-Signature=hush-signed"})
+                return
+            if signature:
+                self.path = path
+                self.headers["Authorization"] = "Bearer hush-hush"
+            super().do_GET()
+
+        do_POST = do_HEAD = do_GET
+
+    (file,) = write_numbered(tmp_path / "source", 5).iterdir()
+    monkeypatch.setattr(HubStub, "files", {"a.parquet": file.read_bytes()})
+    arguments = ["serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS]
+    with Served(Signing) as endpoint, server(*arguments, "--log-level", level) as node:
+        client = CacheClient(str(node.wait_until_listening()["flight"]))
+        options = {"endpoint": endpoint, "hf_token": "hush-hush", "max_retries": "0"}
+        spec = DatasetSpec("t", "hf://tatsu-lab/alpaca/a.parquet", storage_options=options)
+        assert client.load(spec).num_rows == 5
+        _, _, log = node.end(signal.SIGTERM)
+
+    assert "dataset ready name=t" in log
+    assert "hush" not in log
 
 
 @pytest.mark.parametrize(
