@@ -92,6 +92,7 @@ _METADATA_SCHEMES = ("", "file", "s3", "gs", "az", "abfss", "http", "https")
 _HOSTLESS = ("file", "postgresql", "postgres")  # the host may be absent: this machine
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://([^:/?#@]*):.*@", re.DOTALL)
+_BARE_PASSWORD = re.compile(r"^([^:/?#@]*):(?!//).*@", re.DOTALL)  # of a URI without its slashes
 _QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 # No account and other partitions than AWS's own: the roles of MinIO and Ceph look so.
@@ -401,4 +402,5 @@ def _quoted(given: Mapping[str, str], name: str) -> str:
 
 def _shown(text: str) -> str:
     """``text`` without what may be a secret in a URI: its password and the values of its query."""
-    return _QUERY.sub("?...", _PASSWORD.sub(r"://\1:...@", text))
+    text = _BARE_PASSWORD.sub(r"\1:...@", _PASSWORD.sub(r"://\1:...@", text))
+    return _QUERY.sub("?...", text)

@@ -625,3 +625,19 @@ def test_an_environment_asks_for_a_dataset_by_anything_but_a_secret(
     environ: dict[str, str], asks: bool
 ) -> None:
     assert asks_for_dataset(environ) is asks
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("STORAGE_URI", "postgresql:/user:hush@host/db"),
+        ("STORAGE_URI", "postgres:user:hush@host/db"),
+        ("ENDPOINT", "user:hush@host:9000"),
+    ],
+)
+def test_the_password_of_an_address_without_its_slashes_is_not_quoted(
+    name: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{value.partition(':')[0]}:") as caught:
+        spec_from_env({"STORAGE_URI": "s3://bucket/t", name: value})
+    assert "hush" not in str(caught.value) and "@host" in str(caught.value)
