@@ -1,6 +1,7 @@
 import base64
 import html
 import json
+import time
 from urllib.parse import quote
 
 import pytest
@@ -104,3 +105,10 @@ def test_the_secrets_of_the_environment_are_told_by_their_names() -> None:
         "hush-hush",
         "long enough",
     }
+
+
+def test_a_long_answer_of_a_store_is_looked_through_at_once() -> None:
+    """From every character of it on, as a careless pattern does, it would take minutes."""
+    begun = time.process_time()
+    hidden("Ab0/" * 25_000, {"s3cr3t-CANARY", "x" * 400})
+    assert time.process_time() - begun < 5.0
