@@ -1,28 +1,20 @@
-"""Iceberg tables: a metadata file, or a name in a catalogue -> one snapshot -> a split a data file.
+"""Iceberg tables: a table that was found -> one snapshot -> a split a data file.
 
-The only importer of pyiceberg, whose scan decides what a row is: evolved columns, partition values,
-positional deletes and deletion vectors. What it cannot honour is refused here, by name, before a
-row is read. It does not know shards, nodes or SQL.
+pyiceberg's scan decides what a row is: evolved columns, partition values, positional deletes and
+deletion vectors. What it cannot honour is refused here, by name, before a row is read. How a table
+is found is a matter of `iceberg_lookup`. It does not know shards, nodes or SQL.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pydantic
-from pyiceberg.catalog import CatalogType, load_catalog
-from pyiceberg.catalog.noop import NoopCatalog
-from pyiceberg.exceptions import ValidationError
 from pyiceberg.expressions import (
     AlwaysTrue,
     And,
@@ -33,35 +25,27 @@ from pyiceberg.expressions import (
     LessThan,
     LessThanOrEqual,
 )
-from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import (
     ArrowScan,
-    PyArrowFileIO,
     _read_all_delete_files,
     pyarrow_to_schema,
     schema_to_pyarrow,
 )
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent
 from pyiceberg.schema import Schema
-from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import FileScanTask, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 
-from cache_server.object_stores.connections import check_variables
-from cache_server.object_stores.options import catalog_settings
 from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
-from cache_server.redaction import redacted
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
-from cache_server.tables.iceberg_settings import is_rest, store_properties
+from cache_server.tables.iceberg_lookup import find, open_again
 from protos.errors import LoadError, RequestError
 from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
-
-_T = TypeVar("_T")
 
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
@@ -73,8 +57,6 @@ _COMPARISONS = {
     ">": GreaterThan,
     ">=": GreaterThanOrEqual,
 }
-_CATALOGS = tuple(str(kind.value) for kind in CatalogType)
-_CATALOG_TIMEOUT_S = 120.0  # as long as a store is tried
 _PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
 
 
@@ -133,7 +115,7 @@ def pin(table: TableSpec) -> Pin:
     (source,) = table.source
     what = f"Iceberg table {source}"
     with lake.naming(what, table.options, table.secrets):
-        opened, identifier = _find(source, table.options, table.secrets)
+        opened, identifier = find(source, table.options, table.secrets)
         metadata = opened.metadata
         snapshot_id, is_fixed = _snapshot_id(metadata, table.snapshot, what)
         schema = _schema(metadata, snapshot_id if is_fixed else None, what)
@@ -230,117 +212,13 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
             yield from lake.conform(batch, schema)
 
 
-def _find(
-    source: str, options: Mapping[str, str], secrets: Mapping[str, str]
-) -> tuple[StaticTable, str | None]:
-    """The table as it is now, and its name in the catalogue where it was found in one."""
-    properties = store_properties(options, secrets)
-    catalog = catalog_settings(options, secrets)
-    kind = catalog.get("type")
-    if kind is not None and kind.lower() not in _CATALOGS:
-        raise RequestError(
-            f"the type of a catalog must be one of {', '.join(_CATALOGS)}, "
-            f"got {redacted(repr(kind), secrets.values())}"
-        )
-    if not catalog:
-        if ".json" not in source:
-            raise RequestError(
-                f"Iceberg source {source!r} is neither the location of a metadata file "
-                "(...metadata.json) nor, without a catalog, a name in one"
-            )
-        check_variables(source, options, secrets)
-        return _static(source, source, PyArrowFileIO(properties)), None
-    location, io = _ask_catalog(source, catalog, properties)
-    check_variables(location, options, secrets)
-    return _static(source, location, io), source
-
-
-def _ask_catalog(
-    identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
-) -> tuple[str, FileIO]:
-    """Where the table's metadata lies now, and what reads it: a catalogue may lend credentials."""
-    properties: dict[str, str] = {**catalog, **store}
-    properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
-    name = properties.pop("name", "default")
-
-    def ask() -> tuple[str, FileIO]:
-        with closing(load_catalog(name, **properties)) as opened, _explained():
-            found = opened.load_table(identifier)
-            return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
-
-    return _answered(ask)
-
-
-def _answered(ask: Callable[[], _T]) -> _T:
-    """What ``ask`` returns. It is left alone with a catalogue that hangs.
-
-    Of pyiceberg's catalogues, those over REST, Hive and SQL know no time limit of their own.
-
-    Raises:
-        TimeoutError: there is no answer in time.
-    """
-    answer: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    # No pool: the interpreter would wait for its threads at exit.
-    threading.Thread(target=run, name="iceberg-catalog", daemon=True).start()
-    try:
-        return answer.result(_CATALOG_TIMEOUT_S)
-    except TimeoutError:
-        if answer.done():
-            raise  # the catalogue's own
-        raise TimeoutError(f"the catalog did not answer within {_CATALOG_TIMEOUT_S:g} s") from None
-
-
-def _static(name: str, location: str, io: FileIO) -> StaticTable:
-    """The table that the metadata at ``location`` describes: planned here, never by a server."""
-    with _explained():
-        metadata = FromInputFile.table_metadata(io.new_input(location))
-    return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Says in one line what is wrong with metadata that pyiceberg does not take."""
-    try:
-        yield
-    except (ValidationError, pydantic.ValidationError) as error:
-        found = error.__cause__ if isinstance(error, ValidationError) else error
-        if not isinstance(found, pydantic.ValidationError):
-            raise
-        first = found.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "union_tag_invalid":
-            raise ValueError(
-                f"it is of format version {first['ctx']['tag']}; those that are read are 1 to 3"
-            ) from None
-        if first["type"] == "union_tag_not_found":
-            raise ValueError("its metadata does not say which format version it is of") from None
-        where = ".".join(str(part) for part in first["loc"])
-        reason = f"{where}: {first['msg']}" if where else first["msg"]
-        raise ValueError(f"its metadata is not that of a table: {reason}") from None
-
-
 def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
     """The plan of ``state``, made once for all its splits."""
     return _PLANS.get(state, options, secrets, lambda: _make_plan(state, options, secrets))
 
 
 def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:
-    check_variables(state.metadata_location, options, secrets)
-    store = store_properties(options, secrets)
-    catalog = catalog_settings(options, secrets)
-    io: FileIO = PyArrowFileIO(store)
-    # The other catalogues say where the metadata lies and no more: a node need not reach them.
-    if state.identifier is not None and is_rest(catalog):
-        _, io = _ask_catalog(state.identifier, catalog, store)
-    elif catalog:
-        io = PyArrowFileIO({**catalog, **store})
-    table = _static(state.identifier or state.metadata_location, state.metadata_location, io)
+    table = open_again(state.metadata_location, state.identifier, options, secrets)
     what = f"Iceberg table {state}"
     schema = _schema_by_id(table.metadata, state.schema_id, what)
     tasks = {task.file.file_path: task for task in _tasks(table, state.snapshot_id, what)}

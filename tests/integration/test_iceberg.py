@@ -47,7 +47,7 @@ from pyiceberg.types import (
 from pyroaring import BitMap
 
 from cache_server.pinned import Condition
-from cache_server.tables import iceberg, iceberg_settings
+from cache_server.tables import iceberg, iceberg_lookup, iceberg_settings
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
@@ -571,7 +571,7 @@ def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
 def test_a_secret_in_a_message_of_the_library_is_hidden(tmp_path: Path) -> None:
     spec = _spec(str(tmp_path / "v1.metadata.json"), storage_options=s3_options("http://h"))
     with (
-        patch.object(iceberg, "_find", side_effect=ValueError(f"denied\n  for {SECRET}")),
+        patch.object(iceberg, "find", side_effect=ValueError(f"denied\n  for {SECRET}")),
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
     ):
         iceberg.pin(spec)
@@ -583,7 +583,7 @@ def test_a_secret_of_the_environment_in_a_message_of_the_library_is_hidden(
 ) -> None:
     monkeypatch.setenv(name, SECRET)
     with (
-        patch.object(iceberg, "_find", side_effect=ValueError(f"denied for {SECRET}")),
+        patch.object(iceberg, "find", side_effect=ValueError(f"denied for {SECRET}")),
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
     ):
         iceberg.pin(_spec(str(tmp_path / "v1.metadata.json")))
@@ -680,7 +680,7 @@ def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None
 def test_a_catalogue_that_hangs_is_waited_for_until_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(iceberg, "_CATALOG_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(iceberg_lookup, "_CATALOG_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(LoadError) as caught:

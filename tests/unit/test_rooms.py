@@ -132,7 +132,11 @@ BARRIERS = (
     Barrier("cache_server", "http.server", ("cache_server/web/service.py",)),
     Barrier("cache_server", "fsspec", _HUB),
     Barrier("cache_server", "huggingface_hub", _HUB),
-    Barrier("cache_server", "pyiceberg", ("cache_server/tables/iceberg.py",)),
+    Barrier(
+        "cache_server",
+        "pyiceberg",
+        ("cache_server/tables/iceberg.py", "cache_server/tables/iceberg_lookup.py"),
+    ),
     Barrier("cache_server", "deltalake", ("cache_server/tables/delta.py",)),
     Barrier("cache_server", "adbc_driver_manager", _POSTGRES),
     Barrier("cache_server", "adbc_driver_postgresql", _POSTGRES),

@@ -1,0 +1,162 @@
+"""Where an Iceberg table is described: a metadata file, or one that a catalogue names.
+
+It finds the table as it is now, and opens again what was found before. Which snapshot of it is
+read, and how, is a matter of `iceberg`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+import pydantic
+from pyiceberg.catalog import CatalogType, load_catalog
+from pyiceberg.catalog.noop import NoopCatalog
+from pyiceberg.exceptions import ValidationError
+from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import PyArrowFileIO
+from pyiceberg.serializers import FromInputFile
+from pyiceberg.table import StaticTable
+
+from cache_server.object_stores.connections import check_variables
+from cache_server.object_stores.options import catalog_settings
+from cache_server.redaction import redacted
+from cache_server.tables.iceberg_settings import is_rest, store_properties
+from protos.errors import RequestError
+
+_T = TypeVar("_T")
+
+_CATALOGS = tuple(str(kind.value) for kind in CatalogType)
+_CATALOG_TIMEOUT_S = 120.0  # as long as a store is tried
+
+
+def find(
+    source: str, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> tuple[StaticTable, str | None]:
+    """The table as it is now, and its name in the catalogue where it was found in one.
+
+    Args:
+        source: the location of a metadata file, or the name of a table in a catalogue.
+
+    Raises:
+        RequestError: for a setting that can never be right, or a source that is neither.
+        TimeoutError: the catalogue does not answer. Otherwise as pyiceberg does.
+    """
+    properties = store_properties(options, secrets)
+    catalog = catalog_settings(options, secrets)
+    kind = catalog.get("type")
+    if kind is not None and kind.lower() not in _CATALOGS:
+        raise RequestError(
+            f"the type of a catalog must be one of {', '.join(_CATALOGS)}, "
+            f"got {redacted(repr(kind), secrets.values())}"
+        )
+    if not catalog:
+        if ".json" not in source:
+            raise RequestError(
+                f"Iceberg source {source!r} is neither the location of a metadata file "
+                "(...metadata.json) nor, without a catalog, a name in one"
+            )
+        check_variables(source, options, secrets)
+        return _opened(source, source, PyArrowFileIO(properties)), None
+    location, io = _ask_catalog(source, catalog, properties)
+    check_variables(location, options, secrets)
+    return _opened(source, location, io), source
+
+
+def open_again(
+    metadata_location: str,
+    identifier: str | None,
+    options: Mapping[str, str],
+    secrets: Mapping[str, str],
+) -> StaticTable:
+    """A table as it was when its metadata lay there.
+
+    Args:
+        identifier: in the catalogue where it was found in one.
+
+    Raises:
+        as `find`.
+    """
+    check_variables(metadata_location, options, secrets)
+    store = store_properties(options, secrets)
+    catalog = catalog_settings(options, secrets)
+    io: FileIO = PyArrowFileIO(store)
+    # The other catalogues say where the metadata lies and no more: a node need not reach them.
+    if identifier is not None and is_rest(catalog):
+        _, io = _ask_catalog(identifier, catalog, store)
+    elif catalog:
+        io = PyArrowFileIO({**catalog, **store})
+    return _opened(identifier or metadata_location, metadata_location, io)
+
+
+def _ask_catalog(
+    identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
+) -> tuple[str, FileIO]:
+    """Where the table's metadata lies now, and what reads it: a catalogue may lend credentials."""
+    properties: dict[str, str] = {**catalog, **store}
+    properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
+    name = properties.pop("name", "default")
+
+    def ask() -> tuple[str, FileIO]:
+        with closing(load_catalog(name, **properties)) as opened, _explained():
+            found = opened.load_table(identifier)
+            return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+
+    return _answered(ask)
+
+
+def _answered(ask: Callable[[], _T]) -> _T:
+    """What ``ask`` returns. It is left alone with a catalogue that hangs.
+
+    Of pyiceberg's catalogues, those over REST, Hive and SQL know no time limit of their own.
+
+    Raises:
+        TimeoutError: there is no answer in time.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    # No pool: the interpreter would wait for its threads at exit.
+    threading.Thread(target=run, name="iceberg-catalog", daemon=True).start()
+    try:
+        return answer.result(_CATALOG_TIMEOUT_S)
+    except TimeoutError:
+        if answer.done():
+            raise  # the catalogue's own
+        raise TimeoutError(f"the catalog did not answer within {_CATALOG_TIMEOUT_S:g} s") from None
+
+
+def _opened(name: str, location: str, io: FileIO) -> StaticTable:
+    """The table that the metadata at ``location`` describes: planned here, never by a server."""
+    with _explained():
+        metadata = FromInputFile.table_metadata(io.new_input(location))
+    return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Says in one line what is wrong with metadata that pyiceberg does not take."""
+    try:
+        yield
+    except (ValidationError, pydantic.ValidationError) as error:
+        found = error.__cause__ if isinstance(error, ValidationError) else error
+        if not isinstance(found, pydantic.ValidationError):
+            raise
+        first = found.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "union_tag_invalid":
+            raise ValueError(
+                f"it is of format version {first['ctx']['tag']}; those that are read are 1 to 3"
+            ) from None
+        if first["type"] == "union_tag_not_found":
+            raise ValueError("its metadata does not say which format version it is of") from None
+        where = ".".join(str(part) for part in first["loc"])
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ValueError(f"its metadata is not that of a table: {reason}") from None
