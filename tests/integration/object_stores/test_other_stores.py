@@ -154,7 +154,8 @@ def test_a_web_server_that_does_not_tell_the_length_is_asked_for_the_object(
     assert set(_OneFile.encodings) == {"identity"}
 
 
-@pytest.mark.parametrize("head", [_ROWS, gzip.compress(_ROWS)])
+# Named: gzip writes down the second, and the processes of a test run must collect the same tests.
+@pytest.mark.parametrize("head", [_ROWS, gzip.compress(_ROWS)], ids=["plain", "gzip"])
 def test_a_web_server_that_compresses_all_the_same_is_named(tmp_path: Path, head: bytes) -> None:
     with Served(type("Handler", (_Compressing,), {"head": head})) as origin:
         (file,) = expand(f"{origin}/a.csv", (".csv",), {}, {})
