@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 import yaml
@@ -30,7 +30,7 @@ from cache_client.display import (
     show_rows,
     way_facts,
 )
-from protos.errors import CacheError, ConfigError, LoadError, RequestError
+from protos.errors import CacheError, ConfigError, LoadError, RequestError, checked
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.output import checked_output
 from protos.sizes import size
@@ -50,7 +50,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_T = TypeVar("_T")
 _SPEC_HELP = "YAML file that describes the dataset: name, source, sql."
 
 Endpoint = Annotated[
@@ -139,20 +138,11 @@ def _what_to_load(
 def _cache_and_spec(
     problems: list[str], endpoint: str | None, make_spec: Callable[[], DatasetSpec]
 ) -> tuple[CacheClient, DatasetSpec]:
-    spec = _checked(problems, make_spec)
-    client = _checked(problems, lambda: CacheClient(endpoint))
+    spec = checked(problems, make_spec)
+    client = checked(problems, lambda: CacheClient(endpoint))
     if problems or client is None or spec is None:
         raise ConfigError("; ".join(problems))
     return client, spec
-
-
-def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
-    """What ``make`` returns; None where it finds bad settings, which are added to ``problems``."""
-    try:
-        return make()
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
 
 
 @app.command()
@@ -172,7 +162,7 @@ def plan(
 ) -> None:
     """Show the rows, memory, nodes and steps that a load would take. Loads nothing."""
     problems = seconds_problems("timeout_s", timeout_s)
-    limit = _checked(problems, lambda: _memory_limit(memory_limit))
+    limit = checked(problems, lambda: _memory_limit(memory_limit))
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
     forecast = client.plan(
         wanted,

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -41,12 +41,11 @@ from cache_client.reader import Reader
 from cache_client.rows import Rows, cut
 from cache_client.whereabouts import Whereabouts
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
-from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError
+from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError, checked
 
 _MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own messages, and so of rows in one
 _MOST_PREFETCHED = 2**31 - 1
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -159,20 +158,21 @@ class CacheIterableDataset(IterableDataset[Any]):
         if prefetch_batches is not None:
             _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
         _collect_integer(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
-        target = _collect(problems, lambda: find_device(device))
+        target = checked(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
             problems.append(f"device needs batch_format='torch', got {batch_format!r}")
         given = {"rank": rank, "world_size": world_size}
         ranks = [None if n is None else _collect_integer(problems, k, n) for k, n in given.items()]
         refused = ranks.count(None) > list(given.values()).count(None)
-        who = None if refused else _collect(problems, lambda: find_rank(ranks[0], ranks[1]))
-        where = _collect(problems, lambda: find_endpoint(endpoint))
-        _collect(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last))
-        _collect(
+        who = None if refused else checked(problems, lambda: find_rank(ranks[0], ranks[1]))
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        checked(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last), ValueError)
+        checked(
             problems,
             lambda: EpochOrder(
                 0, shuffle=shuffle, shuffle_block_size=shuffle_block_size, seed=seed
             ),
+            ValueError,
         )
         if problems or who is None or where is None:
             raise ConfigError("; ".join(problems))
@@ -532,13 +532,4 @@ def _collect_integer(
     maximum: int | None = None,
 ) -> int | None:
     """The argument ``name``; one that is no integer in these bounds is one more problem instead."""
-    return _collect(problems, lambda: checked_integer(name, value, minimum, maximum))
-
-
-def _collect(problems: list[str], make: Callable[[], _T]) -> _T | None:
-    """What ``make`` returns; a bad setting becomes one more problem instead."""
-    try:
-        return make()
-    except ValueError as error:  # a ConfigError is one
-        problems.append(str(error))
-    return None
+    return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)

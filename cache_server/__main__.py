@@ -10,18 +10,17 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, NoReturn
 
 import typer
 
 from cache_server.config import NodeConfig
 from cache_server.control_link import RemoteCoordinator
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
-from protos.errors import CacheError, ConfigError, LoadError, RequestError
+from protos.errors import CacheError, ConfigError, LoadError, RequestError, checked
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.load_bar import shown_progress
 from protos.output import checked_output
@@ -43,7 +42,6 @@ app = typer.Typer(
 )
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
@@ -147,10 +145,10 @@ def serve(
 ) -> None:
     """Run one cache node. Prints one JSON line when it listens."""
     problems: list[str] = []
-    _checked(problems, lambda: _set_up_logging(log_level))
-    _checked(problems, lambda: _check_exit_code(signal_exit_code))
-    _checked(problems, lambda: _check_ephemeral(ephemeral, exit_with_stdin))
-    config = _checked(
+    checked(problems, lambda: _set_up_logging(log_level))
+    checked(problems, lambda: _check_exit_code(signal_exit_code))
+    checked(problems, lambda: _check_ephemeral(ephemeral, exit_with_stdin))
+    config = checked(
         problems,
         lambda: NodeConfig.build(
             cache_dir=cache_dir,
@@ -174,7 +172,7 @@ def serve(
     loads = load_from_env and (config is None or config.is_coordinator)
     spec = None
     if loads and asks_for_dataset(os.environ):
-        spec = _checked(problems, lambda: spec_from_env(os.environ))
+        spec = checked(problems, lambda: spec_from_env(os.environ))
     if problems or config is None:
         raise ConfigError("; ".join(problems))
     if loads and spec is None:
@@ -240,10 +238,10 @@ def local(
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one JSON line."""
     problems: list[str] = []
-    _checked(problems, lambda: _set_up_logging(log_level))
-    spec = _checked(problems, lambda: _spec_to_load(load, load_from_env))
-    limit = _checked(problems, lambda: _memory_limit(memory_limit))
-    _checked(problems, lambda: checked_settings(nodes, cache_dir, limit))
+    checked(problems, lambda: _set_up_logging(log_level))
+    spec = checked(problems, lambda: _spec_to_load(load, load_from_env))
+    limit = checked(problems, lambda: _memory_limit(memory_limit))
+    checked(problems, lambda: checked_settings(nodes, cache_dir, limit))
     if problems:
         raise ConfigError("; ".join(problems))
     # Also while it starts and loads: the cluster then stops its processes on the way out.
@@ -297,15 +295,6 @@ def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
         with suppress(OSError):  # of a reader that is gone
             stream.flush()
     os._exit(code)
-
-
-def _checked(problems: list[str], make: Callable[[], _T]) -> _T | None:
-    """What ``make`` returns; None where it finds bad settings, which are added to ``problems``."""
-    try:
-        return make()
-    except ConfigError as error:
-        problems.append(str(error))
-        return None
 
 
 def _spec_to_load(path: Path | None, from_env: bool) -> DatasetSpec | None:

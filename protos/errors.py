@@ -18,7 +18,12 @@ speak those protocols carry a serialised `cache.v1.Error` beside the message.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from protos.cache.v1 import cache_pb2 as pb
+
+_T = TypeVar("_T")
 
 
 class CacheError(Exception):
@@ -123,3 +128,22 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
         f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "
         f"{progress.shards_total} shards, {progress.rows_done} rows so far"
     )
+
+
+def checked(
+    problems: list[str], make: Callable[[], _T], refusal: type[ValueError] = ConfigError
+) -> _T | None:
+    """What ``make`` returns. What it refuses becomes one more problem: all are said at once.
+
+    Args:
+        problems: added to.
+        refusal: by which it refuses; anything else is raised.
+
+    Returns:
+        None where it refused.
+    """
+    try:
+        return make()
+    except refusal as error:
+        problems.append(str(error))
+        return None
