@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from cache_client.call import Call
 
 _THREADS = 16  # begun when they are needed: those that interrupts left may still be inside a call
 _T = TypeVar("_T")
@@ -40,25 +42,9 @@ class Aside:
         """
         if threading.current_thread() is not threading.main_thread():
             return function(*args)
-        called: Future[_T] = Future()
+        call = Call(function, *args)
         try:
-            self._threads.submit(_make, [called], function, args)
+            self._threads.submit(call.make)
         except RuntimeError:  # no thread begins any more, but one that runs may have taken the call
-            if called.cancel():
-                return function(*args)
-        try:
-            return called.result()
-        finally:
-            del called  # an error that it holds holds this frame
-
-
-def _make(waiting: list[Future[_T]], function: Callable[..., _T], args: tuple[Any, ...]) -> None:
-    """Makes a call unless it was cancelled; leaves nothing that holds what it raised."""
-    called = waiting.pop()
-    if not called.set_running_or_notify_cancel():
-        return
-    try:
-        called.set_result(function(*args))
-    except BaseException as error:  # raised where it is waited for
-        called.set_exception(error)
-        del called
+            call.make()
+        return call.wait()
