@@ -1,7 +1,8 @@
 """What may be shown of a text that somebody else wrote: no secret, in none of its forms.
 
-Libraries put addresses, headers and whole configurations into what they say, with secrets as they
-are, as an address quotes them, or as Python shows them. Knows neither stores nor databases. Pure.
+Libraries and servers put addresses, headers and whole configurations into what they say, with
+secrets as they are, in parts, broken into lines, in base64, or escaped as addresses, JSON, HTML and
+Python do. Knows neither stores nor databases. Pure.
 """
 
 from __future__ import annotations

@@ -224,7 +224,6 @@ class ObjectClient:
         """
         start, stop = span
         last = began  # when a byte came
-        quiet_since = None  # the last byte before the bodies that broke soon
         for breaks in itertools.count(1):
             try:
                 for piece in stream:
@@ -234,13 +233,11 @@ class ObjectClient:
                 return
             except _FAILURES as error:
                 now = time.monotonic()
-                if quiet_since is None or last - began >= self._patience.timeout_s:
-                    quiet_since = last
                 if (
                     self._was_retried(file, now - began)
                     or not (file.etag or file.mtime_ns)  # nothing would tell another object
                     or breaks > self._patience.max_retries
-                    or now - quiet_since >= self._patience.timeout_s
+                    or now - last >= self._patience.timeout_s
                 ):
                     # obstore does not go on with another object, but does not say so either.
                     if (found := self.head(self._key(file))) is not None:
