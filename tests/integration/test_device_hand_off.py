@@ -23,6 +23,7 @@ from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
+from tests.worker_errors import raises_in_workers
 
 ROWS = 1_000
 HAS_CUDA = torch.cuda.is_available()
@@ -124,7 +125,7 @@ def test_a_data_loader_without_workers_hands_the_batches_on(
 
 def test_data_loader_workers_are_refused(cluster: LocalCluster, table: str) -> None:
     loader = DataLoader(make(cluster, table), batch_size=None, num_workers=1)
-    with pytest.raises(ConfigError, match=r"device='cpu' cannot be used in DataLoader workers"):
+    with raises_in_workers(ConfigError, match=r"device='cpu' cannot be used in DataLoader workers"):
         list(loader)
 
 
