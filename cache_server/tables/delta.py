@@ -67,11 +67,6 @@ _FOR_WRITERS = (
     *("s3_allow_unsafe_rename", "s3_locking_provider", "copy_if_not_exists"),
     *("allow_unsafe_rename", "dynamo_lock_table_name"),
 )
-# Parquet's INT96 as what Delta means by it: nanoseconds would overflow for far dates.
-_PARQUET = ds.ParquetFileFormat(
-    read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
-    default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
-)
 _FOOTER_THREADS = 8
 # In the words of deltalake: no log, one with a gap, and each of the versions beside that.
 _NO_LOG = "No files in log segment"
@@ -342,7 +337,7 @@ def _reopen(state: _State, options: Mapping[str, str], secrets: Mapping[str, str
 
 
 def _fragment(version: _Version, file: _File) -> ds.ParquetFileFragment:
-    return _PARQUET.make_fragment(file.path, filesystem=version.filesystem)
+    return lake.PARQUET.make_fragment(file.path, filesystem=version.filesystem)
 
 
 def _footer(version: _Version, file: _File) -> lake.Footer:

@@ -1,8 +1,8 @@
 """Iceberg tables: a table that was found -> one snapshot -> a split a data file.
 
-pyiceberg's scan decides what a row is: evolved columns, partition values, positional deletes and
-deletion vectors. What it cannot honour is refused here, by name, before a row is read. How a table
-is found is a matter of `iceberg_lookup`. It does not know shards, nodes or SQL.
+pyiceberg plans which files a snapshot has and which deletes apply to them. What cannot be honoured
+is refused here, by name, before a row is read. How a table is found is a matter of
+`iceberg_lookup`, what its rows are of `iceberg_rows`. It does not know shards, nodes or SQL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import lru_cache
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.expressions import (
-    AlwaysTrue,
     And,
     BooleanExpression,
     EqualTo,
@@ -25,12 +24,7 @@ from pyiceberg.expressions import (
     LessThan,
     LessThanOrEqual,
 )
-from pyiceberg.io.pyarrow import (
-    ArrowScan,
-    _read_all_delete_files,
-    pyarrow_to_schema,
-    schema_to_pyarrow,
-)
+from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, StaticTable
@@ -43,6 +37,7 @@ from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, 
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
+from cache_server.tables.iceberg_rows import live_rows
 from protos.errors import LoadError, RequestError
 from protos.layout import GUESSED_VALUE_BYTES
 from protos.spec import TableSpec
@@ -178,7 +173,8 @@ def _paths_that_may_hold(
         row_filter = And(row_filter, comparison)
     try:
         tasks = list(table.scan(row_filter=row_filter, snapshot_id=snapshot_id).plan_files())
-    except (TypeError, ValueError):  # a value that Iceberg does not compare with such a column
+    except (TypeError, ValueError, OverflowError):
+        # A value that Iceberg does not compare with such a column, or the last that Python has.
         return None
     return {task.file.file_path for task in tasks}
 
@@ -205,10 +201,7 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
     wanted = set(schema.names) or {plan.schema.fields[0].name}  # a count needs some column
     projected = Schema(*(field for field in plan.schema.fields if field.name in wanted))
     with lake.naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
-        scan = ArrowScan(plan.table.metadata, plan.table.io, projected, AlwaysTrue())
-        # `to_record_batches`, its public form, decodes the whole file before it gives a batch.
-        deletes = _read_all_delete_files(plan.table.io, [task])
-        for batch in scan._record_batches_from_scan_tasks_and_deletes([task], deletes):
+        for batch in live_rows(plan.table, task, projected):
             yield from lake.conform(batch, schema)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from cache_server.object_stores.connections import from_env
@@ -32,6 +33,11 @@ _SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of st
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
 MOST_FOOTERS = 64  # that are read to foretell what strings and lists take
+# Parquet's INT96 in the unit of both formats: nanoseconds would overflow for far dates.
+PARQUET = ds.ParquetFileFormat(
+    read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
+    default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
+)
 _FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
 _INPUT = re.compile(r", input_value=.*?, input_type=\w+(?=\])", re.DOTALL)  # pydantic cuts secrets

@@ -19,11 +19,6 @@ from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
     FileFormat,
-    ManifestContent,
-    ManifestEntry,
-    ManifestEntryStatus,
-    ManifestFile,
-    ManifestWriterV2,
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
@@ -51,6 +46,7 @@ from cache_server.tables import iceberg, iceberg_lookup, iceberg_settings
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
+from tests.iceberg_tables import opened_catalog, with_deletes
 from tests.lake_tables import (
     SECRET,
     assert_same_rows,
@@ -72,11 +68,7 @@ BY_PART = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "part"))
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[SqlCatalog]:
-    opened = SqlCatalog(
-        "default", uri=f"sqlite:///{tmp_path}/catalog.db", warehouse=f"file://{tmp_path}/warehouse"
-    )
-    with closing(opened):
-        opened.create_namespace("ns")
+    with opened_catalog(tmp_path) as opened:
         yield opened
 
 
@@ -350,50 +342,6 @@ def test_a_missing_data_file_is_named(catalog: SqlCatalog) -> None:
     assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
 
 
-def _with_deletes(table: Table, deletes: list[DataFile]) -> tuple[str, int]:
-    """The metadata location and id of a snapshot that also has these delete files.
-
-    pyiceberg writes none, so its manifest writer is told that this manifest holds deletes.
-    """
-
-    class DeleteManifestWriter(ManifestWriterV2):
-        def content(self) -> ManifestContent:
-            return ManifestContent.DELETES
-
-        @property
-        def _meta(self) -> dict[str, str]:
-            return {**super()._meta, "content": "deletes"}
-
-    with table.transaction() as transaction:
-        append = transaction.update_snapshot().fast_append()
-        path = f"{table.location()}/metadata/deletes.avro"
-        writer = DeleteManifestWriter(
-            table.spec(),
-            table.schema(),
-            table.io.new_output(path),
-            append.snapshot_id,
-            "gzip",
-        )
-        with writer:
-            for delete in deletes:
-                entry = ManifestEntry.from_args(
-                    status=ManifestEntryStatus.ADDED,
-                    snapshot_id=append.snapshot_id,
-                    sequence_number=None,
-                    file_sequence_number=None,
-                    data_file=delete,
-                )
-                writer.add_entry(entry)
-        added: ManifestFile = writer.to_manifest_file()
-        existing = append._existing_manifests
-
-        with patch.object(append, "_existing_manifests", lambda: [*existing(), added]):
-            append.commit()
-    snapshot = table.refresh().current_snapshot()
-    assert snapshot is not None
-    return table.metadata_location, snapshot.snapshot_id
-
-
 def _delete_file(table: Table, content: DataFileContent, rows: pa.Table, part: str) -> DataFile:
     path = f"{table.location()}/data/{content.name}-{part}.parquet"
     pq.write_table(rows, path.removeprefix("file://"))
@@ -421,7 +369,7 @@ def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
     )
     before = iceberg.pin(_spec(table.metadata_location))
     deletes = _delete_file(table, DataFileContent.POSITION_DELETES, gone, "p1")
-    location, _ = _with_deletes(table, [deletes])
+    location, _ = with_deletes(table, [deletes])
     spec = _spec(location)
     pin = iceberg.pin(spec)
     found = read_table(spec, pin)
@@ -461,7 +409,7 @@ def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
         record_count=3,
         file_size_in_bytes=path.stat().st_size,
     )
-    location, _ = _with_deletes(table, [deletes])
+    location, _ = with_deletes(table, [deletes])
     spec = _spec(location)
     pin = iceberg.pin(spec)
     assert read_table(spec, pin).column("id").to_pylist() == [1, 2, 4, 5, 6, 7, 8]
@@ -473,7 +421,7 @@ def test_equality_deletes_are_refused_by_name(catalog: SqlCatalog) -> None:
     table.append(_rows(0, 30))
     gone = pa.table({"id": pa.array([1], pa.int64())})
     deletes = _delete_file(table, DataFileContent.EQUALITY_DELETES, gone, "p1")
-    location, snapshot = _with_deletes(table, [deletes])
+    location, snapshot = with_deletes(table, [deletes])
     with pytest.raises(RequestError) as caught:
         iceberg.pin(_spec(location))
     message = str(caught.value)

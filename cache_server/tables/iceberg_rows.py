@@ -1,0 +1,122 @@
+"""The rows of one data file of an Iceberg table: live, and with the columns of a schema.
+
+pyiceberg finds and fits the columns; its own scan would make null lists of structures empty
+(apache/iceberg-python#3833), lose fields of structures in nested lists that were renamed, and wrap
+far timestamps of 96 bits. It does not know snapshots, splits or settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+from pyiceberg.io.pyarrow import (
+    ArrowAccessor,
+    ArrowProjectionVisitor,
+    _combine_positional_deletes,
+    _get_column_projection_values,
+    _read_all_delete_files,
+    pyarrow_to_schema,
+)
+from pyiceberg.manifest import FileFormat
+from pyiceberg.schema import Schema, prune_columns, visit_with_partner
+from pyiceberg.table import FileScanTask, StaticTable
+from pyiceberg.types import ListType, MapType
+
+from cache_server.tables import lake
+
+_FORMATS: Mapping[FileFormat, ds.FileFormat] = {
+    FileFormat.PARQUET: lake.PARQUET,
+    FileFormat.ORC: ds.OrcFileFormat(),
+}
+_LAST_VERSION_IN_MICROSECONDS = 2  # of the format; later ones have a type of nanoseconds
+
+
+def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterator[pa.RecordBatch]:
+    """The rows of a data file that no delete takes away, in its order.
+
+    Args:
+        task: the file, of one of `_FORMATS`, and its positional deletes and deletion vectors.
+        schema: columns of the table; those that the file lacks are filled as the format says.
+    """
+    metadata, file = table.metadata, task.file
+    version = metadata.format_version
+    in_microseconds = version <= _LAST_VERSION_IN_MICROSECONDS
+    deletes = _read_all_delete_files(table.io, [task]).get(file.file_path)
+    with table.io.new_input(file.file_path).open() as opened:
+        fragment = _FORMATS[file.file_format].make_fragment(opened)
+        stored = pyarrow_to_schema(
+            fragment.physical_schema, metadata.name_mapping(), in_microseconds, version
+        )
+        spec = metadata.specs().get(file.spec_id)
+        absent = _get_column_projection_values(
+            file, schema, metadata.schema(), spec, stored.field_ids
+        )
+        wanted = {n for n in schema.field_ids if not _is_container(schema, n)}
+        read = prune_columns(stored, wanted, select_full_types=False)
+        visitor = _Projection(
+            read,
+            in_microseconds,
+            projected_missing_fields=absent,
+            allow_timestamp_tz_mismatch=True,
+        )
+        scanner = fragment.scanner(columns=[field.name for field in read.fields])
+        stop = 0
+        for batch in scanner.to_batches():
+            start, stop = stop, stop + batch.num_rows
+            if deletes:
+                batch = batch.take(_combine_positional_deletes(deletes, start, stop))
+            if batch.num_rows:
+                fitted = visit_with_partner(schema, batch, visitor, ArrowAccessor(read))
+                yield pa.RecordBatch.from_struct_array(fitted)
+
+
+def _is_container(schema: Schema, field_id: int) -> bool:
+    return isinstance(schema.find_type(field_id), ListType | MapType)
+
+
+class _Projection(ArrowProjectionVisitor):
+    """pyiceberg's, with lists and maps that keep their nulls and all that was fitted in them."""
+
+    def list(
+        self, list_type: ListType, list_array: pa.Array | None, value_array: pa.Array | None
+    ) -> pa.Array | None:
+        if value_array is None or not isinstance(list_array, pa.ListArray | pa.LargeListArray):
+            return super().list(list_type, list_array, value_array)
+        values = self._cast_if_needed(list_type.element_field, value_array)
+        field = self._construct_field(list_type.element_field, values.type)
+        is_large = isinstance(list_array, pa.LargeListArray)
+        return type(list_array).from_arrays(
+            _offsets(list_array),
+            values,
+            type=pa.large_list(field) if is_large else pa.list_(field),
+            mask=list_array.is_null(),
+        )
+
+    def map(
+        self,
+        map_type: MapType,
+        map_array: pa.Array | None,
+        key_result: pa.Array | None,
+        value_result: pa.Array | None,
+    ) -> pa.Array | None:
+        if map_array is None or key_result is None or value_result is None:
+            return None
+        keys = self._cast_if_needed(map_type.key_field, key_result)
+        values = self._cast_if_needed(map_type.value_field, value_result)
+        return pa.MapArray.from_arrays(
+            _offsets(map_array),
+            keys,
+            values,
+            type=pa.map_(
+                self._construct_field(map_type.key_field, keys.type),
+                self._construct_field(map_type.value_field, values.type),
+            ),
+            mask=map_array.is_null(),
+        )
+
+
+def _offsets(array: pa.Array) -> pa.Array:
+    """Of lists or maps; as an array that is no slice, which Arrow wants beside a mask."""
+    return pa.array(array.offsets.to_numpy())
