@@ -41,7 +41,6 @@ _HONOURED_FEATURES = {
     "deletionVectors",
     "timestampNtz",
     "v2Checkpoint",
-    "vacuumProtocolCheck",
     "columnMapping",  # where its mode is none
 }
 _MAPPING_MODE = "delta.columnMapping.mode"
@@ -342,6 +341,7 @@ def _fragment(version: _Version, file: _File) -> ds.ParquetFileFragment:
 
 def _footer(version: _Version, file: _File) -> lake.Footer:
     footer = _fragment(version, file).metadata
+    stored = _stored_names(footer.schema.to_arrow_schema())
 
     def place(field: pa.Field) -> Place:
         origin = origin_of(field)
@@ -349,18 +349,25 @@ def _footer(version: _Version, file: _File) -> lake.Footer:
             return GUESSED_VALUE_BYTES
         if origin in file.partition:
             return value_bytes(field, file.partition[origin].as_py())
-        return origin
+        return stored.get(origin.lower(), origin)
 
     return footer, place
+
+
+def _stored_names(schema: pa.Schema) -> dict[str, str]:
+    """The columns of a file by their names in lower case: a table's differ in more than case."""
+    return {name.lower(): name for name in schema.names}
 
 
 def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """The live rows of ``file``; a column that it lacks is null."""
     fragment = _fragment(version, file)
-    names = set(fragment.physical_schema.names)
-    absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
+    stored = _stored_names(fragment.physical_schema)
+    absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name.lower() not in stored}
     constants = {**absent, **file.partition}
-    present = [name for name in schema.names if name not in constants]
+    present = {
+        name: ds.field(stored[name.lower()]) for name in schema.names if name not in constants
+    }
     start = 0
     for batch in fragment.scanner(columns=present, use_threads=False).to_batches():
         stop = start + batch.num_rows

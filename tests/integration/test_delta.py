@@ -265,11 +265,12 @@ def test_column_mapping_is_refused_by_name(tmp_path: Path, mode: str) -> None:
         delta.pin(_spec(str(uri)))
 
 
-def test_other_reader_features_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("feature", ["typeWidening", "vacuumProtocolCheck", "variantType"])
+def test_other_reader_features_are_refused_by_name(tmp_path: Path, feature: str) -> None:
     uri = tmp_path / "t"
     write_deltalake(str(uri), _rows(0, 3))
-    _commit(uri, 1, _protocol("typeWidening"))
-    with pytest.raises((RequestError, LoadError), match=r"(?i)typeWidening"):
+    _commit(uri, 1, _protocol(feature))
+    with pytest.raises(RequestError, match=f"features that are not honoured here: {feature}$"):
         delta.pin(_spec(str(uri)))
 
 
@@ -282,6 +283,20 @@ def test_a_widened_column_is_cast(tmp_path: Path) -> None:
     _rewrite_log(uri, 0, lambda action: action.get("add", {}).update(size=size))
     spec = _spec(str(uri))
     assert read_table(spec, delta.pin(spec)).column("id").to_pylist() == [1, 2]
+
+
+def test_a_column_is_found_whatever_the_case_of_its_name_in_the_file(tmp_path: Path) -> None:
+    names = ["Id", "Text"]
+    write_deltalake(str(tmp_path), pa.table([[1, 2], ["a", "bc"]], names=names))
+    (file,) = tmp_path.glob("*.parquet")
+    pq.write_table(pa.table({"ID": [1, 2], "text": ["a", "bc"]}), file)
+    size = file.stat().st_size
+    _rewrite_log(tmp_path, 0, lambda action: action.get("add", {}).update(size=size))
+    spec = _spec(str(tmp_path))
+    pin = delta.pin(spec)
+    assert read_table(spec, pin).to_pydict() == {"Id": [1, 2], "Text": ["a", "bc"]}
+    (split,) = pin.cut(pa.schema([("Text", pa.string())]), 1)
+    assert split.estimated_bytes == 2 * 4 + len("abc")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
