@@ -394,7 +394,7 @@ class Coordinator:
                 continue
             if version.plan.keeps_every_row and starts[-1] != version.plan.max_rows:
                 reason = (
-                    f"it came out with {starts[-1]} rows, but the footers of its files say "
+                    f"it came out with {starts[-1]} rows, but the metadata of its files says "
                     f"{version.plan.max_rows}"
                 )
                 version.fail(version.load_error(reason))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
+from deltalake import write_deltalake
 
 from cache_client import (
     CacheClient,
@@ -287,6 +288,19 @@ def test_a_query_that_fails_on_some_row_fails_the_load_with_the_split(
 
     assert str(source / "part-002.parquet") in reason
     assert "divide by zero" in reason.lower()
+    unharmed(dataset_name)
+
+
+def test_a_lake_table_whose_metadata_counts_its_rows_wrong_fails_the_load(
+    client: CacheClient, dataset_name: str, tmp_path: Path, unharmed: Callable[[str], None]
+) -> None:
+    write_deltalake(str(tmp_path), pa.table({"row": range(5)}))
+    (commit,) = (tmp_path / "_delta_log").glob("*.json")
+    text = commit.read_text()
+    assert text.count('numRecords\\":5') == 1
+    commit.write_text(text.replace('numRecords\\":5', 'numRecords\\":7'))
+    with pytest.raises(LoadError, match=r"came out with 5 rows, but the metadata .* says 7"):
+        client.load(DatasetSpec(dataset_name, str(tmp_path), format="delta"))
     unharmed(dataset_name)
 
 
