@@ -68,7 +68,7 @@ def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
         runtime=_runtime(job, documents, runtimes),
         secrets={_name(d): _secret(d) for d in documents if d.get("kind") == "Secret"},
         config_maps={
-            _name(d): dict(d.get("data") or {}) for d in documents if d.get("kind") == "ConfigMap"
+            _name(d): _texts(d, "data") for d in documents if d.get("kind") == "ConfigMap"
         },
     )
 
@@ -134,12 +134,24 @@ def _name(document: Json) -> str:
 
 def _secret(document: Json) -> dict[str, str]:
     values: dict[str, str] = {}
-    for key, text in (document.get("data") or {}).items():
+    for key, text in _texts(document, "data").items():
         try:
             values[key] = base64.b64decode(text, validate=True).decode()
-        except (binascii.Error, UnicodeError, TypeError):
+        except (binascii.Error, UnicodeError):
             raise ConfigError(f"Secret {_name(document)}: {key} is no base64 text") from None
-    return values | dict(document.get("stringData") or {})
+    return values | _texts(document, "stringData")
+
+
+def _texts(document: Json, field: str) -> dict[str, str]:
+    """The values of a Secret or a ConfigMap, which no message shows."""
+    where = f"{document['kind']} {_name(document)}: {field}"
+    values = document.get(field) or {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must be names and their values")
+    for key, value in values.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}.{key} must be a text: a number needs quotes")
+    return values
 
 
 def _checked(document: Json, path: Path) -> Json:
@@ -150,17 +162,38 @@ def _checked(document: Json, path: Path) -> Json:
         raise ConfigError(
             f"{where}: apiVersion must be {_API_VERSION}, got {document.get('apiVersion')!r}"
         )
+    if not isinstance(document.get("spec"), dict):
+        raise ConfigError(f"{where}: spec is missing, or no object")
     try:
         known = _MODELS[kind].from_dict(document)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+            f"{_place(problem['input'], problem['loc'], document)}: {problem['msg']}"
+            for problem in error.errors()
         ]
         raise ConfigError(f"{where}: {'; '.join(problems)}") from None
     unknown = sorted(unknown_fields(document, known.to_dict() if known is not None else {}))
     if unknown:
         raise ConfigError(f"{where}: unknown field {', '.join(unknown)}")
     return document
+
+
+def _place(value: Any, steps: tuple[str | int, ...], document: Json) -> str:
+    """Where ``value`` is, of which a model knows the last ``steps`` alone."""
+    end = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    found = [path for path, part in _parts(document) if part is value and path.endswith(end)]
+    return " or ".join(path.removeprefix(".") for path in found or [end])
+
+
+def _parts(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a document is made of, each with its path, such as ``.spec.trainer.command[0]``."""
+    yield path, part
+    if isinstance(part, dict):
+        for key, value in part.items():
+            yield from _parts(value, f"{path}.{key}")
+    elif isinstance(part, list):
+        for index, value in enumerate(part):
+            yield from _parts(value, f"{path}[{index}]")
 
 
 def unknown_fields(given: Any, kept: Any, path: str = "") -> Iterator[str]:

@@ -180,6 +180,14 @@ def _wrong_runtime(jobs: list[Json]) -> Iterator[str]:
 
 def _wrong_job(spec: Json, policy: Json, jobs: list[Json]) -> Iterator[str]:
     """``Validate`` of the plugins jobset and torch, and what the schema of a TrainJob says."""
+    trainer = spec.get("trainer") or {}
+    for path, value, least in (
+        ("trainer.numNodes", trainer.get("numNodes"), 0),
+        ("trainer.numProcPerNode", trainer.get("numProcPerNode"), 1),
+        ("activeDeadlineSeconds", spec.get("activeDeadlineSeconds"), 1),
+    ):
+        if value is not None and value < least:
+            yield f"spec.{path} must be at least {least}, got {value}"
     names = {job["name"]: job for job in jobs}
     for key, name in (("dataset", DATASET), ("model", MODEL)):
         if (spec.get("initializer") or {}).get(key) is None:
@@ -194,7 +202,7 @@ def _wrong_job(spec: Json, policy: Json, jobs: list[Json]) -> Iterator[str]:
         if uri and not _STORAGE_URI.match(uri):
             yield f"spec.initializer.{key}.storageUri must be a URI, such as file:///data/table"
     if "torch" in policy:
-        reserved = {item["name"] for item in (spec.get("trainer") or {}).get("env") or ()}
+        reserved = {item["name"] for item in trainer.get("env") or ()}
         for name in sorted(reserved & _TORCH_RESERVED):
             yield f"spec.trainer.env must not have {name}"
 

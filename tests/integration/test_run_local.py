@@ -493,8 +493,19 @@ def unknown_field() -> Json:
         (
             train_job(trainer={"numNodes": "two"}),
             runtime(node("x")),
-            ["TrainJob job", "numNodes", "integer"],
+            ["TrainJob job", "spec.trainer.numNodes", "integer"],
         ),
+        (
+            train_job(trainer={"command": ["sleep", 1000]}),
+            runtime(node("x")),
+            ["TrainJob job", "spec.trainer.command[1]", "string"],
+        ),
+        (
+            train_job(initializer={"dataset": {"secretRef": "keys"}}),
+            runtime(node("x")),
+            ["TrainJob job", "spec.initializer.dataset.secretRef"],
+        ),
+        ({**train_job(), "spec": None}, runtime(node("x")), ["TrainJob job", "spec"]),
         (
             train_job(),
             runtime(
@@ -523,6 +534,18 @@ def test_what_is_wrong_with_the_files_is_named_before_anything_runs(
         run(tmp_path, made, job)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Secret", "ConfigMap"])
+@pytest.mark.parametrize("data", [{"PIN": 12345678}, ["12345678"], "12345678"])
+def test_what_is_no_text_in_a_secret_is_named_and_not_shown(
+    tmp_path: Path, kind: str, data: Any
+) -> None:
+    field = "stringData" if kind == "Secret" else "data"
+    other = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "keys"}, field: data}
+    with pytest.raises(ConfigError, match=f"{kind} keys: {field}") as caught:
+        run(tmp_path, runtime(node("x")), None, other)
+    assert "12345678" not in str(caught.value)
 
 
 def cachectl(*arguments: str | Path) -> list[str]:

@@ -237,6 +237,15 @@ DATASET = {"dataset": {"storageUri": "s3://a/b"}}
             two_jobs(),
             ["spec.trainer.env must not have PET_NNODES"],
         ),
+        (
+            train_job(trainer={"numNodes": -1, "numProcPerNode": 0}, activeDeadlineSeconds=0),
+            two_jobs(),
+            [
+                "spec.trainer.numNodes must be at least 0, got -1",
+                "spec.trainer.numProcPerNode must be at least 1, got 0",
+                "spec.activeDeadlineSeconds must be at least 1, got 0",
+            ],
+        ),
         (train_job("a" * 34), two_jobs(), ["too long", "63"]),
         (train_job("a" * 64), only_node(), ["RFC 1035"]),
         (
