@@ -79,8 +79,9 @@ def _found(place: Place) -> Credentials:
         raise LoadError(f"no credentials for {place}: {error}") from None
     if found is None:
         raise LoadError(
-            f"no credentials for {place}: give access_key_id and secret_access_key in the storage "
-            "options or the node's environment, or skip_signature=true for public objects"
+            f"no credentials for {place}: give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the "
+            "storage options or the node's environment (ACCESS_KEY_ID and SECRET_ACCESS_KEY of a "
+            "TrainJob), or AWS_SKIP_SIGNATURE=true for public objects"
         )
     return Boto3CredentialProvider(session, ttl=_FRESH_FOR)
 
