@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from tenacity import (
@@ -159,7 +160,7 @@ class Reader:
         self._local = local
         self._known = known or Whereabouts(shards)
         self._router = self._newest_router()
-        self._looking = False
+        self._threads: dict[str, threading.Thread] = {}  # by name, the last that was begun
         self._streams = NodeStreams(self._open_stream, timeout_s=self._request_timeout_s)
         self._process = os.getpid()
         self._renew_every_s = shards.lease_s / _RENEWALS
@@ -168,7 +169,6 @@ class Reader:
         leased_at = now if local is None else local.leased_at
         # Of another machine, or from before a restart of it, the time may be still to come.
         self._renew_at = now if leased_at > now else leased_at + self._renew_every_s
-        self._renewing = False
         _readers.add(self)
 
     def __enter__(self) -> Reader:
@@ -233,23 +233,22 @@ class Reader:
         To be called also between fetches, which may be far apart: a window can last for longer
         than a lease. In a thread of its own: rows of files need wait for no node.
         """
-        now = time.monotonic()
-        if now < self._renew_at:
-            return
+        if time.monotonic() >= self._renew_at:
+            self._begin_alone("cache-lease", self._renew_lease, self._router.shards)
+
+    def _begin_alone(self, name: str, function: Callable[..., None], *args: Any) -> None:
+        """Calls ``function`` in a thread of this name, unless the one before is still there."""
         with self._lock:
-            if self._streams.is_closed or self._renewing:
+            before = self._threads.get(name)
+            if self._streams.is_closed or (before is not None and before.is_alive()):
                 return
-            self._renew_at, self._renewing = now + self._renew_every_s, True
-        shards = self._router.shards
-        threading.Thread(target=self._renew_lease, args=(shards,), name="cache-lease").start()
+            thread = self._threads[name] = threading.Thread(target=function, args=args, name=name)
+            thread.start()
 
     def _renew_lease(self, shards: ShardMap) -> None:
         asked_at = time.monotonic()
-        try:
-            trouble = self._ask_for_lease(shards)
-        finally:
-            with self._lock:
-                self._renewing = False
+        self._renew_at = asked_at + self._renew_every_s
+        trouble = self._ask_for_lease(shards)
         if not trouble and self._local is not None:
             self._local.leased_at = asked_at
         # What is mapped stays readable; a fetch that needs the cache will say what is wrong.
@@ -310,8 +309,7 @@ class Reader:
 
     def _give_back(self, request: _Request) -> None:
         self._known.forget(request.node.location)
-        with self._lock:
-            self._renew_at = time.monotonic() + self._renew_every_s
+        self._renew_at = time.monotonic() + self._renew_every_s
         self._streams.give_back(request.node.location, request.stream)
 
     def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
@@ -344,14 +342,8 @@ class Reader:
 
         In a thread of its own, so that no window waits for one that does not.
         """
-        locations = self._known.to_try()
-        if not locations:
-            return
-        with self._lock:
-            if self._streams.is_closed or self._looking:
-                return
-            self._looking = True
-        threading.Thread(target=self._look, args=(locations,), name="cache-nodes").start()
+        if locations := self._known.to_try():
+            self._begin_alone("cache-nodes", self._look, locations)
 
     def _look(self, locations: set[str]) -> None:
         try:
@@ -374,9 +366,6 @@ class Reader:
             if not self._streams.is_closed:
                 for location in locations:
                     self._known.note(location)
-        finally:
-            with self._lock:
-                self._looking = False
 
     def _answers(self, location: str, shards: ShardMap) -> bool:
         timeout_s = min(_BACKGROUND_TIMEOUT_S, self._request_timeout_s)
@@ -412,11 +401,10 @@ class Reader:
 
     def _note_failure(self, node: NodeRef, error: CacheError) -> str:
         """Remembers that a node failed; returns why, or nothing where it is not to blame."""
-        with self._lock:
-            if self._streams.is_closed:
-                raise CacheError(CLOSED)
-            if isinstance(error, ConnectionClosedError | NotAskedError):
-                return ""
+        if self._streams.is_closed:
+            raise CacheError(CLOSED)
+        if isinstance(error, ConnectionClosedError | NotAskedError):
+            return ""
         first = self._known.note(node.location)
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "node failed node=%s reason=%s", node, error)

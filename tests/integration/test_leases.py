@@ -179,3 +179,28 @@ def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed
                 assert time.monotonic() - begun < REQUEST_TIMEOUT_S / 2
             finally:
                 node.resume()
+
+
+def test_a_lease_is_renewed_after_a_moment_in_which_no_thread_began(
+    leasing: LocalCluster, tmp_path: Path
+) -> None:
+    load(leasing, "crowded", write_numbered(tmp_path / "source", NUM_ROWS))
+    # As if it were time to renew the lease before every fetch.
+    shards = replace(wait_for_plan(leasing.endpoint, "crowded", (), WAIT_S), lease_s=0.0)
+    local = LocalShards(shards)
+    with Reader(leasing.endpoint, shards, local=local) as reader:
+        begun = local.leased_at
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _no_more_threads)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                reader.keep_lease()
+
+        def is_renewed() -> bool:
+            reader.keep_lease()
+            return local.leased_at > begun
+
+        wait_until(is_renewed, WAIT_S, "a renewed lease")
+
+
+def _no_more_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")  # as where a container has too many
