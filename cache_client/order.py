@@ -32,6 +32,7 @@ from cache_client.permutation import (
 SHUFFLE_WINDOW_BLOCKS: Final = 32
 """Blocks whose rows are mixed with one another when ``shuffle_block_size`` is given."""
 
+_LAST_EPOCH: Final = 2**63 - 1  # of a state: whoever resumes it keeps 64 bits for it
 _STREAM_BLOCKS: Final = 1
 _STREAM_WINDOWS: Final = 2
 
@@ -351,7 +352,7 @@ class OrderState:
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
         _set_integer(self, "seed")
-        _set_integer(self, "epoch", 0)
+        _set_integer(self, "epoch", 0, _LAST_EPOCH)
         block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
         object.__setattr__(self, "shuffle_block_size", block_size)
         _set_integer(self, "rows_consumed", 0)

@@ -379,8 +379,11 @@ def test_a_state_of_something_else_is_refused_naming_both(
         dataset.load_state_dict({**state, "seed": 5})
     with pytest.raises(ConfigError, match="rows_consumed"):
         dataset.load_state_dict({**state, "rows_consumed": 101})
+    with pytest.raises(ConfigError, match="bad state: epoch must be at most"):
+        dataset.load_state_dict({**state, "epoch": 2**64})
     with pytest.raises(ConfigError, match="bad state"):
         dataset.load_state_dict({})
+    assert dataset.state_dict() == state
 
 
 def test_a_transform_and_the_last_states_of_an_epoch(cluster: LocalCluster, table: str) -> None:

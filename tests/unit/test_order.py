@@ -664,6 +664,7 @@ def test_a_state_is_a_dict_of_the_documented_keys() -> None:
         ({"seed": 7.0}, "seed must be an integer, got 7.0"),
         ({"epoch": -1}, "epoch must be at least 0, got -1"),
         ({"epoch": None}, "epoch must be an integer, got None"),
+        ({"epoch": 2**63}, "epoch must be at most 9223372036854775807, got 9223372036854775808"),
         ({"shuffle": 1}, "shuffle must be True or False, got 1"),
         ({"shuffle_block_size": 0}, "shuffle_block_size must be at least 1, got 0"),
         ({"shuffle_block_size": "big"}, "shuffle_block_size must be an integer, got 'big'"),
