@@ -10,7 +10,7 @@ from protos.layout import Layout
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
 _LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
-_MOST_ROWS_PER_MESSAGE = 2**32 - 1  # a uint32 on the wire
+_MOST_MESSAGE_BYTES = 2**30  # Flight sends none of 2 GiB, with what stands around the rows
 _FEWEST_WINDOWS = 3  # one being consumed, one arriving, one asked for
 _PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
 
@@ -66,13 +66,14 @@ class WindowSizes:
     def rows_per_message(self) -> int:
         """Those of whole steps, whose batches are views of a message then.
 
-        Fewer where a step has longer strings or lists than a message should: a batch is put
-        together of several then.
+        Fewer where a step has longer strings or lists than a message should, or more bytes than
+        one can have: a batch is put together of several then.
         """
         rows = self._steps_in(self.message_bytes) * self.batch_size
+        most_bytes = _MOST_MESSAGE_BYTES
         if has_plain(self.shards.layout):
-            rows = min(rows, max(1, self.message_bytes // row_bytes(self.shards)))
-        return min(rows, _MOST_ROWS_PER_MESSAGE)
+            most_bytes = min(most_bytes, self.message_bytes)
+        return min(rows, max(1, most_bytes // row_bytes(self.shards)))
 
     def _steps_in(self, num_bytes: int) -> int:
         return max(1, num_bytes // (self.batch_size * row_bytes(self.shards)))

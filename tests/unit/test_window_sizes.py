@@ -52,6 +52,14 @@ def test_a_window_of_long_strings_has_the_bytes_it_should(nodes: int, window_byt
     assert sizes.rows_per_message() % 4 == 0  # so that batches are views
 
 
+def test_a_batch_of_more_than_flight_sends_in_a_message_comes_in_several() -> None:
+    wide = shard_map({"image": pa.list_(pa.float32(), MEBI)}, 1000, 4000 * MEBI)
+    sizes = WindowSizes(wide, batch_size=1000)
+    assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 256)
+    narrow = WindowSizes(shard_map({"x": pa.uint8()}, 10, 10), batch_size=2**40)
+    assert narrow.rows_per_message() == 2**30  # a request can say no more than 2**32 - 1
+
+
 def test_a_message_holds_less_than_a_batch_of_long_strings() -> None:
     sizes = WindowSizes(long_table(), batch_size=256, message_bytes=2 * MEBI)
     assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 20)
@@ -63,8 +71,6 @@ def test_a_message_of_fixed_columns_holds_whole_batches() -> None:
     shards = shard_map({"image": pa.list_(pa.uint8(), 100_000)}, 1000, 10)
     sizes = WindowSizes(shards, batch_size=256, message_bytes=2 * MEBI)
     assert (sizes.steps_per_window(2), sizes.rows_per_message()) == (1, 256)
-    sizes = WindowSizes(shards, batch_size=2**40, message_bytes=2 * MEBI)
-    assert sizes.rows_per_message() == 2**32 - 1  # as many as a request can say
 
 
 def test_the_bytes_of_all_shards_are_counted_once_a_shard_without_files_too() -> None:
