@@ -39,7 +39,7 @@ from cache_server.shards.null_advice import null_problem, sql_cast
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
-_INITIAL_ROWS = 65_536
+_INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less
 _PADDING_BYTES = 320
 
 
@@ -183,7 +183,10 @@ class ShardBuilder:
     ) -> None:
         self.layout = Layout(logical)
         self.num_rows = 0
-        self._capacity = expected_rows if expected_rows is not None else _INITIAL_ROWS
+        if expected_rows is None:
+            row_bytes = max(1, self.layout.fixed_row_bytes)
+            expected_rows = min(_INITIAL_ROWS, _INITIAL_BYTES // row_bytes)
+        self._capacity = expected_rows
         self._file = file
         self._matrices = self._room() if file is None else {}
         self._spare: dict[object, Matrix] = {}

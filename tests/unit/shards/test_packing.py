@@ -435,6 +435,13 @@ def test_values_under_a_null_do_not_come_through() -> None:
 # -- rows ------------------------------------------------------------------------------------------
 
 
+def test_rows_of_unknown_number_may_be_of_many_megabytes() -> None:
+    width = 2**26  # of which there is no memory for tens of thousands
+    image = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(width, np.uint8)), width)
+
+    assert pack(batch_of(image)).num_rows == 1
+
+
 @pytest.mark.parametrize("expected_rows", [None, 0, 5, 99, 100, 101, 100_000])
 def test_the_expected_rows_are_a_hint_only(expected_rows: int | None) -> None:
     batches = [
