@@ -100,9 +100,9 @@ def on_device(
         target=_move_all, args=(batches, mover, ready, stop), name="cache-device", daemon=True
     )
     hand_off = _HandOff(thread, ready, stop, interrupt)
-    thread.start()
-    _running.add(hand_off)
     try:
+        thread.start()
+        _running.add(hand_off)
         while isinstance(item := ready.get(), _Moved):
             yield mover.hand_out(item)
         if item.error is not None:
@@ -114,7 +114,8 @@ def on_device(
         # The last thing an interpreter does is to close what is alive: no other thread runs then.
         if not sys.is_finalizing():
             hand_off.break_off()
-            if threading.current_thread() is not thread:  # which may have collected the iterator
+            # Not by itself, which may have collected the iterator, nor one that did not begin.
+            if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join()
         _running.discard(hand_off)
 

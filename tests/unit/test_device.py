@@ -17,6 +17,7 @@ import torch
 
 from cache_client import ConfigError
 from cache_client.device import find_device, on_device
+from tests.interrupts import Interrupt
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -194,6 +195,30 @@ def test_closing_early_closes_the_source_in_the_thread_that_ran_it(handed_out: i
     moved.close()
     assert source.closed_in == "cache-device"
     assert threads() == []
+
+
+def test_an_interrupt_while_its_thread_begins_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, source = threading.Thread.start, Source()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise Interrupt
+
+    moved = on_device(source.batches(), CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Interrupt):
+            next(moved)
+    assert source.closed_in == "cache-device"
+
+
+def test_an_iterator_whose_thread_cannot_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(on_device(Source().batches(), CPU))
 
 
 def test_an_iterator_that_nobody_holds_any_more_stops() -> None:
