@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from cache_client.rows import join
 from protos.cache.v1 import cache_pb2 as pb
 from protos.cache.v1 import cache_pb2_grpc
 from protos.control import from_rpc_error, open_channel
-from protos.errors import ConfigError, LoadError, NotReadyError
+from protos.errors import ConfigError, LoadError, NotReadyError, checked
 from protos.layout import schema_from_bytes
 from protos.load_bar import shown_progress
 from protos.load_progress import LoadReport
@@ -103,11 +103,10 @@ class CacheClient:
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
         problems = seconds_problems("timeout_s", timeout_s)
-        try:
-            self.endpoint = find_endpoint(endpoint)
-        except ConfigError as error:
-            problems.append(str(error))
-        _refuse(problems)
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        if problems or where is None:
+            raise ConfigError("; ".join(problems))
+        self.endpoint = where
         self._timeout_s = float(timeout_s)
 
     def __repr__(self) -> str:
@@ -335,12 +334,6 @@ class _Calls:
             yield response
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    """Raises a ConfigError of all problems, where there are any."""
-    if problems:
-        raise ConfigError("; ".join(problems))
-
-
 def _job_problems(**arguments: tuple[object, int | None]) -> list[str]:
     """What is wrong with arguments of `CacheClient.plan`, each given with its largest value.
 
@@ -348,11 +341,8 @@ def _job_problems(**arguments: tuple[object, int | None]) -> list[str]:
     """
     problems: list[str] = []
     for name, (value, maximum) in arguments.items():
-        try:
-            if value is not None:
-                checked_integer(name, value, 1, maximum)
-        except ValueError as error:
-            problems.append(str(error))
+        if value is not None:
+            checked(problems, partial(checked_integer, name, value, 1, maximum), ValueError)
     return problems
 
 
@@ -363,21 +353,21 @@ def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
         ConfigError: of all problems, those of the spec among them. A mapping is not quoted: it may
             hold secrets.
     """
-    if isinstance(spec, Mapping):
+    found: DatasetSpec | None = None
+    if isinstance(spec, DatasetSpec):
+        found = spec
+    elif isinstance(spec, str | os.PathLike) and spec != "":
+        found = checked(problems, lambda: DatasetSpec.from_yaml(spec))
+    elif isinstance(spec, Mapping):
         problems.append(
             "spec must be a DatasetSpec or the path of one in YAML, got a "
             f"{type(spec).__name__}: DatasetSpec.from_mapping makes a spec of it"
         )
-    elif not isinstance(spec, DatasetSpec | str | os.PathLike) or spec == "":
+    else:
         problems.append(f"spec must be a DatasetSpec or the path of one in YAML, got {spec!r}")
-    elif not isinstance(spec, DatasetSpec):
-        try:
-            spec = DatasetSpec.from_yaml(spec)
-        except ConfigError as error:
-            problems.append(str(error))
-    _refuse(problems)
-    assert isinstance(spec, DatasetSpec)
-    return spec
+    if problems or found is None:
+        raise ConfigError("; ".join(problems))
+    return found
 
 
 def _checked_name(name: object) -> str:

@@ -327,8 +327,7 @@ def _calling(location: str) -> Iterator[None]:
 
 def _cache_error(error: flight.FlightError, location: str) -> CacheError:
     if error.extra_info:
-        named = from_proto(pb.Error.FromString(bytes(error.extra_info)))
-        return named
+        return from_proto(pb.Error.FromString(bytes(error.extra_info)))
     first_line = str(error).splitlines()[0] if str(error) else repr(error)
     return NodeUnavailableError(f"node at {location} did not answer: {first_line}")
 

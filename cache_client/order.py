@@ -240,7 +240,8 @@ class StepPlan:
         Raises:
             ValueError: step outside ``[0, num_steps)`` or rank outside ``[0, world_size)``; quoted.
         """
-        self._check_step(step)
+        if not 0 <= checked_integer("step", step) < self.num_steps:
+            raise ValueError(f"step must be in [0, {self.num_steps}), got {step}")
         if not 0 <= checked_integer("rank", rank) < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
         start = self.rows_consumed + step * self.rows_per_step
@@ -271,10 +272,6 @@ class StepPlan:
         full = starts[:, None] + np.arange(self.batch_size, dtype=np.int64)
         joined = np.concatenate([full.reshape(-1), np.arange(last.start, last.stop)])
         return joined, [self.batch_size] * (len(steps) - 1) + [len(last)]
-
-    def _check_step(self, step: int) -> None:
-        if not 0 <= checked_integer("step", step) < self.num_steps:
-            raise ValueError(f"step must be in [0, {self.num_steps}), got {step}")
 
 
 def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:

@@ -27,7 +27,7 @@ from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
 from cache_client.window_sizes import row_bytes
-from protos.errors import ConfigError
+from protos.errors import ConfigError, checked
 from protos.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -95,11 +95,8 @@ class CacheDataset(Dataset[Any]):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
-        try:
-            where = find_endpoint(endpoint)
-        except ConfigError as error:
-            problems.append(str(error))
-        if problems:
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        if problems or where is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
         self.endpoint = where
