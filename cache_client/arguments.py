@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, KeysView, Mapping, Set
 from typing import Literal
 
+from cache_client.permutation import checked_integer
+from protos.errors import checked
 from protos.values import as_number, is_text
 
 BatchFormat = Literal["torch", "numpy", "arrow"]
@@ -73,6 +75,17 @@ def function_problems(name: str, value: object) -> list[str]:
     if value is None or callable(value):
         return []
     return [f"{name} must be a function, got {value!r}"]
+
+
+def integer_or_problem(
+    problems: list[str],
+    name: str,
+    value: object,
+    minimum: int | None = None,
+    maximum: int | None = None,
+) -> int | None:
+    """The argument ``name``; one that is no integer in these bounds is one more problem instead."""
+    return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)
 
 
 def _are_names(value: object) -> bool:

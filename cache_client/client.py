@@ -6,7 +6,6 @@ later fork could break.
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,12 @@ import grpc
 import numpy as np
 import pyarrow as pa
 
-from cache_client.arguments import function_problems, seconds_problems, switch_problems
+from cache_client.arguments import (
+    function_problems,
+    integer_or_problem,
+    seconds_problems,
+    switch_problems,
+)
 from cache_client.aside import Aside
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
@@ -198,12 +202,15 @@ class CacheClient:
             ConfigError: an argument is out of range. LoadError, RequestError: as for `load`.
         """
         problems = seconds_problems("timeout_s", timeout_s)
-        problems += _job_problems(
-            num_nodes=(num_nodes, _MOST_NODES),
-            memory_limit_bytes=(memory_limit_bytes, MOST_MEMORY_BYTES),
-            world_size=(world_size, None),
-            batch_size=(batch_size, None),
-        )
+        of_cache = {
+            "num_nodes": (num_nodes, _MOST_NODES),
+            "memory_limit_bytes": (memory_limit_bytes, MOST_MEMORY_BYTES),
+        }
+        for name, (value, most) in of_cache.items():
+            if value is not None:
+                integer_or_problem(problems, name, value, 1, most)
+        ranks = integer_or_problem(problems, "world_size", world_size, 1)
+        rows = integer_or_problem(problems, "batch_size", batch_size, 1)
         spec = _checked_spec(spec, problems)
         request = pb.PlanDatasetRequest(
             spec=spec.to_proto(),
@@ -214,8 +221,7 @@ class CacheClient:
         deadline = time.monotonic() + float(timeout_s)
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.PlanDataset, request, deadline)
-        # Plain integers, which do not overflow.
-        ranks, rows = (None if n is None else operator.index(n) for n in (world_size, batch_size))
+        assert ranks is not None and rows is not None  # or there were problems
         return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
@@ -332,18 +338,6 @@ class _Calls:
         responses = self.aside.call(partial(method, request, timeout=left_s))
         while (response := self.aside.call(next, responses, None)) is not None:
             yield response
-
-
-def _job_problems(**arguments: tuple[object, int | None]) -> list[str]:
-    """What is wrong with arguments of `CacheClient.plan`, each given with its largest value.
-
-    Each that is neither None nor an integer from 1 on is quoted.
-    """
-    problems: list[str] = []
-    for name, (value, maximum) in arguments.items():
-        if value is not None:
-            checked(problems, partial(checked_integer, name, value, 1, maximum), ValueError)
-    return problems
 
 
 def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cache_client.arguments import BatchFormat, argument_problems
+from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.convert import Converter
 from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
@@ -156,13 +156,15 @@ class CacheIterableDataset(IterableDataset[Any]):
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
         if prefetch_batches is not None:
-            _collect_integer(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
-        _collect_integer(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
+            integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
+        integer_or_problem(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
         target = checked(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
             problems.append(f"device needs batch_format='torch', got {batch_format!r}")
         given = {"rank": rank, "world_size": world_size}
-        ranks = [None if n is None else _collect_integer(problems, k, n) for k, n in given.items()]
+        ranks = [
+            None if n is None else integer_or_problem(problems, k, n) for k, n in given.items()
+        ]
         refused = ranks.count(None) > list(given.values()).count(None)
         who = None if refused else checked(problems, lambda: find_rank(ranks[0], ranks[1]))
         where = checked(problems, lambda: find_endpoint(endpoint))
@@ -522,14 +524,3 @@ def _fetch_window(
         return reader.fetch(this.order.row_ids(positions)), sizes
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None
-
-
-def _collect_integer(
-    problems: list[str],
-    name: str,
-    value: object,
-    minimum: int | None = None,
-    maximum: int | None = None,
-) -> int | None:
-    """The argument ``name``; one that is no integer in these bounds is one more problem instead."""
-    return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)

@@ -156,6 +156,7 @@ BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
     ("load", {"spec": 5, "timeout_s": 10**400}, "timeout_s must be a number, more than 0, got 10"),
     ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "world_size must be at least 1"),
     ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "more than 0, got '1'"),
+    ("plan", {"spec": "x", "batch_size": None}, "batch_size must be an integer, got None"),
     ("describe", {"name": 5}, "name must be that of a dataset, got 5"),
     ("describe", {"name": ""}, "got ''"),
     ("describe", {"name": "\udc80"}, "name must be that of a dataset, got '\\udc80'"),
