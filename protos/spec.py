@@ -213,20 +213,8 @@ class DatasetSpec:
             problems += _text_problems(field_name, texts)
         if not isinstance(allow_unordered, bool):
             problems.append(f"allow_unordered must be true or false, got {shown(allow_unordered)}")
-        copies = as_integer(replicas)
-        if copies is None or copies < 1:
-            problems.append(f"replicas must be a number of at least 1, got {shown(replicas)}")
-        elif copies > _MAX_REPLICAS:
-            problems.append(f"replicas must be at most {_MAX_REPLICAS}, got {copies}")
-        shard_bytes = 0
-        try:
-            shard_bytes = parse_bytes(target_shard_bytes)
-            if not 1 <= shard_bytes <= _MAX_SHARD_BYTES:
-                problems.append(
-                    f"target_shard_bytes must be from 1 byte to 1 PiB, got {target_shard_bytes!r}"
-                )
-        except ValueError as error:
-            problems.append(f"target_shard_bytes {error}")
+        copies = _replicas(replicas, problems)
+        shard_bytes = _shard_bytes(target_shard_bytes, problems)
         if problems:
             raise ConfigError("bad dataset spec: " + "; ".join(problems))
         values: dict[str, object] = {
@@ -504,3 +492,23 @@ def _columns(columns: object, problems: list[str]) -> tuple[str, ...] | None:
     if len(set(names)) != len(names):
         problems.append(f"columns must not repeat a name, got {names!r}")
     return tuple(names)
+
+
+def _replicas(replicas: object, problems: list[str]) -> int | None:
+    copies = as_integer(replicas)
+    if copies is None or copies < 1:
+        problems.append(f"replicas must be a number of at least 1, got {shown(replicas)}")
+    elif copies > _MAX_REPLICAS:
+        problems.append(f"replicas must be at most {_MAX_REPLICAS}, got {copies}")
+    return copies
+
+
+def _shard_bytes(size: object, problems: list[str]) -> int | None:
+    try:
+        num_bytes = parse_bytes(size)
+    except ValueError as error:
+        problems.append(f"target_shard_bytes {error}")
+        return None
+    if not 1 <= num_bytes <= _MAX_SHARD_BYTES:
+        problems.append(f"target_shard_bytes must be from 1 byte to 1 PiB, got {size!r}")
+    return num_bytes
