@@ -6,14 +6,14 @@ Needs no torch: whoever only loads datasets has none.
 from __future__ import annotations
 
 from collections.abc import Collection, KeysView, Mapping, Set
-from typing import Literal
+from typing import Literal, get_args
 
 from cache_client.permutation import checked_integer
 from protos.errors import checked
 from protos.values import as_number, is_text
 
 BatchFormat = Literal["torch", "numpy", "arrow"]
-BATCH_FORMATS: tuple[BatchFormat, ...] = ("torch", "numpy", "arrow")
+_BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 
 
 def argument_problems(
@@ -45,17 +45,13 @@ def argument_problems(
     elif stack is not None:
         problems.append(f"stack must be a dict from name to columns, got {stack!r}")
     problems += seconds_problems("deadline_s", deadline_s)
-    problems += format_problems(batch_format)
+    if not isinstance(batch_format, str) or batch_format not in _BATCH_FORMATS:
+        problems.append(
+            f"batch_format must be one of {', '.join(_BATCH_FORMATS)}, got {batch_format!r}"
+        )
     problems += function_problems("transform", transform)
     problems += switch_problems("local", local)
     return problems
-
-
-def format_problems(batch_format: object) -> list[str]:
-    """What is wrong with a batch format, quoted; empty where nothing is."""
-    if isinstance(batch_format, str) and batch_format in BATCH_FORMATS:
-        return []
-    return [f"batch_format must be one of {', '.join(BATCH_FORMATS)}, got {batch_format!r}"]
 
 
 def seconds_problems(name: str, value: object) -> list[str]:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
-from cache_client.arguments import BatchFormat, format_problems
+from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
 from protos.errors import ConfigError, RequestError
@@ -61,8 +61,6 @@ class Converter:
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
     ) -> None:
-        if problems := format_problems(batch_format):
-            raise ConfigError(problems[0])
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
         _check_stacks(layout, stacks, batch_format)
         self._layout = layout

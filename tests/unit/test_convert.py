@@ -169,11 +169,10 @@ def test_an_arrow_batch_that_is_sent_is_its_own_rows_and_not_those_of_its_window
         ({"x": []}, "torch", "'x'"),
         ({"b": ["a"]}, "torch", "'b'"),
         ({"x": ["a"]}, "arrow", "arrow"),
-        (None, "pandas", "'pandas'"),
     ],
 )
 def test_what_cannot_be_made_is_refused_by_name(
-    stack: dict[str, list[str]] | None, batch_format: str, words: str
+    stack: dict[str, list[str]], batch_format: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Converter(Layout(LOGICAL), stack, batch_format)  # type: ignore[arg-type]
