@@ -38,9 +38,9 @@ class CancelledError(Exception):
     """What is being loaded is not wanted any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """One load under way.
+    """One load under way; equal to itself alone.
 
     Attributes:
         index: of the shard; None for the run of a whole query.

@@ -84,6 +84,7 @@ class Node:
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._serving: dict[VersionKey, Serving] = {}
+        self._running: set[Job] = set()  # of a load thread each; many more may wait for one
         self._joined = threading.Event()
         self._ready = False
         self._room_may_come = False
@@ -443,7 +444,8 @@ class Node:
             what: is loaded, for the log.
         """
         with self._lock:
-            beside = [load for load in self._loads() if not load.future.done()]
+            self._running.add(job)
+            beside = list(self._running)
         waits = False
         try:
             if not job.cancelled.is_set():  # while it waited for a thread
@@ -454,7 +456,7 @@ class Node:
             logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
             self._stop.wait(_RETRY_S)
         except CacheError as error:
-            leaving = any(load.job.cancelled.is_set() for load in beside)
+            leaving = any(other.cancelled.is_set() for other in beside)
             waits = isinstance(error, NoRoomError) and (leaving or self._room_may_come)
             if waits:
                 self._wait_for_room(serving, what, job, error, leaving=leaving)
@@ -468,8 +470,9 @@ class Node:
             logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
             self._fail(serving, job, f"cannot load {what}: {reason}")
         finally:
-            if not waits:
-                with self._lock:
+            with self._lock:
+                self._running.discard(job)
+                if not waits:
                     serving.waits.pop(job.index, None)
             self._wake.set()
 

@@ -413,6 +413,24 @@ def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
         assert "memory limit of 2500" in harness.wait(pb.DATASET_STATE_FAILED).error.message
 
 
+def test_a_load_begins_at_once_however_many_wait_for_a_thread(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = 8_000
+    (tmp_path / "rows.json").write_text('{"row": 1}\n' * (shards // 11 + 1))
+    begun: set[int] = set()
+
+    def begin(store: ShardStore, job: loading.Job, *_: object) -> None:
+        assert job.index is not None
+        begun.add(job.index)
+
+    monkeypatch.setattr(loading, "load_shard", begin)
+    harness.coordinator.create(spec(tmp_path / "rows.json"))
+    harness.node.start()
+
+    wait_until(lambda: len(begun) >= shards, WAIT_S, "every load has begun")
+
+
 # -- loads that are not wanted any more ------------------------------------------------------------
 
 
