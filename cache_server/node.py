@@ -333,7 +333,7 @@ class Node:
                     # Of its own: two datasets of other names may have the same fingerprint.
                     tables = WholeTables(self._store.scratch / uuid.uuid4().hex)
                     serving = self._serving[key] = Serving(key, dataset, tables)
-                serving.desired = dataset
+                serving.want(dataset)
                 if dataset.HasField("num_shards"):
                     serving.num_shards = dataset.num_shards
                 self._load_missing(key, serving, sealed.get(key, {}))
@@ -370,7 +370,7 @@ class Node:
     def _load_missing(
         self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
     ) -> None:
-        desired, wanted = serving.desired, serving.wanted()
+        desired, wanted = serving.desired, serving.wanted
         for index, load in list(serving.loads.items()):
             if index not in wanted:
                 load.job.cancelled.set()
@@ -433,7 +433,7 @@ class Node:
         if serving.desired.run_whole:
             return  # whose shards the result will be is not decided yet
         # What was sealed since the last report is not surplus: nobody has decided about it yet.
-        self._store.drop(key, *(sealed.keys() & serving.reported) - serving.wanted().keys())
+        self._store.drop(key, *(sealed.keys() & serving.reported) - serving.wanted.keys())
 
     # -- in the loading threads ----------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Serving:
     """What a node has to do for one version. Inside the node's lock.
 
     Attributes:
+        wanted: the shards that the node should hold, by number.
         reported: the sealed shards that the coordinator knows of.
         loads, failures: by shard.
         waits: why a load is to be begun again, by shard; None is the whole query.
@@ -42,6 +43,7 @@ class Serving:
     key: VersionKey
     desired: pb.DesiredDataset
     whole_tables: WholeTables
+    wanted: Mapping[int, pb.DesiredShard] = field(default_factory=dict)
     reported: set[int] = field(default_factory=set)
     loads: dict[int, Load] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -59,9 +61,10 @@ class Serving:
         """The jobs under way, or just ended."""
         return [*self.loads.values(), *([self.whole_run] if self.whole_run else [])]
 
-    def wanted(self) -> dict[int, pb.DesiredShard]:
-        """The shards that the node should hold, by number."""
-        return {shard.index: shard for shard in self.desired.shards}
+    def want(self, desired: pb.DesiredDataset) -> None:
+        """Takes in what is asked of it now."""
+        self.desired = desired
+        self.wanted = {shard.index: shard for shard in desired.shards}
 
     def fail(self, index: int | None, reason: str) -> None:
         """A load ended for good; ``index`` is None of a whole query."""
@@ -76,7 +79,7 @@ class Serving:
 
         What comes back is tried again; until then it is no failure of this one.
         """
-        wanted: set[int | None] = {*self.wanted()}
+        wanted: set[int | None] = {*self.wanted}
         if self.desired.run_whole:
             wanted.add(None)
         else:
@@ -90,7 +93,7 @@ class Serving:
         What a source said, it would say again.
         """
         if self.failures and time.monotonic() >= self.copy_again_at:
-            wanted = self.wanted()
+            wanted = self.wanted
             for index in [i for i in self.failures if i in wanted and wanted[i].copy_from]:
                 del self.failures[index]
 
@@ -98,9 +101,7 @@ class Serving:
         """Gives readers what is sealed, once row ids are known; whether that is something new."""
         if not self.desired.rows_fixed:
             return False
-        starts = {
-            index: shard.row_start for index, shard in self.wanted().items() if index in sealed
-        }
+        starts = {index: shard.row_start for index, shard in self.wanted.items() if index in sealed}
         if self.rows is not None and starts == self.row_starts:
             return False
         layout = Layout(schema_from_bytes(self.desired.plan.logical_schema))
@@ -113,7 +114,7 @@ class Serving:
     def is_settled(self) -> bool:
         """Whether every shard asked for is served, or failed: nothing is waited for any more."""
         settled = self.row_starts.keys() | self.failures.keys()
-        return self.rows is not None and self.wanted().keys() <= settled
+        return self.rows is not None and self.wanted.keys() <= settled
 
     def report(self, actual: pb.ActualDataset, num_shards: int | None) -> None:
         """Adds what is under way, what failed and when rows were read.
