@@ -184,7 +184,7 @@ class Node:
         Raises:
             NotReadyError: it is not here.
         """
-        shard = self._store.versions().get(key, {}).get(index)
+        shard = self._store.shards(key).get(index)
         if shard is None:
             raise NotReadyError(f"shard {index} of {key.dataset!r} is not on this node")
         try:
@@ -338,7 +338,7 @@ class Node:
                     serving.num_shards = dataset.num_shards
                 self._load_missing(key, serving, sealed.get(key, {}))
                 self._drop_surplus(key, serving, sealed.get(key, {}))
-                news |= serving.publish(self._store.versions().get(key, {}))
+                news |= serving.publish(self._store.shards(key))
             self._room_may_come = response.room_may_come
             self._joined.set()
             ready = all(
@@ -361,7 +361,7 @@ class Node:
             load.job.cancelled.set()
         if any(not load.future.done() for load in serving.all_loads()):
             # What is done is not waited for: its room may be needed by what comes next.
-            self._store.drop(key, *self._store.versions().get(key, ()))
+            self._store.drop(key, *self._store.shards(key))
             return False
         serving.whole_tables.close()
         del self._serving[key]

@@ -135,6 +135,11 @@ class ShardStore:
         with self._lock:
             return {key: dict(shards) for key, shards in self._shards.items()}
 
+    def shards(self, key: VersionKey) -> dict[int, MappedShard]:
+        """A copy of what is sealed of one version, by shard index."""
+        with self._lock:
+            return dict(self._shards.get(key, {}))
+
     @contextlib.contextmanager
     def draft(
         self, key: VersionKey, index: int, layout: Layout, num_rows: int
@@ -269,7 +274,7 @@ class ShardStore:
     def drop_this(self, key: VersionKey, shard: MappedShard) -> bool:
         """Removes one shard, unless another one is in its place by now; whether it did."""
         with self._manifests:  # without which none takes a place
-            if self.versions().get(key, {}).get(shard.sealed.index) is not shard:
+            if self.shards(key).get(shard.sealed.index) is not shard:
                 return False
             self._drop(key, [shard.sealed.index])
         self._remove_empty(self._directory(key))
