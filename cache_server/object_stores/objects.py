@@ -278,7 +278,8 @@ class _Listing:
         """The objects below ``prefix``, each with its name below it and the parts of that."""
         for file in client.walk(prefix, deep=deep):
             if file.path.rstrip("/") == self.base.rstrip("/"):
-                continue  # the directory itself
+                self.directories.add("")  # the directory itself, which may hold nothing else
+                continue
             name = file.path.removeprefix(self.base)
             for directory in lake_roots.directories_of(name):
                 if directory in self.directories:

@@ -36,6 +36,7 @@ from cache_server.tables.synthetic import rows_like
 from cache_server.texts.first_bytes import FIRST_BYTES, objection
 from protos.errors import LoadError, RequestError
 from protos.spec import FILE_SUFFIXES, TableSpec
+from protos.values import is_text
 
 _THREADS = 32  # that wait for stores most of the time
 _FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
@@ -109,8 +110,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
     them. Links are followed, but for one to a directory above it: what is there is read once.
 
     Raises:
-        LoadError: naming a path that is missing or unreadable, a link that leads nowhere, or a
-            source that holds no file.
+        LoadError: naming a path that is missing, unreadable or no UTF-8, a link that leads nowhere,
+            or a source that holds no file.
         RequestError: for a URI scheme that is not served, an option that is unknown, a format that
             cannot be told, files of a Delta or Iceberg table, or one that is compressed as a whole.
     """
@@ -139,6 +140,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         if not found:
             raise _holds_nothing(source, format, table.ignore)
         for file in found:
+            if not is_text(file.path):  # no message could carry it
+                raise LoadError(f"cannot read {file.path!r}: its name is not UTF-8")
             if file.path.lower().endswith(_COMPRESSED):
                 raise RequestError(
                     f"{file.path} is compressed, which is not read: unpack it, or leave it out by "

@@ -229,6 +229,17 @@ def test_a_missing_source_is_named(tree: S3Server, source: str) -> None:
         found(tree, source)
 
 
+@pytest.mark.parametrize("body", [b"", b"rows"])
+@pytest.mark.parametrize("source", ["s3://folder/t", "s3://folder/t/"])
+def test_an_object_in_place_of_a_directory_makes_an_empty_one(
+    s3: S3Server, source: str, body: bytes
+) -> None:
+    s3.put("folder", "t/", body)
+    (table,) = DatasetSpec("t", source, storage_options=s3.storage_options).tables
+    with pytest.raises(LoadError, match=re.escape(f"{source!r} holds no files of a known format")):
+        find_files(table)
+
+
 def test_a_missing_bucket_is_named(s3: S3Server) -> None:
     expected = re.escape(f"bucket 'no-such-bucket' at {s3.endpoint} does not exist")
     with pytest.raises(LoadError, match=expected):

@@ -217,6 +217,17 @@ def test_a_compressed_file_is_refused_and_not_left_out(tmp_path: Path, name: str
     assert [file.path for file in sources.find_files(table)[1]] == [plain]
 
 
+def test_a_file_whose_name_is_no_utf_8_is_named_unless_it_is_ignored(tmp_path: Path) -> None:
+    plain = touch(tmp_path / "a.csv")
+    touch(tmp_path / "b\udcff.csv")
+
+    for source in (tmp_path, tmp_path / "*.csv"):
+        with pytest.raises(LoadError, match=r"b\\udcff\.csv': its name is not UTF-8"):
+            paths_of(source)
+    table = table_spec(tmp_path, ignore=["b*"])
+    assert [file.path for file in sources.find_files(table)[1]] == [plain]
+
+
 def test_a_compressed_file_of_another_format_is_passed_over(tmp_path: Path) -> None:
     plain = touch(tmp_path / "a.csv")
     for name in ("b.json.gz", "c.tar.gz", "d.gz"):
