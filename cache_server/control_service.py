@@ -268,6 +268,7 @@ def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) 
 
 def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
     status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    context.set_trailing_metadata(((ERROR_TRAILER, to_proto(error).SerializeToString()),))
-    context.abort(status, str(error))
+    told = to_proto(error)
+    context.set_trailing_metadata(((ERROR_TRAILER, told.SerializeToString()),))
+    context.abort(status, told.message)
     raise AssertionError("abort raises")

@@ -104,8 +104,9 @@ _BY_CODE: dict[int, type[CacheError]] = {
 
 
 def to_proto(error: CacheError) -> pb.Error:
-    """The wire form of `error`: its code and its message."""
-    return pb.Error(code=error.code, message=str(error))
+    """The wire form of `error`: its code and its message; of a name that is no UTF-8, escaped."""
+    message = str(error).encode(errors="backslashreplace").decode()
+    return pb.Error(code=error.code, message=message)
 
 
 def from_proto(error: pb.Error) -> CacheError:

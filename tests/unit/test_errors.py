@@ -4,7 +4,7 @@ import pytest
 
 from protos import errors
 from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, ConfigError, RequestError, from_proto, to_proto
+from protos.errors import CacheError, ConfigError, LoadError, RequestError, from_proto, to_proto
 
 TREE = [
     value
@@ -21,6 +21,10 @@ def test_an_error_keeps_its_class_and_message_over_the_wire(kind: type[CacheErro
 
     assert type(error) is kind
     assert str(error) == "no 'x' in [0, 3)"
+
+
+def test_a_name_that_is_no_utf_8_is_told_with_its_bytes_escaped() -> None:
+    assert to_proto(LoadError("cannot read b\udcff.csv")).message == "cannot read b\\udcff.csv"
 
 
 def test_every_code_of_the_wire_is_exactly_one_class() -> None:
