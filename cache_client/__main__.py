@@ -290,8 +290,8 @@ def head(
     if as_json:
         print_json([{key: json_value(value) for key, value in row.items()} for row in rows])
         return
-    names, types = map(printable, batch.schema.names), batch.schema.types
-    show_rows([*names], [[*map(cell, row.values(), types)] for row in rows])
+    types = batch.schema.types
+    show_rows(batch.schema.names, [[*map(cell, row.values(), types)] for row in rows])
 
 
 @app.command("run-local")

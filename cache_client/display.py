@@ -49,7 +49,7 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
     fields = [
         [
-            printable(field.name),
+            field.name,
             type_name(field.type),
             type_name((field.metadata or {}).get(b"cache.source_type", b"").decode()),
         ]
@@ -216,13 +216,13 @@ def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Se
 
 
 def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
-    """``rows`` as they are: no word of theirs is markup, and what is too wide is folded."""
+    """``rows`` as they are, but `printable`: no word is markup, what is too wide is folded."""
     rows = list(rows)
     table = Table(box=None, show_header=header is not None)
     for title in header or [""] * len(rows[0]):
-        table.add_column(Text(title), overflow="fold")
+        table.add_column(Text(printable(title)), overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

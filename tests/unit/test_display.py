@@ -8,7 +8,14 @@ import pyarrow as pa
 import pytest
 
 from cache_client.client import DatasetInfo
-from cache_client.display import cell, forecast_facts, show_dataset, show_facts, type_name
+from cache_client.display import (
+    cell,
+    forecast_facts,
+    show_dataset,
+    show_facts,
+    show_rows,
+    type_name,
+)
 from cache_client.forecast import from_proto
 from protos.cache.v1 import cache_pb2 as pb
 
@@ -97,6 +104,18 @@ def test_facts_that_go_to_a_file_are_as_wide_as_they_are(
     show_facts("houses", [("rows", "9,000"), ("decoded", "202.1 KiB")])
 
     assert capsys.readouterr().out == "houses\n  rows     9,000      \n  decoded  202.1 KiB  \n"
+
+
+def test_a_table_shows_names_that_would_steer_the_terminal_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_rows(["node", "cache\ndir"], [["a1", "/x\x1b[2J\n"]])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["node", "cache\\ndir"],
+        ["a1", "/x\\x1b[2J\\n"],
+    ]
 
 
 @pytest.mark.parametrize("source_type", ["", "decimal128(9, 2)"])
