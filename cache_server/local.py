@@ -217,6 +217,9 @@ class LocalCluster:
             self.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"<LocalCluster of {len(self.nodes)} at {self.endpoint}>"
+
     @property
     def endpoint(self) -> str:
         """Flight endpoint of the coordinator."""

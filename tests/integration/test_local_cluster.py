@@ -35,6 +35,7 @@ def test_the_endpoint_is_the_coordinators_and_every_node_is_a_process(
 ) -> None:
     assert cluster.endpoint == cluster.nodes[0].endpoint
     assert cluster.endpoint.startswith("grpc://127.0.0.1:")
+    assert repr(cluster) == f"<LocalCluster of 2 at {cluster.endpoint}>"
     assert len({node.pid for node in cluster.nodes}) == 2
     for node in cluster.nodes:
         assert is_running(node.pid)
