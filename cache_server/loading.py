@@ -61,14 +61,6 @@ class Job:
             return {}
         return dict(self.secrets.tables[table.name].values)
 
-    def check_secrets(self) -> None:
-        """Raises where the plan needs secrets that are not there any more."""
-        if self.plan.has_secrets and not self.secrets.tables:
-            raise LoadError(
-                f"the credentials of {self.key.dataset!r} were not kept over the restart of the "
-                "coordinator: load its spec again"
-            )
-
 
 class WholeTables:
     """Tables that a query reads whole, as Arrow files of this node; written when first needed.
@@ -118,7 +110,6 @@ def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: Whole
     Raises:
         LoadError: naming the file, the split and the reason. CancelledError.
     """
-    job.check_secrets()
     table, *others = [table_from_proto(table) for table in job.plan.tables]
     splits = [split_from_proto(split) for split in shard.splits]
     logical = schema_from_bytes(job.plan.logical_schema)
@@ -153,7 +144,6 @@ def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> i
     Raises:
         LoadError: with the reason. CancelledError.
     """
-    job.check_secrets()
     if missing is None:
         store.drop_version(job.key)
     pinned = [table_from_proto(table) for table in job.plan.tables]
