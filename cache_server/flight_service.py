@@ -71,7 +71,7 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
         with self._named_errors():
-            info, columns, part = self._resolve(descriptor, lease=True)
+            info, columns, part = self._resolve(descriptor)
             return _flight_info(descriptor, require_ready(info), columns, part)
 
     def get_schema(
@@ -79,7 +79,7 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.SchemaResult:
         """The logical schema; known before the dataset is ready."""
         with self._named_errors():
-            info, columns, _ = self._resolve(descriptor, lease=True)
+            info, columns, _ = self._resolve(descriptor)
             return flight.SchemaResult(_layout(info).select(columns).logical)
 
     def list_flights(
@@ -207,25 +207,25 @@ class FlightService(flight.FlightServerBase):
         return self._node
 
     def _resolve(
-        self, descriptor: flight.FlightDescriptor, *, lease: bool = False
+        self, descriptor: flight.FlightDescriptor
     ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
         """The dataset, columns and part (index, total) that a descriptor asks for."""
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
-            info = node.describe(request.dataset, request.fingerprint, lease=lease)
+            info = node.describe(request.dataset, request.fingerprint)
             return info, list(request.columns), None
         if descriptor.descriptor_type != flight.DescriptorType.PATH:
             raise InvalidTicketError("the descriptor has neither a command nor a path")
         path = [part.decode("utf-8", "replace") for part in descriptor.path]
         if len(path) == 1:
-            return node.describe(path[0], lease=lease), [], None
+            return node.describe(path[0]), [], None
         if len(path) == 2:
             part = _part(path[0], path[1])
             only = self._only_dataset()
-            return node.describe(only.spec.name, only.fingerprint, lease=lease), [], part
+            return node.describe(only.spec.name, only.fingerprint), [], part
         if len(path) == 3:
-            return node.describe(path[0], lease=lease), [], _part(path[1], path[2])
+            return node.describe(path[0]), [], _part(path[1], path[2])
         raise InvalidTicketError(
             f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
         )

@@ -207,15 +207,9 @@ class Node:
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
             self.wake()
 
-    def describe(
-        self, dataset: str, fingerprint: str = "", *, lease: bool = False
-    ) -> pb.DatasetInfo:
-        """One dataset, as the coordinator knows it.
-
-        Args:
-            lease: somebody is about to read its rows.
-        """
-        return self._link.get(dataset, fingerprint, lease=lease)
+    def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
+        """One dataset, as the coordinator knows it, for somebody who is about to read its rows."""
+        return self._link.get(dataset, fingerprint, lease=True)
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset, as the coordinator knows them."""
