@@ -40,7 +40,7 @@ from protos.shards import Selection, shard_file_name
 logger = logging.getLogger(__name__)
 
 ENDPOINTS_ACTION = "endpoints"
-_STREAM_BATCH_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
+_MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 _M = TypeVar("_M", bound=Message)
 _FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
 _REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
@@ -103,7 +103,7 @@ class FlightService(flight.FlightServerBase):
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
             if request.HasField("shard_file"):
                 key = VersionKey(request.dataset, request.fingerprint)
-                chunks = self._ready_node().shard_file(key, request.shard_file)
+                chunks = self._ready_node().shard_file(key, request.shard_file, _MESSAGE_BYTES)
                 copied = self._counted(Read(key.dataset, "file"), map(_file_chunk, chunks))
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint)
@@ -296,7 +296,7 @@ def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
 
 
 def _rows_per_message(layout: Layout) -> int:
-    return max(1, _STREAM_BATCH_BYTES // max(1, layout.guessed_row_bytes))
+    return max(1, _MESSAGE_BYTES // max(1, layout.guessed_row_bytes))
 
 
 def _flight_info(

@@ -42,7 +42,6 @@ from protos.shards import MappedShard
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # between heartbeats that the coordinator does not answer
-_COPY_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 
 
 class CoordinatorLink(Protocol):
@@ -175,11 +174,14 @@ class Node:
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
 
-    def shard_file(self, key: VersionKey, index: int) -> Iterator[pa.Buffer]:
+    def shard_file(self, key: VersionKey, index: int, max_bytes: int) -> Iterator[pa.Buffer]:
         """The bytes of a sealed shard's file, whether its rows are served yet or not.
 
         A file that is not what was sealed any more is dropped at its end, and made anew: whoever
         copies it notices, too.
+
+        Args:
+            max_bytes: of a piece.
 
         Raises:
             NotReadyError: it is not here.
@@ -191,14 +193,14 @@ class Node:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
             raise NotReadyError(f"shard {index} of {key.dataset!r} was just dropped") from None
-        return self._checked_bytes(key, shard, mapped)
+        return self._checked_bytes(key, shard, mapped, max_bytes)
 
     def _checked_bytes(
-        self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile
+        self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
     ) -> Iterator[pa.Buffer]:
         digests = PieceDigests()
         with mapped:
-            while len(chunk := mapped.read_buffer(_COPY_BYTES)):
+            while len(chunk := mapped.read_buffer(max_bytes)):
                 digests.add(mapped.tell() - len(chunk), chunk)
                 yield chunk
             checksum = digests.checksum(mapped.fileno())

@@ -671,7 +671,7 @@ def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
     damaged = harness.store.versions()[key][0]
     content = damaged.path.read_bytes()
     damaged.path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    copied = harness.node.shard_file(key, 0)
+    copied = harness.node.shard_file(key, 0, 2**20)
     next(copied)
 
     if loaded_again:  # while it is copied
@@ -698,7 +698,7 @@ def test_a_shard_whose_file_was_just_dropped_is_not_ready_to_be_copied(
     harness.store.versions()[key][0].path.unlink()
 
     with pytest.raises(NotReadyError, match="shard 0 of 'table' was just dropped"):
-        harness.node.shard_file(key, 0)
+        harness.node.shard_file(key, 0, 2**20)
 
 
 def test_a_node_that_closes_while_it_loads_keeps_what_is_sealed_and_no_half_file(
