@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import pyarrow as pa
 from google.protobuf import json_format
 
 from cache_server.planning import VersionKey
+from cache_server.shards.disk import replace_file
 from cache_server.versions import VersionPlan, split_to_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import CacheError, ConfigError, from_proto, to_proto
@@ -114,7 +114,7 @@ class Catalogue:
             entry.sealed.add(
                 num_rows=summary.num_rows, num_bytes=summary.num_bytes, checksum=summary.checksum
             )
-        _replace_file(self._path(plan.key), json_format.MessageToJson(entry))
+        replace_file(self._path(plan.key), json_format.MessageToJson(entry))
 
     def forget(self, key: VersionKey) -> None:
         """Removes one version."""
@@ -138,7 +138,7 @@ class Catalogue:
         Raises:
             OSError: as `write`.
         """
-        _replace_file(self._members, json.dumps(sorted(node_ids)))
+        replace_file(self._members, json.dumps(sorted(node_ids)))
 
     def read_members(self) -> list[str]:
         """The names of the nodes that ever joined; none where they cannot be read.
@@ -163,7 +163,7 @@ class Catalogue:
             OSError: as `write`.
         """
         rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
-        _replace_file(self._dropped, json.dumps(rows))
+        replace_file(self._dropped, json.dumps(rows))
 
     def read_dropped(self) -> dict[VersionKey, int]:
         """The versions that were dropped; none where they cannot be read.
@@ -208,17 +208,3 @@ def _read_entry(path: Path) -> CatalogueEntry:
     sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
     return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure)
-
-
-def _replace_file(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -21,6 +21,23 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file as a whole, and makes its directory.
+
+    Raises:
+        OSError: it cannot be written; what was there still is, and nothing else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        os.replace(temporary, path)
+    except OSError:
+        remove_file(temporary)
+        raise
+
+
 def remove_file(path: Path) -> None:
     """Removes a file; none there, and none that could be there, is as good."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from cache_server.shards.disk import fsync, remove_file
+from cache_server.shards.disk import remove_file, replace_file
 from protos.shards import SealedShard, manifest_line
 
 
@@ -39,7 +39,4 @@ def write(path: Path, shards: Iterable[SealedShard]) -> None:
     if not text:
         remove_file(path)
     elif path.read_text(encoding="utf-8", errors="replace") != text:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        fsync(temporary)
-        os.replace(temporary, path)
+        replace_file(path, text)

@@ -671,6 +671,20 @@ def test_a_manifest_that_cannot_be_written_without_its_torn_line_is_named(
         assert indices(store) == [0, 1]
 
 
+def test_a_manifest_for_which_there_is_no_room_leaves_no_half_of_it_behind(
+    three_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ShardStore(three_shards) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", no_room)
+            store.drop(KEY, 1)
+        assert indices(store) == [0, 2]
+        assert not [name for name in files_of(store) if name.endswith(".tmp")]
+
+
 # -- drop ------------------------------------------------------------------------------------------
 
 
