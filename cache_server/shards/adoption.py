@@ -17,11 +17,14 @@ from protos.shards import MANIFEST, MappedShard, SealedShard, read_manifest, sha
 
 logger = logging.getLogger(__name__)
 
+_WRITTEN = ("shard-*.arrow", ".shard-*.tmp", f".{MANIFEST}.tmp")
 _NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
 
 
 def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, MappedShard]]:
-    """Maps the shards that manifests name and whose files are sound; removes all other files.
+    """Maps the shards that manifests name and whose files are sound; removes the files of others.
+
+    What no store wrote stays: the directory may be one that somebody uses for more.
 
     Args:
         threads: that hash them.
@@ -33,9 +36,12 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
     found = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="adopt") as pool:
         for directory in sorted(cache_dir.glob("*/*/")):
+            there = [path for pattern in _WRITTEN for path in directory.glob(pattern)]
+            if not there and not (directory / MANIFEST).exists():
+                continue
             adopted = _adopt(directory, _listed(directory / MANIFEST), pool)
             sound = {shard.path for shard in adopted}
-            for path in (*directory.glob("shard-*.arrow"), *directory.glob(".*.tmp")):
+            for path in there:
                 if path not in sound:
                     logger.warning("file removed path=%s reason=damaged or never sealed", path)
                     remove_file(path)

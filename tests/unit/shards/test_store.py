@@ -461,6 +461,17 @@ def test_temporary_files_of_a_crash_are_removed(three_shards: Path) -> None:
         assert not (three_shards / "new").exists()
 
 
+def test_what_others_have_in_the_directory_stays(three_shards: Path) -> None:
+    empty, other = three_shards / "project" / "empty", three_shards / "project" / "notes"
+    for directory in (empty, other):
+        directory.mkdir(parents=True)
+    (other / ".draft.tmp").write_text("half a letter")
+
+    with ShardStore(three_shards) as store:
+        assert indices(store) == [0, 1, 2]
+    assert empty.is_dir() and (other / ".draft.tmp").exists()
+
+
 def test_a_version_of_which_nothing_is_left_leaves_no_directory(three_shards: Path) -> None:
     for index in range(3):
         flip(shard_path(three_shards, index))
