@@ -7,6 +7,7 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
+from functools import cached_property
 
 from cache_server.coordination.membership import Member
 from cache_server.coordination.version_record import Version
@@ -77,21 +78,25 @@ class Holdings:
             "the coordinator: load its spec again"
         )
 
-    def holders(self, *, serving: bool) -> dict[int, set[str]]:
+    def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
         """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
-        version = self.version
-        starts = version.row_starts()
-        holders: dict[int, set[str]] = {}
+        return self._holders[serving]
+
+    @cached_property
+    def _holders(self) -> tuple[Mapping[int, Set[str]], Mapping[int, Set[str]]]:
+        """Both, of one pass: it goes through what every node says of every shard."""
+        known, starts = self.version.sealed, self.version.row_starts()
+        holding: dict[int, set[str]] = {}
+        serving: dict[int, set[str]] = {}
         for node_id in self._alive:
             for shard in self._said(node_id).shards:
-                if shard.index not in version.sealed:
-                    continue  # of an earlier version of the same content, which was dropped
-                known = starts is not None and shard.rows_fixed
-                if shard.sealed and (
-                    not serving or (known and starts and shard.row_start == starts[shard.index])
-                ):
-                    holders.setdefault(shard.index, set()).add(node_id)
-        return holders
+                index = shard.index
+                if not shard.sealed or index not in known:
+                    continue  # the latter of an earlier version of the same content, now dropped
+                holding.setdefault(index, set()).add(node_id)
+                if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
+                    serving.setdefault(index, set()).add(node_id)
+        return holding, serving
 
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.

@@ -39,6 +39,7 @@ class Version:
     last_used: float | None = None
     asked_at: float | None = None
     is_failure_kept: bool = False
+    _row_starts: tuple[int, ...] | None = None
 
     @classmethod
     def read_back(cls, entry: CatalogueEntry) -> Version:
@@ -100,9 +101,9 @@ class Version:
 
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard and the total; None until every shard was sealed once."""
-        if self.num_shards is None or len(self.sealed) < self.num_shards:
-            return None
-        return row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
+        if self._row_starts is None and len(self.sealed) == self.num_shards:
+            self._row_starts = row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
+        return self._row_starts
 
     def release(self) -> None:
         """Lets go of the source."""
