@@ -24,6 +24,7 @@ class Member:
 
     Attributes:
         back_at: when it reported for the first time after it was lost; None if it never was.
+        is_news: whether the report said anything new, but for how long ago rows were read.
     """
 
     node: pb.Node
@@ -31,6 +32,7 @@ class Member:
     back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: Former | None = None
+    is_news: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,12 @@ class Membership:
         known = self._members.get(node_id)
         joined = known is None
         member = Member(request.node, self._clock(), former=self._former(known, request.node))
+        for actual in request.datasets:
+            member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
         if known is not None:
             is_back = node_id not in self.alive()
             member.back_at = member.last_seen if is_back else known.back_at
-        for actual in request.datasets:
-            member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
+            member.is_news = is_back or not _say_the_same(known, member)
         self._members[node_id] = member
         kept = self._silent_for_less_than(_FORGET_TIMEOUTS * self._timeout_s)
         gone = sorted(self._members.keys() - kept)
@@ -111,7 +114,7 @@ class Membership:
             del self._members[silent]
         if joined or gone:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
-            self._unwritten = True
+            self._unwritten = member.is_news = True
         if self._unwritten:
             self._write()
         return member
@@ -143,6 +146,21 @@ class Membership:
             self._unwritten = False
         except OSError as error:  # it is missed after a restart only; tried at each heartbeat
             logger.error("members not kept reason=%s", error.strerror)
+
+
+def _say_the_same(before: Member, now: Member) -> bool:
+    """Whether two reports differ by how long ago rows were read at most; ends the earlier one."""
+    if before.node != now.node or before.actual.keys() != now.actual.keys():
+        return False
+    for key, actual in now.actual.items():
+        said = before.actual[key]
+        if actual.HasField("idle_s"):
+            said.idle_s = actual.idle_s
+        else:
+            said.ClearField("idle_s")
+        if said != actual:
+            return False
+    return True
 
 
 def _is_same(node: pb.Node, other: pb.Node) -> bool:

@@ -111,10 +111,15 @@ class Version:
             pin.close()
         self.pins = ()
 
-    def take_in(self, actual: pb.ActualDataset, node_id: str) -> None:
-        """What a node says of this version: shards that it sealed, or why it cannot."""
+    def take_in(self, actual: pb.ActualDataset, node_id: str) -> bool:
+        """What a node says of this version: shards that it sealed, or why it cannot.
+
+        Returns:
+            whether anything was learned.
+        """
         if not self.is_told_of(actual):
-            return
+            return False
+        before = (self.failure, self.result_shards, len(self.sealed))
         if actual.failure and not self.was_ready:
             self.fail(self.load_error(actual.failure))
         if actual.HasField("num_shards") and self.result_shards is None:
@@ -125,6 +130,7 @@ class Version:
                     self.fail(self.load_error(shard.failure))
             elif shard.sealed and shard.index < (self.num_shards or 0):
                 self._take_in_sealed(shard, node_id)
+        return before != (self.failure, self.result_shards, len(self.sealed))
 
     def _take_in_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)

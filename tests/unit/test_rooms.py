@@ -135,7 +135,11 @@ BARRIERS = (
     Barrier(
         "cache_server",
         "pyiceberg",
-        ("cache_server/tables/iceberg.py", "cache_server/tables/iceberg_lookup.py"),
+        (
+            "cache_server/tables/iceberg.py",
+            "cache_server/tables/iceberg_lookup.py",
+            "cache_server/tables/iceberg_rows.py",
+        ),
     ),
     Barrier("cache_server", "deltalake", ("cache_server/tables/delta.py",)),
     Barrier("cache_server", "adbc_driver_manager", _POSTGRES),

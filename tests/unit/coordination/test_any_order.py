@@ -215,6 +215,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         answer = self.coordinator.heartbeat(request)
+        self._is_what_it_would_be_drawn_anew(request, answer)
         self.said[request.node.id] = self.clock.now, request
         self.what_was_asked_for_is_there_until_it_is_dropped_or_replaced()
         assert not answer.kept  # the catalogue was never lost
@@ -223,6 +224,16 @@ class AnyOrder(RuleBasedStateMachine):
             number = self.attempts.setdefault((key, desired.plan.attempt), self.loads[key])
             assert number == self.loads[key], "two loads have the same attempt"
         return answer
+
+    def _is_what_it_would_be_drawn_anew(
+        self, request: pb.HeartbeatRequest, answer: pb.HeartbeatResponse
+    ) -> None:
+        """What the coordinator keeps between changes is never of before one."""
+        kept = self.coordinator.datasets()
+        with self.coordinator._changed:
+            self.coordinator._note_change()
+        assert self.coordinator.datasets() == kept
+        assert self.coordinator.heartbeat(request) == answer
 
     def _said(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
         """The shards that a node reported last, of the latest load of a version."""
