@@ -287,7 +287,10 @@ def _comparisons(predicate: Any) -> Iterator[Condition]:
     column, literal = variant(left), variant(right)
     if type(column).__name__ == "Column" and type(literal).__name__ == "Literal":
         value = right.python_value()
-        value = value.as_py() if isinstance(value, pa.Scalar) else value
+        try:
+            value = value.as_py() if isinstance(value, pa.Scalar) else value
+        except (ValueError, OverflowError):  # of nanoseconds, or after the year 9999
+            return
         is_plain = isinstance(value, int | str | date) and not isinstance(value, bool | datetime)
         if is_plain and node.op() in ("=", "<", "<=", ">", ">="):
             yield Condition(column.name(), node.op(), value)

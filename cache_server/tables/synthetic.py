@@ -9,6 +9,7 @@ and the largest are known. A column without statistics is null.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ import pyarrow.parquet as pq
 from cache_server.pinned import no_rows
 
 _SEED = 0  # the same footers give the same estimate
+_UNITS = {"milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}  # in Parquet's words
+_LARGEST = float(np.finfo(np.float64).max) / 2  # the range between two of them is a number, too
 
 Group = tuple[pq.RowGroupMetaData, Mapping[str, pa.Scalar]]
 
@@ -83,7 +86,7 @@ def _values(
     if not statistics.has_min_max:
         return pa.nulls(count, dtype)
     try:
-        values = _between(statistics.min, statistics.max, dtype, count, rng)
+        values = _between(_ends(statistics, dtype), dtype, count, rng)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         return pa.nulls(count, dtype)
     share = (statistics.null_count or 0) / max(1, chunk.num_values)
@@ -91,22 +94,39 @@ def _values(
     return pc.if_else(missing, pa.scalar(None, dtype), values)
 
 
-def _between(
-    low: object, high: object, dtype: pa.DataType, count: int, rng: np.random.Generator
-) -> pa.Array:
-    ends = pa.array([low, high]).cast(dtype) if _is_plain(dtype) else pa.array([low, high], dtype)
+def _ends(statistics: pq.Statistics, dtype: pa.DataType) -> pa.Array:
+    """The smallest and the largest value. Python cannot hold each time: they are read as stored."""
+    written = _time_of(statistics, dtype)
+    if written is None:
+        ends = [statistics.min, statistics.max]
+        return pa.array(ends, dtype)
+    raw = pa.array([statistics.min_raw, statistics.max_raw], _integer_of(written))
+    return raw.view(written).cast(dtype, safe=False)
+
+
+def _time_of(statistics: pq.Statistics, dtype: pa.DataType) -> pa.DataType | None:
+    """The time or date that a Parquet file holds for a column of ``dtype``; None for others."""
+    logical = json.loads(statistics.logical_type.to_json())
+    unit = _UNITS.get(logical.get("timeUnit"))
+    if logical["Type"] == "Date":
+        return pa.date32()
+    if logical["Type"] == "Timestamp" and unit:
+        return pa.timestamp(unit, getattr(dtype, "tz", None))
+    if logical["Type"] == "Time" and unit:
+        return pa.time32(unit) if unit == "ms" else pa.time64(unit)
+    return None
+
+
+def _between(ends: pa.Array, dtype: pa.DataType, count: int, rng: np.random.Generator) -> pa.Array:
     if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
-        first, last = (float(end.as_py()) for end in ends)
+        first, last = (min(max(float(end.as_py()), -_LARGEST), _LARGEST) for end in ends)
         return pa.array(rng.uniform(first, last, count)).cast(dtype, safe=False)
     if (width := _integer_of(dtype)) is not None:
         first, last = (int(end.as_py()) for end in ends.cast(width))
-        drawn: npt.NDArray[np.int64] = rng.integers(first, last, count, endpoint=True)
+        kind = np.uint64 if pa.types.is_unsigned_integer(width) else np.int64
+        drawn: npt.NDArray[np.integer] = rng.integers(first, last, count, kind, endpoint=True)
         return pa.array(drawn).cast(width).cast(dtype)
     return ends.take(pa.array(rng.integers(0, 2, count)))
-
-
-def _is_plain(dtype: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))
 
 
 def _integer_of(dtype: pa.DataType) -> pa.DataType | None:

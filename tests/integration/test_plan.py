@@ -216,6 +216,38 @@ def test_what_passes_a_filter_is_estimated_from_statistics(
         assert forecast.steps_per_epoch == pytest.approx(NUM_ROWS * share / 1024, abs=1.0)
 
 
+def test_a_filter_on_times_and_numbers_that_python_cannot_hold_is_estimated(
+    client: CacheClient, tmp_path: Path
+) -> None:
+    row = np.arange(NUM_ROWS)
+    large = 2**62 // NUM_ROWS * row
+    times = {
+        "second": pa.array(row * 1_000_000_000 + 1).view(pa.timestamp("ns", "UTC")),
+        "rounded": pa.array(row).view(pa.timestamp("s")),  # in milliseconds in the file
+        "far": pa.array(large).view(pa.timestamp("us")),  # up to the year 148107
+        "day": pa.array((large >> 31).astype(np.int32)).view(pa.date32()),
+        "clock": pa.array(row * 4_000_000_000 + 1).view(pa.time64("ns")),
+    }
+    unsigned = pa.array(row.astype(np.uint64) + 2**63)
+    endless = pa.array(np.where(row, row - NUM_ROWS / 2, np.inf))
+    table = pa.table({**times, "unsigned": unsigned, "endless": endless, "row": row})
+    pq.write_table(table, tmp_path / "a.parquet")
+    filters = {
+        "second < '1970-01-01T02:46:40.000000001Z'": 0.5,
+        "rounded < '1970-01-01T01:23:20'": 0.25,
+        "far >= arrow_cast(arrow_cast(2305843009213693952, 'Int64'), 'Timestamp(us)')": 0.5,
+        "day >= arrow_cast(arrow_cast(1073741824, 'Int32'), 'Date32')": 0.5,
+        "clock < TIME '11:06:40'": 0.5,
+        f"unsigned >= {2**63 + NUM_ROWS // 4}": 0.75,
+        "endless >= -1e9": 1.0,
+    }
+
+    for filter, share in filters.items():
+        forecast = client.plan(DatasetSpec("t", tmp_path, filter=filter, columns=["row"]))
+
+        assert forecast.filtered_rows == pytest.approx(NUM_ROWS * share, abs=NUM_ROWS * 0.01)
+
+
 def test_what_is_pruned_is_not_estimated_twice(client: CacheClient, tmp_path: Path) -> None:
     for day in range(4):
         folder = tmp_path / f"day={day}"

@@ -673,6 +673,29 @@ def test_the_comparisons_that_every_kept_row_fulfils_are_known(
     assert [(c.column, c.operator, c.value) for c in found] == conditions
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (pa.timestamp("ns"), "'1970-01-01T00:00:00.000000001'"),
+        (
+            pa.timestamp("us"),
+            "arrow_cast(arrow_cast(9223372036854775807, 'Int64'), 'Timestamp(us)')",
+        ),
+        (pa.time64("ns"), "arrow_cast(arrow_cast(1, 'Int64'), 'Time64(ns)')"),
+        (pa.duration("ns"), "arrow_cast(arrow_cast(1, 'Int64'), 'Duration(ns)')"),
+        (pa.date32(), "arrow_cast(arrow_cast(2000000000, 'Int32'), 'Date32')"),
+    ],
+)
+def test_a_comparison_with_a_time_that_python_cannot_hold_is_no_condition(
+    dtype: pa.DataType, value: str
+) -> None:
+    schema = pa.schema({"at": dtype, "a": pa.int64()})
+
+    found = check(f"SELECT a FROM source WHERE at > {value} AND a < 9", schema).conditions
+
+    assert [(c.column, c.operator, c.value) for c in found] == [("a", "<", 9)]
+
+
 def test_the_condition_on_a_renamed_column_is_that_of_the_table() -> None:
     sql = "SELECT x FROM (SELECT a AS x, text FROM source) q WHERE x > 5 AND text = 'y'"
 
