@@ -87,7 +87,7 @@ def _values(
         return pa.nulls(count, dtype)
     try:
         values = _between(_ends(statistics, dtype), dtype, count, rng)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+    except (ValueError, OverflowError, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         return pa.nulls(count, dtype)
     share = (statistics.null_count or 0) / max(1, chunk.num_values)
     missing = pa.array(rng.random(count) < share)
@@ -98,8 +98,7 @@ def _ends(statistics: pq.Statistics, dtype: pa.DataType) -> pa.Array:
     """The smallest and the largest value. Python cannot hold each time: they are read as stored."""
     written = _time_of(statistics, dtype)
     if written is None:
-        ends = [statistics.min, statistics.max]
-        return pa.array(ends, dtype)
+        return pa.array([statistics.min, statistics.max], dtype)
     raw = pa.array([statistics.min_raw, statistics.max_raw], _integer_of(written))
     return raw.view(written).cast(dtype, safe=False)
 
