@@ -198,6 +198,25 @@ def test_a_split_column_of_any_type_that_has_an_order(db: Database, column: str)
     assert sorted(rows["v"].to_pylist()) == list(range(1, 401))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        ("timetz", "'00:00+05:30'::timetz + g * '1 s'::interval"),
+        ("macaddr", "lpad(to_hex(g), 12, '0')::macaddr"),
+        ("device", "lpad(to_hex(g), 12, '0')::macaddr"),
+    ],
+)
+def test_keys_that_an_array_pads_lose_no_rows(db: Database, dtype: str, value: str) -> None:
+    db.run(
+        "CREATE DOMAIN device AS macaddr",
+        f"CREATE TABLE t (k {dtype}, v int)",
+        f"INSERT INTO t SELECT {value}, g FROM generate_series(1, 1000) g",
+    )
+    pin = db.pin(table="t", split_column="k")
+    assert len(splits_of(pin)) >= 3
+    assert sorted(read_all(pin)["v"].to_pylist()) == list(range(1, 1001))
+
+
 @pytest.mark.parametrize("definition", ["id int PRIMARY KEY", "id int", "id int, v text"])
 def test_an_empty_table_has_a_schema_and_no_rows(db: Database, definition: str) -> None:
     db.run(f"CREATE TABLE t ({definition})")

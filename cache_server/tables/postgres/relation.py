@@ -139,6 +139,20 @@ def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
     return {field.name: f"q.{identifier(field.name)}{_cast(field)}" for field in schema}
 
 
+def has_gaps(session: Session, relation: Relation, column: str) -> bool:
+    """Whether its values lie padded in an array, such as of ``timetz`` and ``macaddr``.
+
+    ``width_bucket`` takes them for dense and puts keys into wrong buckets.
+    """
+    value = f"(SELECT {column} FROM {relation.sql} AS q LIMIT 0)"
+    found = session.rows(
+        "SELECT typlen > 0 AND typlen % CASE typalign WHEN 'd' THEN 8 WHEN 'i' THEN 4 "
+        "WHEN 's' THEN 2 ELSE 1 END <> 0 FROM pg_catalog.pg_type "
+        f"WHERE oid = pg_catalog.pg_typeof({value})"
+    )
+    return bool(found[0][0])
+
+
 def _cast(field: pa.Field) -> str:
     source = (field.metadata or {}).get(b"POSTGRESQL:type", b"").decode()
     is_array = pa.types.is_list(field.type)

@@ -39,6 +39,7 @@ from cache_server.tables.postgres.relation import (
     column_expressions,
     estimated_rows,
     find_table,
+    has_gaps,
     has_no_like,
     query_relation,
 )
@@ -177,7 +178,7 @@ def _pin(session: Session, address: Address, wanted: Mapping[str, str]) -> Pin:
     search_path, database, state = session_facts[0]
     columns = column_expressions(session, relation)
     check_not_rewritten(session, relation)
-    key = _split_key(relation, wanted.get("split_column", ""), columns)
+    key = _split_key(session, relation, wanted.get("split_column", ""), columns)
     order = _order(relation, key, columns)
     connection = dict(address.parameters)
     reading = _Reading(connection, snapshot, search_path, relation.sql, columns, order)
@@ -218,14 +219,17 @@ def _export(session: Session, address: Address) -> str:
         ) from None
 
 
-def _split_key(relation: Relation, column: str, columns: Mapping[str, str]) -> str:
+def _split_key(
+    session: Session, relation: Relation, column: str, columns: Mapping[str, str]
+) -> str:
     """The SQL expression that splits are cut by; empty: there is one split."""
     if column:
         if column not in columns:
             raise RequestError(
                 f"{relation.path} has no split_column {column!r}; columns: {', '.join(columns)}"
             )
-        return f"q.{identifier(column)}"
+        key = f"q.{identifier(column)}"
+        return f"{key}::text" if has_gaps(session, relation, key) else key
     if relation.integer_key:
         return f"q.{identifier(relation.primary_key[0])}"
     return CTID if relation.blocks is not None else ""
