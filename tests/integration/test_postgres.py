@@ -398,8 +398,10 @@ TYPES = {
     ),
     "mood": ("'ok'", pa.string(), "ok"),
     "amount": ("3", pa.float64(), 3.0),
-    "pair": ("ROW(1, 'x')", pa.struct([("a", pa.int32()), ("b", pa.string())]), {"a": 1, "b": "x"}),
+    "pair": ("ROW(1, 'x')", pa.string(), "(1,x)"),
     "priced": ("ROW(1.5, 'x')", pa.string(), "(1.5,x)"),
+    "paid": ("ROW('2.50', 1)", pa.string(), "($2.50,1)"),
+    "paid[]": ("ARRAY[ROW('2.50', 1)::paid]", pa.list_(pa.string()), ["($2.50,1)"]),
     "inet": ("'10.0.0.1/8'", pa.string(), "10.0.0.1/8"),
     "bit(3)": ("B'101'", pa.string(), "101"),
     "point": ("'(1,2)'", pa.string(), "(1,2)"),
@@ -429,6 +431,7 @@ def test_types(db: Database) -> None:
         "CREATE DOMAIN amount AS numeric(8, 2)",
         "CREATE TYPE pair AS (a int, b text)",
         "CREATE TYPE priced AS (a numeric, b text)",
+        "CREATE TYPE paid AS (a money, b oid)",
         "CREATE TABLE t (" + ", ".join(f'"{name}" {name}' for name in TYPES) + ")",
         f"INSERT INTO t VALUES ({', '.join(value for value, _, _ in TYPES.values())})",
         "INSERT INTO t DEFAULT VALUES",
@@ -441,8 +444,25 @@ def test_types(db: Database) -> None:
         assert set(nulls.values()) == {None}
 
 
+def test_composite_values_behind_a_null_one_are_read(db: Database) -> None:
+    db.run(
+        "CREATE TYPE pair AS (a int, b text)",
+        "CREATE TABLE t (id int PRIMARY KEY, v pair, w pair[])",
+        "INSERT INTO t VALUES (1, NULL, ARRAY[NULL, ROW(1, 'x')::pair]), (2, ROW(2, 'y'), NULL)",
+    )
+    assert read_all(db.pin(table="t")).to_pylist() == [
+        {"id": 1, "v": None, "w": [None, "(1,x)"]},
+        {"id": 2, "v": "(2,y)", "w": None},
+    ]
+
+
 @pytest.mark.parametrize(
-    "value", ["'infinity'::date", "'-infinity'::timestamp", "ARRAY[timestamptz 'infinity']"]
+    "value",
+    [
+        "'infinity'::date",
+        "'-infinity'::timestamp",
+        "ARRAY[timestamptz 'infinity']",
+    ],
 )
 def test_dates_that_arrow_does_not_have_are_refused(db: Database, value: str) -> None:
     db.run(f"CREATE TABLE t AS SELECT {value} AS moment")

@@ -167,8 +167,9 @@ def _cast(field: pa.Field) -> str:
 
 
 def has_no_like(dtype: pa.DataType) -> bool:
-    """Whether Arrow itself has no such type, or none of a value inside."""
-    if isinstance(dtype, pa.BaseExtensionType):
+    """Whether Arrow has no such type, or none of a value inside, or the driver misreads it."""
+    # Of composite values that follow a null one, the driver makes nulls.
+    if isinstance(dtype, pa.BaseExtensionType) or pa.types.is_struct(dtype):
         return True
     return any(has_no_like(dtype.field(i).type) for i in range(dtype.num_fields))
 

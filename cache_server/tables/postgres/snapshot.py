@@ -13,11 +13,12 @@ Arrow are cast by the server:
 
     numeric, money                          float8
     oid, xid, cid                           int8
-    json, jsonb, uuid and all other types   text
+    json, jsonb, uuid, composite and
+    all other types                         text
 
 Whatever Arrow has stays as it is: numbers, bool, text, enums, bytea, date, time, timestamps (those
-with a zone in UTC), interval, arrays (of several dimensions: flat, in row-major order), composite
-types. This module knows neither shards nor nodes, and what it writes down holds no secret.
+with a zone in UTC), interval, arrays (of several dimensions: flat, in row-major order). This module
+knows neither shards nor nodes, and what it writes down holds no secret.
 """
 
 from __future__ import annotations
@@ -264,9 +265,6 @@ def _bare(dtype: pa.DataType) -> pa.DataType:
     """The type without what the driver notes in the metadata of the fields inside."""
     if pa.types.is_list(dtype):
         return pa.list_(pa.field("item", _bare(dtype.value_type)))
-    if pa.types.is_struct(dtype):
-        fields = [dtype.field(i) for i in range(dtype.num_fields)]
-        return pa.struct([pa.field(field.name, _bare(field.type)) for field in fields])
     return dtype
 
 
