@@ -471,6 +471,13 @@ def test_dates_that_arrow_does_not_have_are_refused(db: Database, value: str) ->
     assert "'moment'" in text and "infinite" in text and "public.t" in text
 
 
+def test_what_is_wrong_with_a_long_value_is_said(db: Database) -> None:
+    db.run("CREATE TABLE t AS SELECT 1e1000::numeric AS v")
+    pin = db.pin(table="t")
+    text = failure(lambda: read(pin, splits_of(pin)[0]), LoadError)
+    assert 'public.t: "1000' in text and "out of range for type double precision" in text
+
+
 def test_columns_that_are_not_read_are_not_sent(db: Database) -> None:
     db.run(
         "CREATE TABLE t (id int PRIMARY KEY, v text, bad int)",

@@ -275,7 +275,10 @@ class Session:
                 text = rest
                 break
         text = redacted(text, self._secrets.values())
-        return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
+        if len(text) <= _MAX_REASON:
+            return text
+        half = _MAX_REASON // 2  # a long value stands before what is wrong with it
+        return f"{text[:half]}...{text[-half:]}"
 
     def _fail(self, error: BaseException) -> NoReturn:
         state = getattr(error, "sqlstate", None) or ""
