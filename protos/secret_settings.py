@@ -121,8 +121,9 @@ def without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> 
         problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
         return uri
     if signed := _secret_keys(parts):
+        place = f"at {parts.hostname!r}" if parts.hostname else f"of {parts.scheme}://"
         problems.append(
-            f"a source at {parts.hostname!r} is signed by {', '.join(signed)}, which would be "
+            f"a source {place} is signed by {', '.join(signed)}, which would be "
             "kept and shown with it: give credentials in storage_options instead"
         )
     if parts.password is None:

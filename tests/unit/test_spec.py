@@ -409,6 +409,11 @@ def test_a_source_with_a_secret_in_its_query_is_refused_and_another_query_is_not
     DatasetSpec("t", "https://host/t.parquet?version=3&sort_key=a&design=new")
 
 
+def test_a_source_without_a_host_that_has_a_secret_in_its_query_is_named_by_its_scheme() -> None:
+    with pytest.raises(ConfigError, match="a source of postgresql:// is signed by password"):
+        DatasetSpec("t", "postgresql:///db?host=/run&table=t&password=hush")
+
+
 @pytest.mark.parametrize("source", ["hu/sh", "hu#sh", "hu?sh", "5432x/hush", "a:hu/sh", "hu/s@h"])
 def test_a_source_whose_password_ends_its_host_too_early_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="write them as %2F, %3F and %23") as caught:
