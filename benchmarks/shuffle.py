@@ -67,6 +67,7 @@ TARGETS = {
     "floats: Flight shuffled / Flight sequential": 0.67,
     "floats: 33 named columns / 1 pre-stacked, local shuffled": 0.6,
     "floats: local shuffled / Hugging Face, streaming": 50.0,
+    "floats: local shuffled / Hugging Face, streaming, 33 columns, torch format": 50.0,
     "floats: local shuffled / MosaicML Streaming": 30.0,
     "floats: local shuffled / LitData": 30.0,
     "floats: local shuffled / Grain": 30.0,
