@@ -101,8 +101,8 @@ def on_device(
     )
     hand_off = _HandOff(thread, ready, stop, interrupt)
     try:
+        _running.add(hand_off)  # first, or a program that ends just then would not know of it
         thread.start()
-        _running.add(hand_off)
         while isinstance(item := ready.get(), _Moved):
             yield mover.hand_out(item)
         if item.error is not None:
@@ -152,7 +152,8 @@ def _end_all() -> None:
         hand_off.break_off()
     deadline = time.monotonic() + _EXIT_WAIT_S
     for hand_off in left:
-        hand_off.thread.join(max(0.0, deadline - time.monotonic()))
+        if hand_off.thread.is_alive():  # not: one that is about to begin, and then ends at once
+            hand_off.thread.join(max(0.0, deadline - time.monotonic()))
         _let_go(hand_off.ready)
         with suppress(Full):  # for a consumer in another thread, which may be waiting
             hand_off.ready.put_nowait(_End(CacheError("no more batches: the program ends")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.free_ports import free_ports
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -118,7 +118,7 @@ def env_nodes(
         arguments: of each, besides those that every runtime gives.
         variables: of their environment.
     """
-    flight_port, control_port = _free_ports(_ADDRESSES[:num_nodes])
+    flight_port, control_port = free_ports(2, _ADDRESSES[:num_nodes])
     common = [
         "--flight-port", str(flight_port), "--control-port", str(control_port),
         "--http-port", "0",
@@ -132,20 +132,3 @@ def env_nodes(
             stack.callback(node.close)
             nodes.append(node)
         yield nodes
-
-
-def _free_ports(addresses: Sequence[str]) -> tuple[int, int]:
-    """Two ports that are free on every address."""
-    found: list[int] = []
-    while len(found) < 2:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server((addresses[0], 0)))
-            port = int(first.getsockname()[1])
-            try:
-                for address in addresses[1:]:
-                    stack.enter_context(socket.create_server((address, port)))
-            except OSError:
-                continue
-            if port not in found:
-                found.append(port)
-    return found[0], found[1]

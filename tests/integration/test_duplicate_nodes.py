@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
+from tests.free_ports import free_port
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -17,9 +17,7 @@ WAIT_S = 30.0
 def test_two_nodes_that_advertise_the_same_address_are_told_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1", "127.0.0.2")
 
     def config(bind: str, coordinator: str | None = None) -> NodeConfig:
         return NodeConfig(

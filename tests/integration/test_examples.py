@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ import yaml
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 from tests import several_starts
+from tests.free_ports import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANK_ENDS = Path(__file__).resolve().parents[1] / "rank_ends"
@@ -152,12 +152,6 @@ def end_tree(process: subprocess.Popen[str]) -> None:
         if child.is_running():
             child.kill()
     process.communicate()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def losses(output: str) -> list[float]:

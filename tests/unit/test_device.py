@@ -292,9 +292,25 @@ begun.wait()
 """
 
 
-def test_a_consumer_in_a_thread_that_outlives_the_program_is_told() -> None:
+# The consumer's thread goes on only when the program has ended all that it knew of.
+AS_IT_BEGINS = """
+import threading
+ended, start = threading.Event(), threading.Thread.start
+threading._register_atexit(ended.set)  # hooks run in the reverse of their order
+
+def slow(thread):
+    start(thread)
+    if thread.name == "cache-device":
+        ended.wait()
+
+threading.Thread.start = slow
+"""
+
+
+@pytest.mark.parametrize("before", ["", AS_IT_BEGINS], ids=["while it waits", "as it begins"])
+def test_a_consumer_in_a_thread_that_outlives_the_program_is_told(before: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_BEFORE_ITS_CONSUMER],
+        [sys.executable, "-c", before + ENDS_BEFORE_ITS_CONSUMER],
         capture_output=True,
         text=True,
         timeout=60.0,
