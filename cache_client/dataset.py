@@ -43,7 +43,7 @@ from cache_client.whereabouts import Whereabouts
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError, checked
 
-_MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own messages, and so of rows in one
+_MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MOST_PREFETCHED = 2**31 - 1
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 

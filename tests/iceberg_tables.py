@@ -48,13 +48,27 @@ def written_file(
     path = Path(table.location().removeprefix("file://"), "data", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(rows, path, **options)
+    return described_file(path, rows.num_rows, partition=partition)
+
+
+def described_file(
+    path: Path,
+    num_rows: int,
+    content: DataFileContent = DataFileContent.DATA,
+    *,
+    format: FileFormat = FileFormat.PARQUET,
+    partition: Record | None = None,
+    equality_ids: list[int] | None = None,
+) -> DataFile:
+    """What a manifest says of a file that is there, of rows or of deletes; without statistics."""
     return DataFile.from_args(
-        content=DataFileContent.DATA,
+        content=content,
         file_path=f"file://{path}",
-        file_format=FileFormat.PARQUET,
+        file_format=format,
         partition=partition or Record(),
-        record_count=rows.num_rows,
+        record_count=num_rows,
         file_size_in_bytes=path.stat().st_size,
+        equality_ids=equality_ids,
     )
 
 

@@ -28,7 +28,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -187,10 +187,12 @@ def hugging_face(source: Source) -> list[Contender]:
             yield rows_of(as_tensors(rows[order[start : start + BATCH_SIZE]]))
 
     # A DataLoader over any of these, with workers, is slower than each without.
-    def streams(form: str, make: Callable[[], Any]) -> dict[str, Callable[[], Batches]]:
+    def streams(
+        form: str, make: Callable[[], Any], formats: Iterable[str] = to_tensors
+    ) -> dict[str, Callable[[], Batches]]:
         return {
             f"{form}, with_format({format_!r}).iter(1024)": partial(streamed, make, format_)
-            for format_ in to_tensors
+            for format_ in formats
         }
 
     def from_cache() -> Any:
@@ -204,10 +206,10 @@ def hugging_face(source: Source) -> list[Contender]:
     contenders = [Contender("Hugging Face, streaming", order, settings)]
     if source.paths != source.packed:
         name = "Hugging Face, streaming, 33 columns"
-        settings = streams("columns", partial(open_, source.paths, True))
-        contenders.append(Contender(name, order, settings))
+        columns = partial(open_, source.paths, True)
+        contenders.append(Contender(name, order, streams("columns", columns)))
         # As its guides for torch read it; and what it was to be measured against.
-        as_guided = {key: make for key, make in settings.items() if "'torch'" in key}
+        as_guided = streams("columns", columns, ["torch"])
         contenders.append(Contender(f"{name}, torch format", order, as_guided))
     return [
         *contenders,

@@ -36,7 +36,7 @@ from protos.spec import DatasetSpec
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_AsOf = tuple[int, frozenset[str]]
+_AsOf = tuple[int, frozenset[str]]  # the number of changes, and who is alive
 
 
 class Coordinator:
@@ -75,10 +75,7 @@ class Coordinator:
         self._created = 0
         self._load_rate = LoadRate()
         self._versions: dict[VersionKey, Version] = {}
-        # What follows from all this, each with what it was made of; see `_as_of`.
-        self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}
-        self._described: dict[VersionKey, tuple[_AsOf, pb.DatasetInfo]] = {}
-        self._desired: dict[str, tuple[_AsOf, list[pb.DesiredDataset]]] = {}
+        self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._unclaimed = Unclaimed(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
@@ -351,14 +348,18 @@ class Coordinator:
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_settled(),
-                datasets=self._desired_of(node_id),
+                datasets=[
+                    self._holdings(version).desired(node_id)
+                    for version in self._versions.values()
+                    if version.failure is None
+                ],
             )
             for key in member.actual.keys() & self._unclaimed.held():
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             return response
 
     def _note_change(self) -> None:
-        """Inside the lock: wakes whoever watches; what was drawn from what was is drawn anew."""
+        """Inside the lock, after any change: wakes whoever watches, and ends every view."""
         self._changes += 1
         self._changed.notify_all()
 
@@ -445,53 +446,26 @@ class Coordinator:
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
-            self._described.pop(key, None)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
         if keys:
             self._note_change()
 
-    def _as_of(self) -> _AsOf:
-        """Differs where anything may follow that did not before."""
-        return self._changes, frozenset(self._membership.alive())
-
     def _holdings(self, version: Version) -> Holdings:
-        """One view until something changes: it goes through every shard."""
-        key, as_of = version.plan.key, self._as_of()
+        """One view until something changes: it goes through every shard, and keeps its answers."""
+        key = version.plan.key
+        alive = frozenset(self._membership.alive())
+        as_of = self._changes, alive
         known = self._views.get(key)
         if known is not None and known[0] == as_of and known[1].version is version:
             return known[1]
-        view = Holdings(version, self._membership.members, as_of[1])
+        view = Holdings(version, self._membership.members, alive)
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view
 
     def _describe(self, version: Version) -> pb.DatasetInfo:
-        """One message for all who ask until something changes: it lists every shard."""
-        as_of = self._as_of()
-        known = self._described.get(version.plan.key)
-        if known is None or known[0] != as_of:
-            known = as_of, self._holdings(version).describe(self._lease_s)
-            self._described[version.plan.key] = known
-        return known[1]
-
-    def _desired_of(self, node_id: str) -> list[pb.DesiredDataset]:
-        """What a node should hold of all versions; the same until something changes."""
-        as_of = self._as_of()
-        known = self._desired.get(node_id)
-        if known is None or known[0] != as_of:
-            for gone in self._desired.keys() - self._membership.members.keys():
-                del self._desired[gone]
-            known = (
-                as_of,
-                [
-                    self._holdings(version).desired(node_id)
-                    for version in self._versions.values()
-                    if version.failure is None
-                ],
-            )
-            self._desired[node_id] = known
-        return known[1]
+        return self._holdings(version).describe(self._lease_s)
 
     def _check_room(self, wanted: Version) -> None:
         """Refuses a version that cannot fit, new or with another spec than it has now."""

@@ -22,6 +22,8 @@ _NOTHING = pb.ActualDataset()
 class Holdings:
     """A view of one version, for as long as its arguments do not change.
 
+    What it answers is worked out once; nobody may change it.
+
     Args:
         version: whose shards they are.
         members: every node that belongs to the cache.
@@ -34,6 +36,8 @@ class Holdings:
         self.version = version
         self._members = members
         self._alive = alive
+        self._desired: dict[str, pb.DesiredDataset] = {}  # by node
+        self._described: dict[float, pb.DatasetInfo] = {}  # by lease
 
     def _said(self, node_id: str) -> pb.ActualDataset:
         """What a node said last of this version; nothing, if that was of an attempt before."""
@@ -147,6 +151,11 @@ class Holdings:
 
     def desired(self, node_id: str) -> pb.DesiredDataset:
         """What a node should hold, and how it comes by what it lacks."""
+        if node_id not in self._desired:
+            self._desired[node_id] = self._draw_desired(node_id)
+        return self._desired[node_id]
+
+    def _draw_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
         plan, starts = version.plan, version.row_starts()
         desired = pb.DesiredDataset(
@@ -211,6 +220,11 @@ class Holdings:
 
     def describe(self, lease_s: float) -> pb.DatasetInfo:
         """The version as callers see it."""
+        if lease_s not in self._described:
+            self._described[lease_s] = self._draw_description(lease_s)
+        return self._described[lease_s]
+
+    def _draw_description(self, lease_s: float) -> pb.DatasetInfo:
         version = self.version
         plan, starts = version.plan, version.row_starts()
         info = self.summarize()

@@ -39,7 +39,7 @@ class Version:
     last_used: float | None = None
     asked_at: float | None = None
     is_failure_kept: bool = False
-    _row_starts: tuple[int, ...] | None = None
+    _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def read_back(cls, entry: CatalogueEntry) -> Version:

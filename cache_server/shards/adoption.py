@@ -11,13 +11,13 @@ from pathlib import Path
 from cache_server.planning import VersionKey
 from cache_server.shards import manifest
 from cache_server.shards.checksums import file_checksum
-from cache_server.shards.disk import remove_empty, remove_file
+from cache_server.shards.disk import remove_empty, remove_file, temporary_of
 from protos.errors import ConfigError
 from protos.shards import MANIFEST, MappedShard, SealedShard, read_manifest, shard_file_name
 
 logger = logging.getLogger(__name__)
 
-_WRITTEN = ("shard-*.arrow", ".shard-*.tmp", f".{MANIFEST}.tmp")
+_WRITTEN = ("shard-*.arrow", ".shard-*.tmp", temporary_of(Path(MANIFEST)).name)
 _NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
 
 

@@ -21,6 +21,11 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def temporary_of(path: Path) -> Path:
+    """What `replace_file` writes first; left behind by a process that was killed meanwhile."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def replace_file(path: Path, text: str) -> None:
     """Writes a file as a whole, and makes its directory.
 
@@ -28,7 +33,7 @@ def replace_file(path: Path, text: str) -> None:
         OSError: it cannot be written; what was there still is, and nothing else.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_of(path)
     try:
         temporary.write_text(text, encoding="utf-8")
         fsync(temporary)

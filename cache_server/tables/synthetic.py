@@ -88,6 +88,7 @@ def _values(
     try:
         values = _between(_ends(statistics, dtype), dtype, count, rng)
     except (ValueError, OverflowError, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        # As without any: of another type than the table's column, or the ends the wrong way round.
         return pa.nulls(count, dtype)
     share = (statistics.null_count or 0) / max(1, chunk.num_values)
     missing = pa.array(rng.random(count) < share)

@@ -46,7 +46,7 @@ from cache_server.tables import iceberg, iceberg_lookup, iceberg_settings
 from protos.errors import LoadError, RequestError
 from protos.layout import Layout
 from protos.spec import DatasetSpec, TableSpec
-from tests.iceberg_tables import opened_catalog, with_deletes
+from tests.iceberg_tables import described_file, opened_catalog, with_deletes
 from tests.lake_tables import (
     SECRET,
     assert_same_rows,
@@ -343,17 +343,10 @@ def test_a_missing_data_file_is_named(catalog: SqlCatalog) -> None:
 
 
 def _delete_file(table: Table, content: DataFileContent, rows: pa.Table, part: str) -> DataFile:
-    path = f"{table.location()}/data/{content.name}-{part}.parquet"
-    pq.write_table(rows, path.removeprefix("file://"))
-    return DataFile.from_args(
-        content=content,
-        file_path=path,
-        file_format=FileFormat.PARQUET,
-        partition=Record(part),
-        record_count=rows.num_rows,
-        file_size_in_bytes=Path(path.removeprefix("file://")).stat().st_size,
-        equality_ids=[1] if content == DataFileContent.EQUALITY_DELETES else None,
-    )
+    path = Path(table.location().removeprefix("file://"), f"data/{content.name}-{part}.parquet")
+    pq.write_table(rows, path)
+    keys = [1] if content == DataFileContent.EQUALITY_DELETES else None
+    return described_file(path, rows.num_rows, content, partition=Record(part), equality_ids=keys)
 
 
 def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
@@ -401,14 +394,7 @@ def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
     path.write_bytes(
         b"PFA1" + blob + b"PFA1" + footer + struct.pack("<I", len(footer)) + bytes(4) + b"PFA1"
     )
-    deletes = DataFile.from_args(
-        content=DataFileContent.POSITION_DELETES,
-        file_path=f"file://{path}",
-        file_format=FileFormat.PUFFIN,
-        partition=Record(),
-        record_count=3,
-        file_size_in_bytes=path.stat().st_size,
-    )
+    deletes = described_file(path, 3, DataFileContent.POSITION_DELETES, format=FileFormat.PUFFIN)
     location, _ = with_deletes(table, [deletes])
     spec = _spec(location)
     pin = iceberg.pin(spec)

@@ -1,3 +1,7 @@
+"""The rows of Iceberg tables, beside values that were worked out by hand: nested, far, pruned."""
+
+from __future__ import annotations
+
 from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -8,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.io.pyarrow import schema_to_pyarrow
-from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.manifest import DataFileContent
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -39,7 +43,13 @@ from pyiceberg.types import (
 from cache_server.pinned import Condition
 from cache_server.tables import iceberg
 from protos.spec import DatasetSpec
-from tests.iceberg_tables import append_files, opened_catalog, with_deletes, written_file
+from tests.iceberg_tables import (
+    append_files,
+    described_file,
+    opened_catalog,
+    with_deletes,
+    written_file,
+)
 from tests.lake_tables import read_table
 
 ID = NestedField(1, "id", LongType(), required=False)
@@ -149,14 +159,7 @@ def test_deletes_apply_where_the_file_has_no_column_that_is_read(catalog: SqlCat
     gone = pa.table({"file_path": [file.file_path] * 2, "pos": pa.array([0, 3], pa.int64())})
     path = Path(table.location().removeprefix("file://"), "data", "deletes.parquet")
     pq.write_table(gone, path)
-    deletes = DataFile.from_args(
-        content=DataFileContent.POSITION_DELETES,
-        file_path=f"file://{path}",
-        file_format=FileFormat.PARQUET,
-        partition=Record(),
-        record_count=2,
-        file_size_in_bytes=path.stat().st_size,
-    )
+    deletes = described_file(path, 2, DataFileContent.POSITION_DELETES)
     location, _ = with_deletes(table, [deletes])
     assert _read(location, ("later",)) == [{"later": None}] * 3
     assert [row["id"] for row in _read(location)] == [1, 2, 4]
