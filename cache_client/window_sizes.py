@@ -9,7 +9,7 @@ from protos.layout import Layout
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
-_LOCAL_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
+_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
 _MOST_MESSAGE_BYTES = 2**30  # Flight sends none of 2 GiB, with what stands around the rows
 _FEWEST_WINDOWS = 3  # one being consumed, one arriving, one asked for
 _PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
@@ -49,12 +49,15 @@ class WindowSizes:
     prefetch_batches: int | None = None
 
     def steps_per_window(self, num_nodes: int) -> int:
-        """Steps that are asked for at once from so many nodes; 0: from files of this machine."""
-        return self._steps_in(
-            self.message_bytes * min(max(num_nodes, _FEWEST_MESSAGES), _MOST_MESSAGES)
-            if num_nodes
-            else _LOCAL_WINDOW_BYTES
-        )
+        """Steps that are asked for at once from so many nodes; 0: from files of this machine.
+
+        Of nodes several messages of whole steps, fewer where each is large.
+        """
+        if not num_nodes:
+            return self._steps_in(_WINDOW_BYTES)
+        messages = min(max(num_nodes, _FEWEST_MESSAGES), _MOST_MESSAGES)
+        most_bytes = max(_WINDOW_BYTES, messages * self.message_bytes)
+        return min(messages * self._steps_in(self.message_bytes), self._steps_in(most_bytes))
 
     def windows_ahead(self, steps_per_window: int) -> int:
         """Windows of so many steps that are under way or wait."""

@@ -52,6 +52,15 @@ def test_a_window_of_long_strings_has_the_bytes_it_should(nodes: int, window_byt
     assert sizes.rows_per_message() % 4 == 0  # so that batches are views
 
 
+@pytest.mark.parametrize(("step_mebi", "steps"), [(1, 8), (3, 4), (5, 3), (17, 1)])
+def test_a_window_of_nodes_has_several_messages_also_where_a_step_is_larger_than_one_should_be(
+    step_mebi: int, steps: int
+) -> None:
+    shards = shard_map({"embedding": pa.list_(pa.float32(), 256 * step_mebi)}, 1024, 10)
+    sizes = WindowSizes(shards, batch_size=1024, message_bytes=2 * MEBI)
+    assert sizes.steps_per_window(num_nodes=1) == steps  # of at most 16 MiB
+
+
 def test_a_batch_of_more_than_flight_sends_in_a_message_comes_in_several() -> None:
     wide = shard_map({"image": pa.list_(pa.float32(), MEBI)}, 1000, 4000 * MEBI)
     sizes = WindowSizes(wide, batch_size=1000)
