@@ -10,9 +10,11 @@ bytes ready-made, and by other libraries (`peers/readers.py`, in an environment 
 `peers/requirements.txt`).
 
 What is measured in this process is measured in turn, A B C A B C, what enters a ratio close
-together; a ratio is the median of those of each turn. The other libraries read fewer rows, or stop
-after some seconds; their ratios are to passes of this cache just before and after.
-Processor time is that of all processes, nodes and workers too.
+together; a ratio is the median of those of each turn. A pass is an epoch of a dataset that was read
+before, as the others are timed when their tensors are made, their connection is open, their workers
+run; what the first epoch of a new dataset takes has lines of its own. The other libraries read
+fewer rows, or stop after some seconds; their ratios are to epochs of this cache just before and
+after. Processor time is that of all processes, nodes and workers too.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from benchmarks.common import (
 )
 from benchmarks.contenders import (
     BATCH_SIZE,
+    Epochs,
     Ranks,
     Reading,
     bare_flight,
@@ -205,7 +208,8 @@ def measure_table(
         timings.update(measure(others, repeats=scale.few_repeats))
         say(f"{table.name}: measured in this process")
         ratios.update(ratios_of(table, timings))
-        ours = Reading(table, clusters[1].endpoint, shuffle=True, local=True)
+        ours = Epochs(Reading(table, clusters[1].endpoint, shuffle=True, local=True))
+        ours.run()
         for peer in arguments.peers if table.peer_paths is not None else []:
             before = rates(ours)
             found = read_by_peer(peer, table, scale, arguments.peers_python, skipped)
@@ -237,8 +241,8 @@ def groups_of(
     return memory, over_flight, others
 
 
-def rates(ours: Reading) -> list[float]:
-    """Rows per second of two passes."""
+def rates(ours: Epochs) -> list[float]:
+    """Rows per second of two epochs."""
     found = []
     for _ in range(2):
         start = time.perf_counter()
