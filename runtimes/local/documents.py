@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from protos.errors import ConfigError
 
 Json = dict[str, Any]
+_Steps = tuple[str | int, ...]
 
 _DEFAULT_RUNTIME_KIND = "ClusterTrainingRuntime"
 _MODELS = {
@@ -27,6 +29,8 @@ _MODELS = {
     "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
+# What the models raise; of what is no list, no object or no quantity without a path.
+_MISREAD = (TypeError, AttributeError, ValueError)
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 
 
@@ -172,28 +176,52 @@ def _checked(document: Json, path: Path) -> Json:
             for problem in error.errors()
         ]
         raise ConfigError(f"{where}: {'; '.join(problems)}") from None
+    except _MISREAD as error:
+        raise ConfigError(f"{where}: {_misread(document)}: {str(error).splitlines()[0]}") from None
     unknown = sorted(unknown_fields(document, known.to_dict() if known is not None else {}))
     if unknown:
         raise ConfigError(f"{where}: unknown field {', '.join(unknown)}")
     return document
 
 
-def _place(value: Any, steps: tuple[str | int, ...], document: Json) -> str:
-    """Where ``value`` is, of which a model knows the last ``steps`` alone."""
-    end = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    found = [path for path, part in _parts(document) if part is value and path.endswith(end)]
-    return " or ".join(path.removeprefix(".") for path in found or [end])
+def _misread(document: Json) -> str:
+    """The path of what the model cannot read and does not name: the innermost it can do without."""
+    for steps, _ in sorted(_parts(document), key=lambda part: len(part[0]), reverse=True):
+        rest = copy.deepcopy(document)
+        holder: Any = rest
+        for step in steps[:-1]:
+            holder = holder[step]
+        del holder[steps[-1]]
+        try:
+            _MODELS[document["kind"]].from_dict(rest)
+        except _MISREAD:  # of which ValidationError is one
+            continue
+        return _path(steps)
+    return "fields of a wrong type"
 
 
-def _parts(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a document is made of, each with its path, such as ``.spec.trainer.command[0]``."""
-    yield path, part
-    if isinstance(part, dict):
-        for key, value in part.items():
-            yield from _parts(value, f"{path}.{key}")
-    elif isinstance(part, list):
-        for index, value in enumerate(part):
-            yield from _parts(value, f"{path}[{index}]")
+def _place(value: Any, last: _Steps, document: Json) -> str:
+    """Where ``value`` is, of which a model knows the last steps alone."""
+    found = [
+        steps
+        for steps, part in _parts(document)
+        if part is value and steps[len(steps) - len(last) :] == last
+    ]
+    return " or ".join(map(_path, found or [last]))
+
+
+def _parts(part: Json | list[Any], before: _Steps = ()) -> Iterator[tuple[_Steps, Any]]:
+    """All that a document is made of, and the steps to each."""
+    for step, value in part.items() if isinstance(part, dict) else enumerate(part):
+        yield (*before, step), value
+        if isinstance(value, dict | list):
+            yield from _parts(value, (*before, step))
+
+
+def _path(steps: _Steps) -> str:
+    """Such as ``spec.trainer.command[0]``."""
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return path.removeprefix(".")
 
 
 def unknown_fields(given: Any, kept: Any, path: str = "") -> Iterator[str]:

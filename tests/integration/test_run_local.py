@@ -505,6 +505,21 @@ def unknown_field() -> Json:
             runtime(node("x")),
             ["TrainJob job", "spec.initializer.dataset.secretRef"],
         ),
+        (
+            train_job(initializer={"dataset": {"env": 1}}),
+            runtime(node("x")),
+            ["TrainJob job", "spec.initializer.dataset.env: 'int'"],
+        ),
+        (
+            train_job(trainer={"resourcesPerNode": {"limits": {"memory": True}}}),
+            runtime(node("x")),
+            ["TrainJob job", "spec.trainer.resourcesPerNode.limits.memory: "],
+        ),
+        (
+            train_job(),
+            runtime(node("x", resources={"limits": ["cpu"]})),
+            ["containers[0].resources.limits: 'list'"],
+        ),
         ({**train_job(), "spec": None}, runtime(node("x")), ["TrainJob job", "spec"]),
         (
             train_job(),
