@@ -310,12 +310,33 @@ def _flight_info(
     if part is not None:
         index, total = part
         start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
+    return flight.FlightInfo(
+        layout.logical,
+        descriptor,
+        list(_endpoints(info, columns, start, stop, alone=part is not None)),
+        stop - start,
+        _total_bytes(info, layout, stop - start),
+        ordered=True,
+        app_metadata=pb.ReadPlan(
+            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
+        ).SerializeToString(),
+    )
+
+
+def _endpoints(
+    info: pb.DatasetInfo, columns: Sequence[str], start: int, stop: int, *, alone: bool
+) -> Iterator[flight.FlightEndpoint]:
+    """One for each shard with some of the rows ``[start, stop)``.
+
+    Args:
+        alone: with one location. Who asks for a part reads every location of every endpoint, as the
+            ancestor's clients do; others choose between its nodes and their files.
+    """
     locations = {node.id: node.flight_location for node in info.nodes}
     directories = {
         node.id: Path(node.cache_dir, info.spec.name, info.fingerprint).as_uri()
         for node in info.nodes
     }
-    endpoints = []
     for shard in info.shards:
         first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
         if first >= last:
@@ -324,38 +345,22 @@ def _flight_info(
         ticket = pb.ReadTicket(
             dataset=info.spec.name, fingerprint=info.fingerprint, rows=rows, columns=columns
         )
-        # Who asks for a part reads every location of every endpoint, as the ancestor's clients do.
-        node_ids = shard.node_ids if part is None else shard.node_ids[:1]
-        uris = [locations[node_id] for node_id in node_ids]
-        if part is None:
+        uris = [locations[node_id] for node_id in shard.node_ids]
+        if alone:
+            del uris[1:]
+        else:
             file = shard_file_name(shard.index)
-            uris += [f"{directories[node_id]}/{file}" for node_id in node_ids]
+            uris += [f"{directories[node_id]}/{file}" for node_id in shard.node_ids]
         placement = pb.ShardPlacement(
             index=shard.index,
             rows=rows,
             num_bytes=shard.num_bytes,
             checksum=shard.checksum,
-            node_ids=node_ids,
+            node_ids=shard.node_ids[: 1 if alone else None],
         )
-        endpoints.append(
-            flight.FlightEndpoint(
-                ticket.SerializeToString(),
-                uris,
-                None,
-                placement.SerializeToString(),
-            )
+        yield flight.FlightEndpoint(
+            ticket.SerializeToString(), uris, None, placement.SerializeToString()
         )
-    return flight.FlightInfo(
-        layout.logical,
-        descriptor,
-        endpoints,
-        stop - start,
-        _total_bytes(info, layout, stop - start),
-        ordered=True,
-        app_metadata=pb.ReadPlan(
-            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
-        ).SerializeToString(),
-    )
 
 
 def _total_bytes(info: pb.DatasetInfo, layout: Layout, num_rows: int) -> int:
