@@ -29,6 +29,7 @@ from datafusion import (
 )
 
 from cache_server.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.sql.arrow_ends import check_end
 from cache_server.sql.quoting import identifier
 from cache_server.sql.skipped_groups import skips_wrongly
 from cache_server.texts.csv_sample import read_sample
@@ -127,6 +128,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
                 _check_integers(file, table)
             elif file.format == "csv":
                 _check_times(file, table)
+            elif file.format == "arrow":
+                check_end(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
             return

@@ -449,6 +449,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "by the first rows of the table, which cannot hold all of that": {
             "source": f"{root}/times.csv"
         },
+        "what follows would not be read": {"source": f"{root}/joined.arrow"},
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
         "Cast error": {
             "source": f"{root}/text.parquet",
@@ -477,6 +478,9 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
     (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')
+    with pa.ipc.new_stream(lake.root / "one.arrow", houses().schema) as stream:
+        stream.write_table(houses())
+    (lake.root / "joined.arrow").write_bytes((lake.root / "one.arrow").read_bytes() * 2)
     client = CacheClient(nodes.endpoint)
     section = PAGE.partition("## What is refused")[2]
     on_page = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", section, re.M))

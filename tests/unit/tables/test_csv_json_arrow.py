@@ -6,12 +6,14 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from datafusion import SessionContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_server.pinned import SourceFile
 from cache_server.sql import loader
 from cache_server.tables import files as sources
+from protos.errors import LoadError
 from tests.table_files import find, read, table_of, touch
 
 ASTRAL = "\U00020000"
@@ -133,6 +135,41 @@ def test_an_arrow_file_is_read_whole_and_in_order(
 
     assert parts == 1
     assert rows == table.to_pylist()
+
+
+@pytest.mark.parametrize("writer", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_what_follows_the_end_of_an_arrow_file_is_refused_and_not_left_out(
+    tmp_path: Path, writer: Any
+) -> None:
+    path = tmp_path / "a.arrow"
+    written = []
+    for number in range(2):
+        with writer(str(path), table_of(0).schema) as stream:
+            stream.write_table(table_of(5, number * 5))
+        written.append(path.read_bytes())
+    path.write_bytes(b"".join(written))
+
+    with pytest.raises(LoadError, match=rf"{path}: its rows end at byte \d+, .* joined by cat"):
+        read_text(path, "arrow", 100)
+
+
+def test_zeros_at_the_end_of_an_arrow_stream_are_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(str(path), table_of(5).schema) as stream:
+        stream.write_table(table_of(5))
+    path.write_bytes(path.read_bytes() + bytes(64))
+
+    assert read_text(path, "arrow", 100)[1] == table_of(5).to_pylist()
+
+
+def test_an_arrow_file_of_datafusion_is_read_whole(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.arrow", table_of(20_000)
+    context = SessionContext()
+    context.register_record_batches("t", [table.to_batches(max_chunksize=3000)])
+    copy = f"COPY (SELECT * FROM t ORDER BY row) TO '{path}' STORED AS ARROW"
+    context.sql(copy).collect()  # aligned by 64 bytes
+
+    assert read_text(path, "arrow", 100)[1] == table.to_pylist()
 
 
 def test_text_splits_do_not_know_their_rows(tmp_path: Path) -> None:
