@@ -389,6 +389,7 @@ def csv_with_a_late_value(path: Path, first: str, later: str) -> PinnedTable:
         ("2024-01-01 10:20:30", "2024-01-01 10:20:30.000001Z"),
         ("2024-01-01T10:20:30.123", "2024-01-01T10:20:30.123456"),
         ("2024-01-01T10:20:30.123456", "2024-01-01T10:20:30.123456789"),
+        ("2024-01-01T10:20:30.123456789", "2024-01-01T10:20:30.1234567891"),
     ],
 )
 def test_a_time_is_never_cut_to_what_the_sample_foresaw(
@@ -404,6 +405,18 @@ def test_a_time_is_never_cut_to_what_the_sample_foresaw(
         f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
         f"{table.schema.types[1]} by the first rows"
     )
+
+
+@pytest.mark.parametrize("digits", ["", ".123", ".123456", ".123456789"])
+@pytest.mark.parametrize("later", ["2016-12-31T23:59:60", "2016-12-31 235960Z"])
+def test_a_leap_second_is_not_read_as_another_second(
+    tmp_path: Path, digits: str, later: str
+) -> None:
+    table = csv_with_a_late_value(tmp_path / "a.csv", f"2024-01-01T10:20:30{digits}", later)
+    split = whole(tmp_path / "a.csv")
+
+    with pytest.raises(LoadError, match=f"holds '{later}', a leap second"):
+        list(read_split(local(split, "csv"), "SELECT * FROM source", table))
 
 
 @pytest.mark.parametrize(
