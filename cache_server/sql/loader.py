@@ -32,6 +32,7 @@ from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from cache_server.sql.arrow_ends import check_end
 from cache_server.sql.quoting import identifier
 from cache_server.sql.skipped_groups import skips_wrongly
+from cache_server.texts.csv_quotes import check_closed
 from cache_server.texts.csv_sample import read_sample
 from cache_server.texts.csv_times import check_times, times_as_texts
 from cache_server.texts.first_bytes import FIRST_BYTES, objection
@@ -127,6 +128,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
                 check_escapes(file.path, split)
                 _check_integers(file, table)
             elif file.format == "csv":
+                check_closed(file.path, split)
                 _check_times(file, table)
             elif file.format == "arrow":
                 check_end(file.path, split)

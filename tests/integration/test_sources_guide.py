@@ -449,6 +449,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "by the first rows of the table, which cannot hold all of that": {
             "source": f"{root}/times.csv"
         },
+        "are never closed": {"source": f"{root}/cut-off.csv"},
         "a leap second, which": {"source": f"{root}/leap.csv"},
         "what follows would not be read": {"source": f"{root}/joined.arrow"},
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
@@ -478,6 +479,7 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "login.csv").write_text("<html><body>Who are you?</body></html>")
     (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
+    (lake.root / "cut-off.csv").write_text("town\n" + '"Bonn"\n' * 1001 + '"Kö')
     (lake.root / "leap.csv").write_text("at\n2016-12-31T23:59:60\n")
     (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')
     with pa.ipc.new_stream(lake.root / "one.arrow", houses().schema) as stream:
