@@ -16,6 +16,7 @@ _KINDS = (  # how files begin, the format that they are of, what is said of them
     (b"PK\x03\x04", "", "it is a ZIP archive, as files of Excel are"),
     (b"PAR1\x15", "parquet", "it is Parquet: say format: parquet"),
     (b"ARROW1\x00\x00", "arrow", "it is an Arrow file: say format: arrow"),
+    (b"FEA1\x00\x00\x00\x00", "", "it is Feather of version 1, which is not read: write version 2"),
     (b"\xff\xfe", "", "it is in UTF-16 or UTF-32: write it as UTF-8"),
     (b"\xfe\xff", "", "it is in UTF-16: write it as UTF-8"),
 )

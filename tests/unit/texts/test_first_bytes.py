@@ -89,6 +89,15 @@ def test_a_page_or_a_compressed_file_by_the_name_of_another_is_told(
             sources.pin(table_spec(path))
 
 
+def test_feather_of_version_1_is_told_and_a_column_of_that_name_is_not(tmp_path: Path) -> None:
+    (tmp_path / "a.feather").write_bytes(b"FEA1" + bytes(100))
+    (tmp_path / "a.csv").write_text("FEA1,FEA2\n1,2\n")
+
+    with pytest.raises(LoadError, match=r"a\.feather as arrow: it is Feather of version 1"):
+        sources.pin(table_spec(tmp_path / "a.feather"))
+    assert sources.pin(table_spec(tmp_path / "a.csv"))[1].schema.names == ["FEA1", "FEA2"]
+
+
 def test_a_byte_order_mark_is_refused_in_json_and_passed_over_in_csv(tmp_path: Path) -> None:
     for format, text in TEXT.items():
         (tmp_path / f"a.{format}").write_bytes(b"\xef\xbb\xbf" + text.encode())
