@@ -178,7 +178,7 @@ class Node:
         """The bytes of a sealed shard's file, whether its rows are served yet or not.
 
         A file that is not what was sealed any more is dropped at its end, and made anew: whoever
-        copies it notices, too.
+        copies it notices, too. So is one that is gone.
 
         Args:
             max_bytes: of a piece.
@@ -192,7 +192,11 @@ class Node:
         try:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
-            raise NotReadyError(f"shard {index} of {key.dataset!r} was just dropped") from None
+            if self._drop_damaged(key, shard):
+                reason = "is made anew: its file was removed"
+            else:
+                reason = "was just dropped"
+            raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
         return self._checked_bytes(key, shard, mapped, max_bytes)
 
     def _checked_bytes(
@@ -204,10 +208,16 @@ class Node:
                 digests.add(mapped.tell() - len(chunk), chunk)
                 yield chunk
             checksum = digests.checksum(mapped.fileno())
-        # The file may be of another one by now, as of a version that was loaded again.
-        if checksum != shard.sealed.checksum and self._store.drop_this(key, shard):
+        if checksum != shard.sealed.checksum:
+            self._drop_damaged(key, shard)
+
+    def _drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
+        """Has a shard made anew, unless it was dropped, or another took its place, meanwhile."""
+        dropped = self._store.drop_this(key, shard)
+        if dropped:
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
             self.wake()
+        return dropped
 
     def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
         """One dataset, as the coordinator knows it, for somebody who is about to read its rows."""

@@ -688,15 +688,38 @@ def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
     assert (held[0] is healthy[0]) == loaded_again
 
 
-def test_a_shard_whose_file_was_just_dropped_is_not_ready_to_be_copied(
+def test_a_shard_whose_file_was_removed_is_made_anew_when_it_is_copied(
     harness: Harness, source: Path
 ) -> None:
     harness.node.start()
     harness.coordinator.create(spec(source))
     info = harness.wait(pb.DATASET_STATE_READY)
     key = VersionKey("table", info.fingerprint)
-    harness.store.versions()[key][0].path.unlink()
+    lost = harness.store.versions()[key][0]
+    lost.path.unlink()
 
+    with pytest.raises(NotReadyError, match="shard 0 of 'table' is made anew: its file was remove"):
+        harness.node.shard_file(key, 0, 2**20)
+
+    wait_until(lambda: len(harness.store.versions().get(key, ())) == FILES, WAIT_S, "it is whole")
+    assert harness.store.versions()[key][0] is not lost
+    assert lost.path.exists()
+
+
+def test_a_shard_that_was_just_dropped_is_not_ready_to_be_copied(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.node.start()
+    harness.coordinator.create(spec(source))
+    info = harness.wait(pb.DATASET_STATE_READY)
+    key = VersionKey("table", info.fingerprint)
+    harness.node.close()  # it loads nothing again
+
+    def drop_first(path: str) -> None:
+        harness.store.drop_version(key)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(pa, "memory_map", drop_first)
     with pytest.raises(NotReadyError, match="shard 0 of 'table' was just dropped"):
         harness.node.shard_file(key, 0, 2**20)
 
