@@ -350,7 +350,7 @@ class ShardStore:
         """Makes sure that there is room for a file, which may have some reserved already."""
         with self._lock:
             removals, others = list(self._removals), sum(self._reserved.values())
-        if shutil.disk_usage(self.cache_dir).free < size + others:
+        if self._free_bytes() < size + others:
             for removal in removals:
                 removal.join()
         with self._lock:
@@ -362,12 +362,18 @@ class ShardStore:
                     f"a shard of {size} bytes does not fit: {held} of the memory limit of "
                     f"{limit} bytes are used"
                 )
-            free = shutil.disk_usage(self.cache_dir).free
+            free = self._free_bytes()
             if size - before > free:
                 raise NoRoomError(
                     f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
                 )
             self._reserved[path] = size
+
+    def _free_bytes(self) -> int:
+        try:
+            return shutil.disk_usage(self.cache_dir).free
+        except OSError as error:  # it was removed: as with all of /dev/shm when its owner logs out
+            raise LoadError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
 
     def _release(self, path: Path) -> None:
         with self._lock:

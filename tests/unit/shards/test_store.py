@@ -234,6 +234,13 @@ def test_a_draft_for_which_there_is_no_room_is_a_named_load_error(
     assert files_of(store) == []
 
 
+def test_a_directory_that_was_removed_is_a_named_load_error(store: ShardStore) -> None:
+    shutil.rmtree(store.cache_dir)
+
+    with pytest.raises(LoadError, match=f"cannot use cache_dir {store.cache_dir}: No such file"):
+        store.seal(KEY, 0, stored([0, 1]))
+
+
 # -- adopt -----------------------------------------------------------------------------------------
 
 
