@@ -64,6 +64,7 @@ class DatasetInfo:
         placement: shard -> ids of the nodes that hold it, in order of preference.
         error: why it failed; None unless it did.
         waits: why a part of its load cannot go on yet; None where it can.
+        replicas: that were asked for; ``placement`` has fewer where there are not so many nodes.
     """
 
     name: str
@@ -76,6 +77,7 @@ class DatasetInfo:
     placement: Mapping[int, tuple[str, ...]]
     error: str | None = None
     waits: str | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -440,4 +442,5 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         {shard.index: tuple(shard.node_ids) for shard in info.shards},
         info.error.message or None,
         info.progress.waits or None,
+        info.spec.replicas,
     )

@@ -41,6 +41,9 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
     console.print(f"  rows         {info.num_rows:,}", highlight=False)
     console.print(f"  size         {size(info.num_bytes)}", highlight=False)
+    fewer = sum(len(node_ids) < info.replicas for node_ids in info.placement.values())
+    lacks = f"; {_count(fewer, 'shard')} of {info.num_shards:,} on fewer nodes" if fewer else ""
+    console.print(f"  replicas     {info.replicas}{lacks}", highlight=False)
     shards: dict[str, int] = {}
     for node_ids in info.placement.values():
         for node_id in node_ids:
@@ -185,6 +188,7 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
         "num_rows": info.num_rows,
         "num_bytes": info.num_bytes,
         "num_shards": info.num_shards,
+        "replicas": info.replicas,
         "columns": {field.name: type_name(field.type) for field in info.schema},
         "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
     }

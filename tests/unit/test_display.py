@@ -129,3 +129,23 @@ def test_the_types_of_the_source_are_shown_where_a_column_was_stored_as_another(
 
     header, row = capsys.readouterr().out.splitlines()[-2:]
     assert ("source type" in header) == ("decimal128" in row) == bool(source_type)
+
+
+@pytest.mark.parametrize(
+    ("placement", "shown"),
+    [
+        ({0: ("a1", "b2"), 1: ("b2", "a1")}, "replicas     2"),
+        ({0: ("a1", "b2"), 1: ("b2",)}, "replicas     2; 1 shard of 2 on fewer nodes"),
+        ({0: (), 1: ("b2",)}, "replicas     2; 2 shards of 2 on fewer nodes"),
+    ],
+)
+def test_a_dataset_with_fewer_replicas_than_asked_for_says_so(
+    capsys: pytest.CaptureFixture[str], placement: dict[int, tuple[str, ...]], shown: str
+) -> None:
+    schema = pa.schema([("price", pa.float64())])
+    info = DatasetInfo("houses", "f00", 9, 72, 2, schema, "ready", placement=placement, replicas=2)
+
+    show_dataset(info, False)
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in lines if "replicas" in line] == [shown]
