@@ -246,6 +246,7 @@ def local(
         raise ConfigError("; ".join(problems))
     # Also while it starts and loads: the cluster then stops its processes on the way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # so that it wakes who waits
     signals = _Signals()
     listening = False
     try:
@@ -258,11 +259,27 @@ def local(
                     coordinator.load(spec, show)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
-            signals.wait()
-            raise KeyboardInterrupt
+            _tell_who_ends(cluster, signals)
     except KeyboardInterrupt:
         if not listening:
             raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _tell_who_ends(cluster: LocalCluster, signals: _Signals) -> NoReturn:
+    """Logs each node that ends by itself, as one that is killed for its memory, until interrupted.
+
+    The others go on: they load its shards again.
+    """
+    running = list(cluster.nodes)
+    while True:
+        for node in [node for node in running if node.exit_code is not None]:
+            running.remove(node)
+            role = " and was the coordinator" if node is cluster.nodes[0] else ""
+            logger.error(
+                "node %s at %s ended with exit code %s%s log=%s",
+                node.node_id, node.endpoint, node.exit_code, role, node.log,
+            )  # fmt: skip
+        signals.wait()
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class LocalNode:
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
         self.cache_dir = cache_dir
-        self._log = cache_dir / ".log"  # no dataset's name begins with a dot
+        self.log = cache_dir / ".log"  # no dataset's name begins with a dot
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
         self._ports: tuple[int, int] = (0, 0)
@@ -52,6 +52,11 @@ class LocalNode:
         if self._process is None:
             raise CacheError("the node is not running")
         return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a process that ended by itself, negative if by a signal; None while it runs."""
+        return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
         """Starts the process and waits until it listens; the ports stay the same ever after.
@@ -123,7 +128,7 @@ class LocalNode:
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
         """The end of the node's log, from byte ``since`` on."""
-        log = self._log.read_bytes()[since:] if self._log.exists() else b""
+        log = self.log.read_bytes()[since:] if self.log.exists() else b""
         return log[-max_bytes:].decode("utf-8", "replace")
 
     def _spawn(self, command: Sequence[str], log_file: IO[bytes]) -> None:
@@ -134,7 +139,7 @@ class LocalNode:
     def _open_log(self) -> IO[bytes]:
         try:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
-            return self._log.open("ab")
+            return self.log.open("ab")
         except OSError as error:
             raise ConfigError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
 

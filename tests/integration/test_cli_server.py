@@ -335,6 +335,23 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
     assert not any(directory.parent.exists() for directory in directories)
 
 
+@pytest.mark.parametrize(("index", "role"), [(0, " and was the coordinator"), (1, "")])
+def test_a_local_cache_tells_of_a_node_that_ends_and_goes_on(
+    tmp_path: Path, index: int, role: str
+) -> None:
+    with server("local", "--nodes", "2", "--cache-dir", str(tmp_path)) as local:
+        node = local.wait_until_listening()["nodes"][index]  # type: ignore[index]
+        assert local.process.stderr is not None
+        os.kill(node["pid"], signal.SIGKILL)
+
+        line = local.process.stderr.readline()
+        code, output, errors = local.end(signal.SIGTERM)
+
+    told = f"node {node['node_id']} at {node['flight']} ended with exit code -9{role}"
+    assert f"{told} log={tmp_path / f'node-{index}' / '.log'}" in line
+    assert (code, output, errors) == (0, "", "")
+
+
 def test_a_local_cache_shows_on_a_terminal_how_far_its_load_is(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: table\nsource: {write_numbered(tmp_path / 'source', 20)}\n")
