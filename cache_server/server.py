@@ -192,6 +192,7 @@ class CacheServer:
         """
         deadline = time.monotonic() + self._config.drain_timeout_s
         drained = threading.Event()
+        self._readiness.end()
         if self._load is not None:
             self._load.close(0.0)  # what becomes of loads now is nobody's failure
         self._node.stop()  # so they have the whole time to end
@@ -219,6 +220,8 @@ class CacheServer:
 class _Readiness:
     """Ready when the node is and, where one was asked for, the load of the environment was once.
 
+    Until the node stops.
+
     Args:
         tell: is told every change, in order.
         waits: for a load.
@@ -229,23 +232,33 @@ class _Readiness:
         self._lock = threading.Lock()
         self._node = False
         self._loaded = not waits
+        self._ends = False
 
     def set_node(self, ready: bool) -> None:
         """Whether the node serves what is asked of it."""
         with self._lock:
             self._node = ready
-            self._tell(self._node and self._loaded)
+            self._tell(self._is_ready())
 
     def is_ready(self) -> bool:
         """What was told last."""
         with self._lock:
-            return self._node and self._loaded
+            return self._is_ready()
 
     def set_loaded(self) -> None:
         """The whole cache serves what was asked for."""
         with self._lock:
             self._loaded = True
-            self._tell(self._node)
+            self._tell(self._is_ready())
+
+    def end(self) -> None:
+        """The node stops: not ready from now on."""
+        with self._lock:
+            self._ends = True
+            self._tell(False)
+
+    def _is_ready(self) -> bool:
+        return self._node and self._loaded and not self._ends
 
 
 def _refuse_shards_of_others(store: ShardStore) -> None:

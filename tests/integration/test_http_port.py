@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetNotFoundError, DatasetSpec
@@ -157,6 +160,28 @@ def test_a_node_is_ready_for_http_probes_once_it_has_joined(tmp_path: Path) -> N
 
     with node("alone", None) as alone:
         wait_until(lambda: ask(alone.page, "/ready")[0] == 200, WAIT_S, "it is ready")
+
+
+def test_a_node_that_stops_is_not_ready_while_a_call_still_runs(tmp_path: Path) -> None:
+    config = NodeConfig(
+        cache_dir=tmp_path, flight_port=0, control_port=0, http_port=0, drain_timeout_s=WAIT_S
+    )
+    serving = health_pb2.HealthCheckResponse
+    with CacheServer(config) as server:
+        wait_until(lambda: ask(server.page, "/ready")[0] == 200, WAIT_S, "it is ready")
+        with grpc.insecure_channel(server.endpoints.control_location) as channel:
+            request = health_pb2.HealthCheckRequest(service="ready")
+            watched = health_pb2_grpc.HealthStub(channel).Watch(request, timeout=WAIT_S)
+            assert next(watched).status == serving.SERVING
+            closing = threading.Thread(target=server.close)
+            closing.start()
+            assert next(watched).status == serving.NOT_SERVING
+
+            answer = ask(server.page, "/ready")
+            watched.cancel()
+        closing.join(WAIT_S)
+
+    assert answer == (503, "text/plain; charset=utf-8", "not ready\n")
 
 
 def test_a_node_answers_while_its_coordinator_is_down_and_beside_a_caller_that_says_nothing(
