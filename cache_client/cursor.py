@@ -8,9 +8,12 @@ next pass over the same epoch begins at its beginning.
 
 from __future__ import annotations
 
+import os
+import weakref
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from protos.errors import ConfigError
 
@@ -23,21 +26,46 @@ class Cursor:
     """Epoch and offset of the next pass. Copies by fork or pickling to a worker share it.
 
     Any other copy, as by plain pickle or `copy.deepcopy`, stands where this one does and goes on by
-    itself; its own copies in workers share it in turn.
+    itself; its own copies in workers share it in turn. So does one in any other process, from its
+    first use there.
 
     Written by the training process, read by its workers; each field is one aligned 64-bit word.
     """
 
     def __init__(self) -> None:
         # From `_WORKERS` on: the generation whose offset the worker of each number used.
-        self._cells = torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64)
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        self._take(torch.zeros(_WORKERS + _MOST_WORKERS, dtype=torch.int64))
         self._used_generation = -1  # of this copy: its offset was used up here
+        _cursors.add(self)
+
+    def _take(self, cells: torch.Tensor) -> None:
+        """Goes on with these, which nobody else has; with workers of this process alone."""
+        self._shared: torch.Tensor = cells
+        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._cells.is_shared():  # type: ignore[no-untyped-call]
-            self._cells.share_memory_()  # type: ignore[no-untyped-call]
+        if not self._shared.is_shared():  # type: ignore[no-untyped-call]
+            self._take(self._shared)
+        _cursors.add(self)
+
+    @property
+    def _cells(self) -> torch.Tensor:
+        self.settle()
+        return self._shared
+
+    def settle(self) -> None:
+        """In another process that is no worker: parts from the one that this came from.
+
+        A process is known for a worker only once it runs, so this cannot be done on arrival.
+        """
+        if self._process != os.getpid() and get_worker_info() is None:
+            self._take(self._shared.clone())
 
     @property
     def epoch(self) -> int:
@@ -106,3 +134,13 @@ class Cursor:
         self._used_generation = generation
         self._cells[_CLAIMED_BY] = token
         return self.epoch, offset
+
+
+def _settle_all() -> None:
+    for cursor in list(_cursors):
+        cursor.settle()
+
+
+_cursors: weakref.WeakSet[Cursor] = weakref.WeakSet()
+# A fork may make a worker, which is to share with its parent and not with that one's.
+os.register_at_fork(before=_settle_all)

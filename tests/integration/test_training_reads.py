@@ -555,6 +555,59 @@ def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
             dataset.state_dict()
 
 
+def _train_alone(
+    dataset: CacheIterableDataset, workers: int, start: int, barrier: Any, answers: Any
+) -> None:
+    """What a process reads: the rest of an epoch that the dataset came with, then another."""
+    rows, loader = [], DataLoader(dataset, batch_size=None, num_workers=workers)
+    for epoch in (None, start):
+        if epoch is not None:
+            dataset.set_epoch(epoch)
+        barrier.wait(60)
+        rows.append([row for batch in loader for row in batch["row"].tolist()])
+        barrier.wait(60)
+    answers.put((start, rows, dataset.state_dict(steps=1)["epoch"]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
+    cluster: LocalCluster,
+    client: CacheClient,
+    dataset_name: str,
+    source: Path,
+    method: str,
+    workers: int,
+) -> None:
+    """They shared epoch and offset, as workers do: one read the epoch that the other had set."""
+    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+    dataset = CacheIterableDataset(
+        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+    )
+    dataset.load_state_dict({**dataset.state_dict(), "rows_consumed": 1_500})
+    context: Any = torch.multiprocessing.get_context(method)
+    barrier, answers = context.Barrier(2), context.Queue()
+    trainers = [
+        context.Process(target=_train_alone, args=(dataset, workers, epoch, barrier, answers))
+        for epoch in (5, 6)
+    ]
+    for trainer in trainers:
+        trainer.start()
+    found = sorted(answers.get(timeout=60) for _ in trainers)
+    for trainer in trainers:
+        trainer.join(60)
+
+    def order(epoch: int) -> list[int]:
+        rows: list[int] = (
+            EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+        )
+        return rows
+
+    assert found == [(epoch, [order(0)[1_500:], order(epoch)], epoch) for epoch in (5, 6)]
+    assert (dataset.epoch, dataset.steps_left) == (0, 6)
+    assert dataset.state_dict()["rows_consumed"] == 1_500
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_that_live_on_follow_set_epoch(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, method: str
