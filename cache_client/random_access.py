@@ -211,7 +211,10 @@ class CacheDataset(Dataset[Any]):
         return batch if self._transform is None else self._transform(batch)
 
     def _row_ids(self, indices: RowNumbers) -> Ids:
-        given = np.asarray(indices)
+        try:
+            given = np.asarray(indices)
+        except ValueError:  # lists of several lengths
+            given = np.empty((), object)
         if given.shape == (0,):  # of any dtype: an empty list has none
             return np.empty(0, np.int64)
         if given.ndim != 1 or given.dtype.kind not in "iu":

@@ -104,7 +104,20 @@ def test_a_row_that_is_not_there_is_named(dataset: CacheDataset, index: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "index", ["3", 3.0, True, None, slice(2), [1.0], ["3"], [True], [[1]], np.zeros((1, 1), int)]
+    "index",
+    [
+        "3",
+        3.0,
+        True,
+        None,
+        slice(2),
+        [1.0],
+        ["3"],
+        [True],
+        [[1]],
+        [[1], [2, 3]],
+        np.zeros((1, 1), int),
+    ],
 )
 def test_what_is_no_integer_is_quoted(dataset: CacheDataset, index: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(repr(index))):
