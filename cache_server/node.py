@@ -500,4 +500,4 @@ class Node:
 
     def _fail(self, serving: Serving, job: Job, reason: str) -> None:
         with self._lock:
-            serving.fail(job.index, reason)
+            serving.fail(job.index, f"{reason} (on node {self.description.id})")

@@ -295,7 +295,7 @@ def test_a_defect_in_a_load_is_a_failure_that_names_the_split(
     assert f"{kind.__name__}('by a defect')" in info.error.message
 
 
-def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error(
+def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error_and_names_the_node(
     harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*arguments: object) -> Iterator[pa.RecordBatch]:
@@ -308,7 +308,7 @@ def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error(
     info = harness.wait(pb.DATASET_STATE_FAILED)
 
     message = "dataset 'table': pip install 'trainer-data-cache[iceberg]'"
-    assert info.error.message == message
+    assert info.error.message == f"{message} (on node {harness.store.node_id})"
 
 
 def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
