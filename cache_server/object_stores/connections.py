@@ -76,7 +76,7 @@ _NO_BUCKET = re.compile(r"[\s\x00-\x1f\x7f<>`]")
 _NO_ADDRESS = re.compile(r"[^!-~]")
 _HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
-_READ_TIMEOUT_S = 30.0  # without a byte
+READ_TIMEOUT_S = 30.0  # without a byte
 _REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes come
 MAX_RETRIES = 10
 RETRY_TIMEOUT_S = 120.0
@@ -355,7 +355,7 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
     connect = "connect_timeout_s" if "connect_timeout_s" in values else "connect_timeout"
     options: dict[str, Any] = {
         "connect_timeout": _seconds(values, connect, _CONNECT_TIMEOUT_S),
-        "read_timeout": timedelta(seconds=_READ_TIMEOUT_S),
+        "read_timeout": timedelta(seconds=READ_TIMEOUT_S),
         "timeout": _seconds(values, "timeout", _REQUEST_TIMEOUT_S),
     }
     if "allow_http" in values:

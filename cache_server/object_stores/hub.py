@@ -7,6 +7,7 @@ its place. huggingface_hub itself retries some requests, and not others: all are
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from http import HTTPStatus
@@ -23,6 +24,7 @@ from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import (
     MAX_BACKOFF_S,
     MAX_RETRIES,
+    READ_TIMEOUT_S,
     RETRY_TIMEOUT_S,
     check_endpoint,
     shown_endpoint,
@@ -42,6 +44,7 @@ SETTINGS = (
     *("max_retries", "retry_timeout_s"),
 )
 _PIECE_BYTES = 16 * 1024 * 1024
+_limiting = threading.Lock()  # whoever sets a factory closes the client of the others
 
 
 def hub_location(uri: str, options: Mapping[str, str]) -> Location:
@@ -182,7 +185,9 @@ class HubClient:
         # It keeps one for each thread and token.
         settings = {"token": self._token, "endpoint": self._endpoint}
         given = {name: value for name, value in settings.items() if value is not None}
-        return fsspec.filesystem(SCHEME, **given)
+        files = fsspec.filesystem(SCHEME, **given)
+        _limit_waits()
+        return files
 
     def _check_repository(self, error: FileNotFoundError, uri: str) -> None:
         """Raises a `LoadError` where there is no such repository or revision, to this reader."""
@@ -207,6 +212,34 @@ def from_env() -> dict[str, str]:
         for name, text in os.environ.items()
         if name.startswith(("HF_", "HUGGING_FACE_HUB_"))
     }
+
+
+def _limit_waits() -> None:
+    """Has no request of this process to the Hub wait without end for a byte.
+
+    huggingface_hub sets no limit, or none as a limit, where it lists files or asks what one is.
+    """
+    import huggingface_hub
+
+    with _limiting:
+        usual = huggingface_hub.get_session()
+        hooks = usual.event_hooks
+        if _limit_wait in hooks["request"]:
+            return
+        limited = {**hooks, "request": [*hooks["request"], _limit_wait]}
+        huggingface_hub.set_client_factory(
+            lambda: type(usual)(
+                event_hooks=limited,
+                follow_redirects=usual.follow_redirects,
+                timeout=usual.timeout,
+            )
+        )
+
+
+def _limit_wait(request: Any) -> None:
+    given = request.extensions["timeout"]  # of each of connect, read, write and pool
+    for what, limit_s in given.items():
+        given[what] = READ_TIMEOUT_S if limit_s is None else limit_s
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -213,3 +214,35 @@ def test_a_file_of_the_hub_is_read_without_a_listing_of_its_directory_each_time(
         (new,) = expand("hf://tatsu-lab/alpaca/data/new.parquet", PARQUET, options, secrets)
         download(new, tmp_path / "f", options, secrets)
     assert (tmp_path / "f").read_bytes() == b"rows"
+
+
+@pytest.mark.parametrize(
+    ("mute", "source"),
+    [("/paths-info", "hf://tatsu-lab/alpaca/data/a.parquet"), ("/tree", "hf://tatsu-lab/alpaca")],
+)
+def test_a_request_that_the_hub_never_answers_is_given_up_and_made_again(
+    monkeypatch: pytest.MonkeyPatch, mute: str, source: str
+) -> None:
+    is_over = threading.Event()
+    ignored: list[str] = []
+
+    class Mute(HubStub):
+        files: ClassVar[dict[str, bytes]] = {"data/a.parquet": b"rows"}
+        seen: ClassVar[list[tuple[str, str, str]]] = []
+
+        def do_GET(self) -> None:
+            if mute in self.path and not ignored:
+                ignored.append(self.path)
+                is_over.wait(60)
+                self.close_connection = True
+            else:
+                super().do_GET()
+
+        do_POST = do_HEAD = do_GET
+
+    monkeypatch.setattr("cache_server.object_stores.hub.READ_TIMEOUT_S", 0.3)
+    with Served(Mute) as endpoint:
+        (file,) = expand(source, PARQUET, {"endpoint": endpoint}, {"token": "hush-hush"})
+        is_over.set()
+    assert file.path == "hf://datasets/tatsu-lab/alpaca/data/a.parquet"
+    assert ignored
