@@ -6,6 +6,7 @@ its place. huggingface_hub itself retries some requests, and not others: all are
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -86,6 +87,7 @@ class HubClient:
         host = self._endpoint or environ.get("HF_ENDPOINT") or _HOST
         check_endpoint(host)
         self._place = Place(location.bucket, shown_endpoint(host), "repository")
+        self._has_password = shown_endpoint(host) != host
         self._retrying = Retrying(
             stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
             | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),
@@ -187,6 +189,9 @@ class HubClient:
         given = {name: value for name, value in settings.items() if value is not None}
         files = fsspec.filesystem(SCHEME, **given)
         _limit_waits()
+        if self._has_password:
+            # Its warnings quote addresses. It sets a level itself, as it is imported.
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         return files
 
     def _check_repository(self, error: FileNotFoundError, uri: str) -> None:

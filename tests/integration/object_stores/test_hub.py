@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -122,6 +123,38 @@ def test_the_password_of_a_mirror_of_the_hub_is_not_shown() -> None:
     with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: ") as caught:
         expand("hf://tatsu-lab/alpaca/data", PARQUET, {}, secrets)
     assert "hush" not in str(caught.value)
+
+
+def test_the_password_of_a_mirror_that_fails_for_a_while_is_not_logged() -> None:
+    class Failing(HubStub):
+        files: ClassVar[dict[str, bytes]] = {"data/a.parquet": b"rows"}
+        seen: ClassVar[list[tuple[str, str, str]]] = []
+        statuses: ClassVar[list[int]] = [503]
+
+        def do_GET(self) -> None:
+            # A password in the address beats the token that the stub wants.
+            self.headers.replace_header("Authorization", "Bearer hush-hush")
+            if "/tree" in self.path and self.statuses:
+                self._answer(self.statuses.pop(), b"{}", {})
+            else:
+                super().do_GET()
+
+        do_POST = do_HEAD = do_GET
+
+    logger = logging.getLogger("huggingface_hub")
+    level, written = logger.level, io.StringIO()
+    handler = logging.StreamHandler(written)
+    logger.addHandler(handler)
+    try:
+        with Served(Failing) as endpoint:
+            secrets = {"endpoint": endpoint.replace("//", "//user:pass-word@")}
+            (file,) = expand("hf://tatsu-lab/alpaca/data", PARQUET, {}, secrets)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert file.path.endswith("/a.parquet")
+    assert not Failing.statuses
+    assert "pass-word" not in written.getvalue()
 
 
 @pytest.mark.parametrize("endpoint", ["user:hush-hush@mirror", "http://user:hush/hush@mirror"])
