@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -16,16 +17,23 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Served:
-    """A server of the given handler, for the time of a ``with``."""
+    """A server of the given handler, for the time of a ``with``.
 
-    def __init__(self, handler: Any) -> None:
+    Args:
+        tls: speaks it, where given.
+    """
+
+    def __init__(self, handler: Any, tls: ssl.SSLContext | None = None) -> None:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
+        self._scheme = "https" if tls else "http"
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
 
     def __enter__(self) -> str:
         self._thread.start()
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()

@@ -18,7 +18,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _RETRIES = re.compile(r"after (\d+) retries")
 _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
-_SYSTEM = re.compile(r'message: "([^"]+)"')
+_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
+_CERTIFICATE = re.compile(r"InvalidCertificate\( (?:Other\( OtherError\( )?(\w+)")
 _DETAIL = " Debug source: "  # obstore's, after `redacted`
 _PROVIDER = "credential provider: "
 NO_LENGTH = "Content-Length Header missing"  # in obstore's words
@@ -67,14 +68,24 @@ def store_error(
     elif NO_LENGTH in text:
         reason = f"{place} does not say how large it is (no Content-Length), which must be known"
     elif "error sending request" in text:
-        system = "timed out" if "TimedOut" in detail else "no connection"
-        reason = f"no answer from {place}{tries}: {_first(_SYSTEM, detail) or system}"
+        reason = f"no answer from {place}{tries}: {_connection_failure(detail)}"
     elif "response body error" in text:
         system = "timed out" if "TimedOut" in detail else "it ended too soon"
         reason = f"{place} broke off its answer: {_first(_SYSTEM, detail) or system}"
     else:
         reason = f"{place}: {text}"
     return LoadError(f"cannot read {uri}: {reason}")
+
+
+def _connection_failure(detail: str) -> str:
+    if kind := _first(_CERTIFICATE, detail):
+        return f"its certificate is not accepted ({kind})"
+    if "InvalidMessage(" in detail:
+        return "it does not speak TLS"
+    if "ProxyAuthRequired" in detail:
+        return "the proxy wants another user or password"
+    system = "timed out" if "TimedOut" in detail else "no connection"
+    return _first(_SYSTEM, detail) or system
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
