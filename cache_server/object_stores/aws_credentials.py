@@ -23,6 +23,7 @@ _OWN_CHAIN = (
 KEYS = ("access_key_id", "secret_access_key", "session_token")
 _ROLE = ("role_arn", "role_session_name", "external_id", "sts_endpoint")
 _FRESH_FOR = timedelta(minutes=5)  # boto3 renews ten minutes before keys expire
+_STS_TIMEOUT_S, _STS_ATTEMPTS = 10.0, 3  # boto3's own take five minutes of one that is silent
 
 
 def ANONYMOUS() -> None:
@@ -93,7 +94,10 @@ def _assumed(
     endpoint: str,
     region: str | None,
 ) -> Credentials:
-    session = _boto3().Session(
+    boto3 = _boto3()
+    from botocore.config import Config  # type: ignore[import-untyped]  # no stubs
+
+    session = boto3.Session(
         aws_access_key_id=keys.get("access_key_id"),
         aws_secret_access_key=keys.get("secret_access_key"),
         aws_session_token=keys.get("session_token"),
@@ -105,6 +109,11 @@ def _assumed(
         "sts",
         endpoint_url=role.get("sts_endpoint", other),
         region_name=session.region_name or "us-east-1",
+        config=Config(
+            connect_timeout=_STS_TIMEOUT_S,
+            read_timeout=_STS_TIMEOUT_S,
+            retries={"mode": "standard", "total_max_attempts": _STS_ATTEMPTS},
+        ),
     )
     request = {
         "RoleArn": role["role_arn"],

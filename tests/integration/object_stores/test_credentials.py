@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -178,4 +179,19 @@ def test_a_role_that_may_not_be_assumed_is_named(s3: S3Server) -> None:
         LoadError, match=r"no credentials for bucket 'lake' at .*AssumeRole"
     ) as caught:
         expand("s3://lake/role2.parquet", PARQUET, options, s3.secrets)
+    assert_no_secret(str(caught.value))
+
+
+def test_a_role_whose_service_never_answers_is_given_up(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache_server.object_stores.aws_credentials._STS_TIMEOUT_S", 0.2)
+    s3.put("lake", "role3.parquet", b"rows")
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, and says nothing
+        sts = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        role = {"role_arn": "arn:aws:iam::123456789012:role/reader", "sts_endpoint": sts}
+        with pytest.raises(
+            LoadError, match=f"no credentials for bucket 'lake' at .*timeout.*{sts}"
+        ) as caught:
+            expand("s3://lake/role3.parquet", PARQUET, {**s3.options, **role}, s3.secrets)
     assert_no_secret(str(caught.value))
