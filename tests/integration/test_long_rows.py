@@ -104,6 +104,7 @@ def test_large_batches_are_fetched_ahead_by_their_bytes_unless_a_number_is_given
     ahead: int,
 ) -> None:
     monkeypatch.setattr("cache_client.window_sizes._PREFETCHED_BYTES", 8 * MEBI)
+    monkeypatch.setattr("cache_client.window_sizes._WINDOW_BYTES", MEBI)  # a batch
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=10, prefetch_batches=given,
         message_bytes=MEBI // 4, local=False,
@@ -129,10 +130,8 @@ def test_the_fixed_columns_that_are_left_out_do_not_count(
         return fetches[0]
 
     fixed_bytes = 8 + IMAGE_BYTES
-    assert first_window("doc") == pytest.approx(8 * MEBI / LONG_BYTES, abs=1)
-    assert first_window("doc", "row", "image") == pytest.approx(
-        8 * MEBI / (LONG_BYTES + fixed_bytes), abs=1
-    )
+    assert first_window("doc") == 4 * (2 * MEBI // LONG_BYTES)
+    assert first_window("doc", "row", "image") == 4 * (2 * MEBI // (LONG_BYTES + fixed_bytes))
     assert first_window("row", "image") == ROWS  # which are 600 KB
 
 
