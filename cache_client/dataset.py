@@ -113,8 +113,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
             of use, see `cache_client.device`. Not in DataLoader workers.
-        message_bytes: of one message of a node, about; 4 to 8 are asked for at once.
-            The default was measured over loopback. From files of this machine, windows are larger.
+        message_bytes: of one message of a node, about, in whole batches; 4 to 8 are asked for at
+            once, fewer where batches are large. The default was measured over loopback. From files
+            of this machine, windows are larger.
         prefetch_batches: fetched ahead in the background, about, but never less than three requests
             to all nodes; default: 32, fewer where they would take more than 256 MiB.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
