@@ -264,7 +264,8 @@ def test_a_node_that_is_killed_and_restarted_does_not_read_its_sealed_shards_aga
 def test_the_node_that_is_left_finishes_the_load_without_reading_its_shards_again(
     store: Store, tmp_path: Path
 ) -> None:
-    with LocalCluster(2, tmp_path, node_timeout_s=1.0) as cluster:
+    # Long enough that a node on busy cores is not taken for lost before it is killed.
+    with LocalCluster(2, tmp_path, node_timeout_s=5.0) as cluster:
         spec, expected, sealed, before = begin_and_kill(store, cluster, "left")
         client = CacheClient(cluster.endpoint)
         survivor = cluster.nodes[0].node_id
