@@ -188,10 +188,11 @@ class HubClient:
         settings = {"token": self._token, "endpoint": self._endpoint}
         given = {name: value for name, value in settings.items() if value is not None}
         files = fsspec.filesystem(SCHEME, **given)
-        _limit_waits()
-        if self._has_password:
-            # Its warnings quote addresses. It sets a level itself, as it is imported.
-            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        if type(files).__module__.startswith("huggingface_hub"):  # no other one in its place
+            _limit_waits()
+            if self._has_password:
+                # Its warnings quote addresses. It sets a level itself, as it is imported.
+                logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         return files
 
     def _check_repository(self, error: FileNotFoundError, uri: str) -> None:

@@ -54,6 +54,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return data
 
 
+def test_a_file_system_in_the_place_of_the_hub_s_needs_no_package_of_the_hub(
+    hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    (file,) = expand("hf://datasets/tatsu-lab/alpaca/data/a.parquet", PARQUET, {}, {})
+    assert file.size == len("a.parquet")
+
+
 @pytest.mark.parametrize(
     "source",
     [
