@@ -103,8 +103,8 @@ def serve(
     load_threads: Annotated[
         int | None,
         typer.Option(
-            help="Shards loaded at once; default: one per processor, from 2 to 8, fewer in a small "
-            "container."
+            help="Shards loaded at once; default: one per processor, from 2 to 8. Fewer where "
+            "--container-memory-limit leaves too little for their row groups."
         ),
     ] = None,
     heartbeat_interval_s: Annotated[
@@ -178,9 +178,11 @@ def serve(
     if loads and spec is None:
         logger.info("no dataset in the environment: one may be loaded later")
     stop = _Stop(with_stdin=exit_with_stdin)
-    # DataFusion's allocator reads it when it is loaded. By default what a load frees goes back to
-    # the kernel after 10 ms, and comes again as fresh pages while the same load goes on.
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
+    if config.container_memory_limit_bytes is None:
+        # DataFusion's allocator reads it when it is loaded. By default what a load frees goes back
+        # to the kernel after 10 ms, and comes again as fresh pages while the same load goes on. A
+        # process that may not grow bears that.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
     from cache_server.server import CacheServer
 
     server = CacheServer(config, load=spec, environ=os.environ, on_load_failure=stop.fail)

@@ -95,7 +95,7 @@ class NodeConfig(BaseModel):
         memory_limit_bytes: of all shard files of this node together.
         container_memory_limit_bytes: instead: of the container of this node, of which the shards
             get what the process does not need.
-        load_threads: shards loaded at once; None: by processors and memory.
+        load_threads: shards loaded at once, if there is the memory; None: by processors.
         heartbeat_interval_s: how often the nodes of this coordinator report.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
         lease_s: how long this coordinator keeps a version that was replaced after its rows were

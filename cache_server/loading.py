@@ -29,6 +29,7 @@ from cache_server.versions import split_from_proto, table_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError, NodeUnavailableError
 from protos.layout import Layout, schema_from_bytes
+from protos.memory import load_bytes
 from protos.shards import SealedShard
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,28 @@ class Job:
         if table.name not in self.secrets.tables:
             return {}
         return dict(self.secrets.tables[table.name].values)
+
+
+def splits_of(job: Job, splits: Sequence[Split]) -> list[Split]:
+    """All that a job reads: the splits of its shard, if any, and those of tables read whole."""
+    whole = (split_from_proto(split) for table in job.plan.tables for split in table.splits)
+    return [*splits, *whole]
+
+
+def memory_bytes(job: Job, splits: Sequence[Split]) -> int:
+    """What a job takes of the memory of its node besides the shards, as far as it is known.
+
+    Not what is staged for it: that lies in files, in the runtimes on a disk.
+
+    Args:
+        splits: of the shard; none of a whole query.
+    """
+    unsealed = sum(split.estimated_bytes for split in splits)
+    if job.plan.keeps_every_row:  # numbers are written to their place at once
+        layout = Layout(schema_from_bytes(job.plan.logical_schema))
+        unsealed = max(0, unsealed - (max_rows(splits) or 0) * layout.fixed_row_bytes)
+    group_bytes = max((split.group_bytes for split in splits_of(job, splits)), default=0)
+    return load_bytes(group_bytes, unsealed)
 
 
 class WholeTables:

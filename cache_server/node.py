@@ -20,6 +20,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from cache_server import defects, loading
+from cache_server.load_memory import LoadMemory
 from cache_server.loading import CancelledError, Job, WholeTables
 from cache_server.outage import Outage
 from cache_server.planning import VersionKey
@@ -65,6 +66,7 @@ class Node:
         link: the coordinator.
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
+        container_bytes: memory limit of the container, which the loads keep to; None for none.
         on_ready: called with True or False whenever `is_ready` changes.
     """
 
@@ -75,6 +77,7 @@ class Node:
         description: pb.Node,
         *,
         load_threads: int,
+        container_bytes: int | None = None,
         on_ready: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._store = store
@@ -90,6 +93,7 @@ class Node:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
+        self._memory = LoadMemory(container_bytes, self._wanted_bytes)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -133,6 +137,8 @@ class Node:
             futures = [load.future for load in self._loads() if not load.future.done()]
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         _, running = wait(futures, left)
+        if not running:
+            self._memory.close()
         return not running and not self._thread.is_alive()
 
     def _loads(self) -> list[Load]:
@@ -399,7 +405,16 @@ class Node:
     def _shard_work(self, job: Job, serving: Serving, shard: pb.DesiredShard) -> Callable[[], None]:
         if shard.copy_from:
             return lambda: loading.copy_shard(self._store, job, shard)
-        return lambda: loading.load_shard(self._store, job, shard, serving.whole_tables)
+
+        def work() -> None:
+            splits = [split_from_proto(split) for split in shard.splits]
+            self._memory.run(
+                job,
+                splits,
+                lambda: loading.load_shard(self._store, job, shard, serving.whole_tables),
+            )
+
+        return work
 
     def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
         run, desired = serving.whole_run, serving.desired
@@ -415,7 +430,9 @@ class Node:
         missing = frozenset(desired.missing) or None
 
         def work() -> None:
-            num_shards = loading.run_whole(self._store, job, missing)
+            num_shards = self._memory.run(
+                job, (), lambda: loading.run_whole(self._store, job, missing)
+            )
             with self._lock:
                 serving.num_shards = num_shards
 
@@ -432,6 +449,10 @@ class Node:
         if splits:
             what += f" of {', '.join(str(split_from_proto(split)) for split in splits)}"
         return Load(self._pool.submit(self._run_job, serving, what, job, work), job)
+
+    def _wanted_bytes(self) -> int:
+        with self._lock:
+            return sum(serving.wanted_bytes() for serving in self._serving.values())
 
     def _drop_surplus(
         self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]

@@ -44,6 +44,8 @@ class Split:
         estimated_bytes: decoded, of the columns that are kept.
         piece: what else says which rows these are, in the words of the table's format; for a table
             that is not made of files.
+        group_bytes: stored, of its largest row group, of the columns that are read: what DataFusion
+            holds of it at once. 0 for a format that is read in small pieces.
     """
 
     file: SourceFile
@@ -52,6 +54,7 @@ class Split:
     num_rows: int | None
     estimated_bytes: int
     piece: str = ""
+    group_bytes: int = 0
 
     def __str__(self) -> str:
         where = "" if self.parts == 1 else f" (split {self.part + 1} of {self.parts})"
@@ -133,6 +136,8 @@ class Pin:
         content: JSON values that decide the rows, and no secret: part of the fingerprint.
         cut: stored logical schema of what is kept, with its `ORIGIN`, and decoded bytes of a split
             -> splits in row order.
+        with_groups: splits of this pin and the columns that are read of them -> the same splits,
+            with their ``group_bytes``. None for a format that has none.
         snapshot: see `PinnedTable`.
         exact_rows: every split knows exactly how many rows it holds.
         comparable: whether ``content`` is the same when the source is the same. Where it is not,
@@ -155,6 +160,7 @@ class Pin:
     prune: Callable[[Sequence[Condition]], Pin] | None = None
     sample: Sampler | None = None
     bytes_by: str = ""
+    with_groups: Callable[[Sequence[Split], Collection[str]], tuple[Split, ...]] | None = None
     close: Callable[[], None] = lambda: None
 
 

@@ -61,9 +61,7 @@ class CacheServer:
         self._config = config
         self._traffic = Traffic()
         self._load: EnvironmentLoad | None = None
-        load_threads = config.load_threads or loads_at_once(
-            _num_processors(), config.container_memory_limit_bytes
-        )
+        load_threads = config.load_threads or loads_at_once(_num_processors())
         with ExitStack() as stack:
             store = stack.enter_context(
                 ShardStore(
@@ -90,6 +88,7 @@ class CacheServer:
                     link,
                     self._description(store),
                     load_threads=load_threads,
+                    container_bytes=config.container_memory_limit_bytes,
                     on_ready=self._readiness.set_node,
                 )
             )

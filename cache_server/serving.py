@@ -66,6 +66,13 @@ class Serving:
         self.desired = desired
         self.wanted = {shard.index: shard for shard in desired.shards}
 
+    def wanted_bytes(self) -> int:
+        """Of all shards that it should hold, estimated where they are not sealed anywhere yet."""
+        return sum(
+            shard.num_bytes or sum(split.estimated_bytes for split in shard.splits)
+            for shard in self.wanted.values()
+        )
+
     def fail(self, index: int | None, reason: str) -> None:
         """A load ended for good; ``index`` is None of a whole query."""
         if index is None:

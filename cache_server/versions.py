@@ -176,6 +176,9 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
     if driver is not None and not query.only_drops_rows:
         # An unnest or a join may make any number of rows of one: the footer is no upper bound.
         splits[driver] = tuple(replace(split, num_rows=None) for split in splits[driver])
+    for name, pin in pins.items():
+        if pin.with_groups is not None:
+            splits[name] = pin.with_groups(splits[name], query.columns[name])
     pinned = []
     for table in sorted(spec.tables, key=lambda table: table.name != driver):
         every = len(query.columns[table.name]) == len(pins[table.name].schema)
@@ -290,6 +293,7 @@ def split_to_proto(split: Split) -> pb.Split:
         num_rows_known=split.num_rows is not None,
         estimated_bytes=split.estimated_bytes,
         piece=split.piece,
+        group_bytes=split.group_bytes,
     )
 
 
@@ -297,7 +301,8 @@ def split_from_proto(split: pb.Split) -> Split:
     """The planner's split of a message."""
     file = SourceFile(split.file.path, split.file.size, split.file.mtime_ns, split.file.etag)
     rows = split.num_rows if split.num_rows_known else None
-    return Split(file, split.part, split.parts, rows, split.estimated_bytes, split.piece)
+    sizes = split.estimated_bytes, split.piece, split.group_bytes
+    return Split(file, split.part, split.parts, rows, *sizes)
 
 
 def _fingerprint(

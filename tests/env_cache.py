@@ -65,6 +65,12 @@ class EnvNode:
             self.endpoint, self.control_location = told["flight"], told["control"]
             self.node_id = told["node_id"]
 
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def log(self) -> str:
         """What it wrote to standard error, in all its lives."""
         return self._log.read_text()

@@ -79,6 +79,9 @@ def _pin(
             return parquet.cut(files, footers, stored, target_bytes)
         return text_splits(files, format, target_bytes)
 
+    def with_groups(splits: Sequence[Split], columns: Collection[str]) -> tuple[Split, ...]:
+        return parquet.with_group_bytes(splits, files, footers, columns)
+
     def sample(num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
         types = partition_types(schema)
         constants = [partition_values(file.path, types) for file in files]
@@ -97,6 +100,7 @@ def _pin(
         exact_rows=is_parquet,
         sample=sample if is_parquet else None,
         bytes_by="" if is_parquet else "the sizes of the files",
+        with_groups=with_groups if is_parquet else None,
     )
 
 

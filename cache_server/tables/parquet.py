@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +19,8 @@ from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
+
+_SMALL_BYTES = 8 << 20  # of a file that makes no difference to the memory of a load
 
 Range = tuple[int, int]
 
@@ -104,6 +107,46 @@ def cut(
             if rows[part]
         ]
     return tuple(splits)
+
+
+def with_group_bytes(
+    splits: Iterable[Split],
+    files: Sequence[SourceFile],
+    footers: Sequence[pq.FileMetaData],
+    columns: Iterable[str],
+) -> tuple[Split, ...]:
+    """The splits, each with what its largest row group takes in the file, of the columns read.
+
+    Of a small file it is the size of the file: to go through its footer takes longer than it tells.
+
+    Args:
+        files: among them those of the splits, with their footers.
+        columns: that are read.
+    """
+    footer_of = {file.path: footer for file, footer in zip(files, footers, strict=True)}
+    wanted = set(columns)
+    largest: dict[str, dict[int, int]] = {}  # of the parts of a file
+    measured = []
+    for split in splits:
+        path, size = split.file.path, split.file.size
+        if size > _SMALL_BYTES:
+            if path not in largest:
+                largest[path] = _largest_groups(footer_of[path], split, wanted)
+            size = largest[path].get(split.part, 0)
+        measured.append(replace(split, group_bytes=size))
+    return tuple(measured)
+
+
+def _largest_groups(footer: pq.FileMetaData, split: Split, wanted: set[str]) -> dict[int, int]:
+    """By part of a file that is cut as ``split`` says: the bytes of its largest row group."""
+    part_bytes = math.ceil(split.file.size / split.parts)
+    leaves = [i for i, path in enumerate(leaf_paths(footer)) if column_of(path, wanted) is not None]
+    largest: dict[int, int] = {}
+    for group in _groups(footer):
+        size = sum(group.column(leaf).total_compressed_size for leaf in leaves)
+        part = _start(group) // part_bytes
+        largest[part] = max(largest.get(part, 0), size)
+    return largest
 
 
 def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None) -> list[Range]:

@@ -1,4 +1,4 @@
-"""Memory stays bounded while a table of 2 GB is loaded and streamed."""
+"""Memory stays bounded: of a node, also one in a small container, and of its reader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
-from protos.memory import loads_at_once
+from protos.memory import loading_bytes, loads_at_once, shard_bytes
+from protos.sizes import size
+from tests.env_cache import EnvNode, clean_environ
 
 MB = 1_000_000
 ROWS, COLUMNS = 4_000_000, 128  # float32: 2048 MB
@@ -70,7 +72,7 @@ def test_memory_stays_bounded_while_two_gigabytes_are_loaded_and_streamed(
         pid = cluster.nodes[0].pid
         before = anonymous_bytes(pid)
         spec = DatasetSpec("big", big_source)
-        load_threads = loads_at_once(len(psutil.Process(pid).cpu_affinity() or ()), None)
+        load_threads = loads_at_once(len(psutil.Process(pid).cpu_affinity() or ()))
         with peak_of(lambda: anonymous_bytes(pid)) as server_peak:
             info = CacheClient(cluster.endpoint).load(spec)
         assert info.num_bytes > 2_000 * MB
@@ -96,3 +98,39 @@ def test_memory_stays_bounded_while_two_gigabytes_are_loaded_and_streamed(
             assert rows == ROWS
             print(f"client +{(client_peak[0] - start) / MB:.0f} MB, {local=}")
             assert client_peak[0] - start < 200 * MB
+
+
+GROUP_ROWS, GROUPS = 1_000_000, 6  # of 32 columns, as pyarrow writes them by default: 128 MB each
+
+
+@pytest.fixture
+def large_groups(tmp_path: Path) -> Path:
+    path = tmp_path / "large-groups.parquet"
+    columns = {f"c{i}": np.arange(GROUP_ROWS, dtype=np.float32) for i in range(32)}
+    part = pa.table(columns)
+    with pq.ParquetWriter(path, part.schema, compression="none", use_dictionary=False) as writer:
+        for _ in range(GROUPS):
+            writer.write_table(part, row_group_size=GROUP_ROWS)
+    return path
+
+
+def test_a_node_of_a_small_container_keeps_to_its_memory_whatever_the_row_groups(
+    large_groups: Path, tmp_path: Path
+) -> None:
+    container = 2 << 30
+    arguments = ["--container-memory-limit", size(container), "--load-threads", "4"]
+    ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
+    node = EnvNode("127.0.0.1", tmp_path, [*arguments, *ports], clean_environ())
+    node.start()
+    try:
+        client = CacheClient(node.endpoint)
+        with peak_of(lambda: anonymous_bytes(node.pid)) as peak:
+            for _ in range(3):
+                info = client.load(DatasetSpec("large", large_groups))
+                assert info.num_rows == GROUPS * GROUP_ROWS
+                client.drop("large")
+        print(f"{peak[0] / MB:.0f} MB of {loading_bytes(container) / MB:.0f}")
+        assert info.num_bytes < shard_bytes(container)
+        assert peak[0] < container - shard_bytes(container)
+    finally:
+        node.close()

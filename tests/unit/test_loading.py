@@ -1,15 +1,17 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server.loading import CancelledError, Job, WholeTables
+from cache_server.loading import CancelledError, Job, WholeTables, memory_bytes
 from cache_server.versions import VersionPlan, plan_version
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
+from protos.memory import load_bytes
 from protos.spec import DatasetSpec
 from tests.waiting import files_below
 
@@ -97,3 +99,37 @@ def test_a_load_that_is_not_wanted_any_more_leaves_no_part_of_a_file(
     assert not files_below(tmp_path / "scratch")
     whole.close()
     assert not (tmp_path / "scratch").exists()
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def needed(*source: Path | str, **options: Any) -> int:
+    planned = plan_version(DatasetSpec("t", source, **options)).plan
+    load = Job(planned.key, planned.to_load_plan(1), pb.Secrets(), 0)
+    assert planned.shards is not None
+    return memory_bytes(load, planned.shards[0].splits)
+
+
+def test_a_load_holds_the_rows_that_it_cannot_write_to_their_place_at_once(tmp_path: Path) -> None:
+    numbers = pa.table({"n": range(100_000)})
+    pq.write_table(numbers, tmp_path / "numbers.parquet")
+    texts = pa.table({"text": pa.array(map(str, range(100_000)))})
+    pq.write_table(texts, tmp_path / "texts.parquet")
+
+    plain = needed(tmp_path / "numbers.parquet")
+
+    assert needed(tmp_path / "numbers.parquet", filter="n > 3") == plain + numbers.nbytes
+    held = needed(tmp_path / "texts.parquet") - load_bytes(
+        (tmp_path / "texts.parquet").stat().st_size
+    )
+    assert held == pytest.approx(texts.nbytes, rel=0.2)
+
+
+def test_a_whole_query_needs_what_the_largest_row_group_of_its_tables_does(
+    job: Job, plan: VersionPlan
+) -> None:
+    largest = max(split.group_bytes for table in plan.tables for split in table.splits)
+
+    assert largest > 0
+    assert memory_bytes(job, ()) == load_bytes(largest)

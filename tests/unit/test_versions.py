@@ -371,7 +371,7 @@ def test_the_order_of_the_sources_is_part_of_the_version(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("num_rows", [None, 0, 7])
 def test_a_split_keeps_what_it_knows_over_the_wire(num_rows: int | None) -> None:
-    split = Split(SourceFile("/data/ü.parquet", 2**40, 2**61), 3, 5, num_rows, 2**35)
+    split = Split(SourceFile("/data/ü.parquet", 2**40, 2**61), 3, 5, num_rows, 2**35, "", 2**36)
 
     message = pb.Split.FromString(split_to_proto(split).SerializeToString())
 

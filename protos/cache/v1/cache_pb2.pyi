@@ -1199,6 +1199,7 @@ class Split(_message.Message):
     NUM_ROWS_KNOWN_FIELD_NUMBER: _builtins.int
     ESTIMATED_BYTES_FIELD_NUMBER: _builtins.int
     PIECE_FIELD_NUMBER: _builtins.int
+    GROUP_BYTES_FIELD_NUMBER: _builtins.int
     part: _builtins.int
     parts: _builtins.int
     num_rows: _builtins.int
@@ -1207,6 +1208,8 @@ class Split(_message.Message):
     estimated_bytes: _builtins.int
     piece: _builtins.str
     """in the words of the table's format"""
+    group_bytes: _builtins.int
+    """stored, of its largest row group, of the columns that are read"""
     @_builtins.property
     def file(self) -> Global___SourceFile: ...
     def __init__(
@@ -1219,10 +1222,11 @@ class Split(_message.Message):
         num_rows_known: _builtins.bool = ...,
         estimated_bytes: _builtins.int = ...,
         piece: _builtins.str = ...,
+        group_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "group_bytes", b"group_bytes", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts", "piece", b"piece"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -334,3 +334,44 @@ def test_a_sample_makes_up_the_columns_that_are_read_and_no_others(tmp_path: Pat
     assert loader.count_kept("SELECT row FROM source WHERE row < 250", "source", some) in range(
         450, 550
     )
+
+
+# -- what is held of a file at once ----------------------------------------------------------------
+
+
+def grouped(path: Path, groups: Sequence[int], target_bytes: int) -> tuple[pq.FileMetaData, Any]:
+    """The footer of a file of two columns, and its splits with what of column ``b`` is held."""
+    with pq.ParquetWriter(path, pa.schema([("a", pa.int64()), ("b", pa.float64())])) as writer:
+        for rows in groups:
+            values = np.random.default_rng(rows).random(rows)
+            writer.write_table(pa.table({"a": np.arange(rows), "b": values}), row_group_size=rows)
+    files = (pinned(path),)
+    schema, footers = parquet_schema(files)
+    splits = parquet.cut(files, footers, storage_schema(schema), target_bytes)
+    return footers[0], parquet.with_group_bytes(splits, files, footers, ["b"])
+
+
+def test_a_split_knows_what_its_largest_row_group_takes_of_the_columns_read(
+    tmp_path: Path,
+) -> None:
+    groups = [100_000, 500_000, 200_000, 300_000]
+    footer, (split,) = grouped(tmp_path / "a.parquet", groups, 10**9)
+
+    assert split.file.size > 8 << 20
+    assert split.group_bytes == footer.row_group(1).column(1).total_compressed_size
+    assert split.group_bytes < footer.row_group(1).total_byte_size
+
+
+def test_each_split_of_a_file_has_the_largest_of_its_own_row_groups(tmp_path: Path) -> None:
+    footer, splits = grouped(tmp_path / "a.parquet", [600_000, 200_000, 300_000], 6_000_000)
+
+    chunks = [footer.row_group(index).column(1).total_compressed_size for index in range(3)]
+    assert len(splits) > 1
+    assert {split.group_bytes for split in splits} <= set(chunks)
+    assert splits[0].group_bytes == chunks[0]
+
+
+def test_of_a_small_file_the_row_groups_are_its_size(tmp_path: Path) -> None:
+    _, (split,) = grouped(tmp_path / "a.parquet", [1000], 10**9)
+
+    assert split.group_bytes == split.file.size
