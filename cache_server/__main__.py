@@ -23,6 +23,7 @@ from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from protos.errors import CacheError, ConfigError, LoadError, RequestError, checked
 from protos.job_settings import asks_for_dataset, spec_from_env
 from protos.load_bar import shown_progress
+from protos.memory import may_keep_freed
 from protos.output import checked_output
 from protos.spec import DatasetSpec, parse_bytes
 from protos.version_option import version_option
@@ -178,10 +179,9 @@ def serve(
     if loads and spec is None:
         logger.info("no dataset in the environment: one may be loaded later")
     stop = _Stop(with_stdin=exit_with_stdin)
-    if config.container_memory_limit_bytes is None:
+    if may_keep_freed(config.container_memory_limit_bytes):
         # DataFusion's allocator reads it when it is loaded. By default what a load frees goes back
-        # to the kernel after 10 ms, and comes again as fresh pages while the same load goes on. A
-        # process that may not grow bears that.
+        # to the kernel after 10 ms, and comes again as fresh pages while the same load goes on.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
     from cache_server.server import CacheServer
 

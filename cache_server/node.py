@@ -452,7 +452,8 @@ class Node:
 
     def _wanted_bytes(self) -> int:
         with self._lock:
-            return sum(serving.wanted_bytes() for serving in self._serving.values())
+            kept = [serving for serving in self._serving.values() if not serving.retired]
+            return sum(serving.wanted_bytes() for serving in kept)
 
     def _drop_surplus(
         self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]

@@ -16,6 +16,7 @@ _FEWEST_LOADS, _MOST_LOADS = 2, 8  # two: while one waits for its source, the ot
 _LOAD_BYTES = 256 << 20
 _GROUP_TIMES = 4.5
 _LEAST_GROUP_TIMES = 3
+_ROOMY_BYTES = 4 << 30
 
 
 def shard_bytes(container_bytes: int) -> int:
@@ -35,6 +36,15 @@ def loading_bytes(container_bytes: int, taken_bytes: int | None = None) -> int:
     """
     taken = shard_bytes(container_bytes) if taken_bytes is None else taken_bytes
     return container_bytes - taken - _IDLE_BYTES
+
+
+def may_keep_freed(container_bytes: int | None) -> bool:
+    """Whether a process may keep for a second what a load has freed: loads are faster by a tenth.
+
+    Args:
+        container_bytes: None where it is not known.
+    """
+    return container_bytes is None or loading_bytes(container_bytes) >= _ROOMY_BYTES
 
 
 def loads_at_once(num_processors: int) -> int:

@@ -7,6 +7,7 @@ from protos.memory import (
     load_bytes,
     loading_bytes,
     loads_at_once,
+    may_keep_freed,
     shard_bytes,
 )
 
@@ -32,3 +33,11 @@ def test_a_small_container_loads_three_shards_of_small_row_groups_at_once() -> N
 def test_a_load_needs_more_than_it_takes_at_the_least(group: int) -> None:
     assert load_bytes(group) > least_load_bytes(group) >= 3 * group
     assert load_bytes(group, 7) == load_bytes(group) + 7
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [(None, True), (4 * _GIB, False), (8 * _GIB, False), (32 * _GIB, True)],
+)
+def test_freed_memory_is_kept_where_there_is_enough(container: int | None, expected: bool) -> None:
+    assert may_keep_freed(container) is expected
