@@ -92,8 +92,10 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     facts = way_facts(forecast)
     if forecast.whole:
         facts.append(("result", "not known before the query has run"))
+        facts.append(("to run it", f"{size(forecast.num_bytes)} in files of the node"))
+        memory = size(forecast.load_memory_bytes)
         facts.append(
-            ("to run it", f"{size(forecast.num_bytes)}, and what its sorts, joins and groups hold")
+            ("memory to load", f"about {memory}, and what its sorts, joins and groups hold")
         )
         return facts
     exact = "" if forecast.rows_exact else " before the query"
@@ -127,6 +129,11 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}{if_one}"))
     if forecast.memory_limit_bytes is not None:
         facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
+    if forecast.load_memory_bytes:
+        memory = size(forecast.load_memory_bytes)
+        facts.append(
+            ("memory to load", f"about {memory} for each shard under way, beside the shards")
+        )
     if forecast.load_s is not None:
         facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"

@@ -56,6 +56,9 @@ class LoadForecast:
         guessed_columns: strings and lists that the query makes: how long is not known beforehand.
         largest_shard_bytes: decoded, as `num_bytes`; 0 of a whole query.
         node_bytes: on each node, all replicas.
+        load_memory_bytes: of a node besides its shards, about: the load of the shard that takes the
+            most, or the whole query without its sorts, joins and groups. Each load under way takes
+            its own.
         memory_limit_bytes: of each node; None for none.
         nodes_needed: for that limit; None when no number of nodes is enough, and where bytes
             are not known: see `bytes_known`.
@@ -82,6 +85,7 @@ class LoadForecast:
     num_shards: int
     largest_shard_bytes: int
     node_bytes: tuple[int, ...]
+    load_memory_bytes: int
     replicas: int
     memory_limit_bytes: int | None
     nodes_needed: int | None
@@ -149,6 +153,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         num_shards=forecast.num_shards,
         largest_shard_bytes=forecast.largest_shard_bytes,
         node_bytes=tuple(forecast.node_bytes),
+        load_memory_bytes=forecast.load_memory_bytes,
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,

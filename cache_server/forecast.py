@@ -8,11 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from cache_server.planning import bytes_by_node, max_rows, nodes_needed, place
+from cache_server.planning import (
+    bytes_by_node,
+    load_memory_bytes,
+    max_rows,
+    nodes_needed,
+    place,
+)
 from cache_server.sql import loader
 from cache_server.versions import PlannedVersion, VersionPlan
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError
+from protos.layout import Layout
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +70,7 @@ def forecast(
         memory_limit_bytes=memory_limit_bytes,
         makes_rows=plan.shards is not None and not planned.query.only_drops_rows,
         guessed_columns=plan.guessed_columns,
+        load_memory_bytes=_load_memory_bytes(plan),
     )
     for number, table in enumerate(plan.tables):
         splits = planned.table_splits[table.name]
@@ -104,6 +112,14 @@ def forecast(
     if filtered is not None:
         result.filtered_rows = filtered
     return result
+
+
+def _load_memory_bytes(plan: VersionPlan) -> int:
+    """Of the shard whose load takes the most, or of the whole query."""
+    whole = [split for table in plan.tables for split in table.splits]
+    placed = Layout(plan.logical).fixed_row_bytes if plan.keeps_every_row else 0
+    loads = [()] if plan.shards is None else [shard.splits for shard in plan.shards]
+    return max((load_memory_bytes(splits, whole, placed) for splits in loads), default=0)
 
 
 def _node_bytes(plan: VersionPlan, node_ids: Sequence[str]) -> list[int]:

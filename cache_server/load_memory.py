@@ -81,7 +81,7 @@ class LoadMemory:
 
     @contextmanager
     def _hold(self, job: Job, splits: Sequence[Split], container_bytes: int) -> Iterator[None]:
-        if wanted := loading.splits_of(job, splits):
+        if wanted := [*splits, *loading.whole_splits(job)]:
             largest = max(wanted, key=attrgetter("group_bytes"))
             self._refuse_if_too_large(largest, container_bytes)
         num_bytes = loading.memory_bytes(job, splits)

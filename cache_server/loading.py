@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from cache_server import peers, staging
 from cache_server.pinned import PinnedTable, Split
-from cache_server.planning import VersionKey, max_rows
+from cache_server.planning import VersionKey, load_memory_bytes, max_rows
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.store import ShardStore
 from cache_server.sql import loader
@@ -29,7 +29,6 @@ from cache_server.versions import split_from_proto, table_from_proto
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import LoadError, NodeUnavailableError
 from protos.layout import Layout, schema_from_bytes
-from protos.memory import load_bytes
 from protos.shards import SealedShard
 
 logger = logging.getLogger(__name__)
@@ -63,26 +62,21 @@ class Job:
         return dict(self.secrets.tables[table.name].values)
 
 
-def splits_of(job: Job, splits: Sequence[Split]) -> list[Split]:
-    """All that a job reads: the splits of its shard, if any, and those of tables read whole."""
-    whole = (split_from_proto(split) for table in job.plan.tables for split in table.splits)
-    return [*splits, *whole]
+def whole_splits(job: Job) -> list[Split]:
+    """The splits of the tables that a job reads whole."""
+    return [split_from_proto(split) for table in job.plan.tables for split in table.splits]
 
 
 def memory_bytes(job: Job, splits: Sequence[Split]) -> int:
-    """What a job takes of the memory of its node besides the shards, as far as it is known.
-
-    Not what is staged for it: that lies in files, in the runtimes on a disk.
+    """What a job takes of the memory of its node: see `planning.load_memory_bytes`.
 
     Args:
         splits: of the shard; none of a whole query.
     """
-    unsealed = sum(split.estimated_bytes for split in splits)
-    if job.plan.keeps_every_row:  # numbers are written to their place at once
-        layout = Layout(schema_from_bytes(job.plan.logical_schema))
-        unsealed = max(0, unsealed - (max_rows(splits) or 0) * layout.fixed_row_bytes)
-    group_bytes = max((split.group_bytes for split in splits_of(job, splits)), default=0)
-    return load_bytes(group_bytes, unsealed)
+    placed = 0
+    if job.plan.keeps_every_row:
+        placed = Layout(schema_from_bytes(job.plan.logical_schema)).fixed_row_bytes
+    return load_memory_bytes(splits, whole_splits(job), placed)
 
 
 class WholeTables:

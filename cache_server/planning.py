@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from cache_server.pinned import Split
+from protos.memory import load_bytes
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,24 @@ def desired_shards(
         if node_id in homes or (held and not set(homes) <= held_by):
             wanted.add(shard)
     return frozenset(wanted)
+
+
+def load_memory_bytes(
+    splits: Sequence[Split], whole: Sequence[Split], placed_row_bytes: int
+) -> int:
+    """What a load takes of the memory of its node besides the shards, as far as it is known.
+
+    Not what is staged for it: that lies in files, in the runtimes on a disk.
+
+    Args:
+        splits: of the shard; none of a whole query.
+        whole: of the tables that it reads whole.
+        placed_row_bytes: what of each row is written to its place in the shard at once.
+    """
+    unsealed = sum(split.estimated_bytes for split in splits)
+    unsealed = max(0, unsealed - (max_rows(splits) or 0) * placed_row_bytes)
+    group_bytes = max((split.group_bytes for split in (*splits, *whole)), default=0)
+    return load_bytes(group_bytes, unsealed)
 
 
 def row_starts(row_counts: Sequence[int]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,11 @@ from cache_client.__main__ import EXIT_CONFIG
 from cache_client.display import forecast_facts
 from cache_client.forecast import LoadForecast
 from cache_server import LocalCluster
+from cache_server.shards.packing import storage_schema
 from protos.errors import ConfigError, LoadError, RequestError
+from protos.layout import Layout
+from protos.memory import load_bytes
+from protos.sizes import size
 from tests.conftest import write_numbered
 
 NUM_ROWS = 20_000
@@ -272,6 +277,44 @@ def test_the_nodes_that_a_memory_limit_needs_are_foretold(client: CacheClient, t
     assert none.nodes_needed is None and not none.fits
     again = client.plan(spec, num_nodes=4, memory_limit_bytes=100_000)
     assert again.fits and len(again.node_bytes) == 4
+
+
+def test_the_memory_that_a_load_takes_beside_the_shards_is_foretold(
+    client: CacheClient, table: Path, tmp_path: Path
+) -> None:
+    rows = pa.concat_tables([pq.read_table(table)] * 8)  # in no small file
+    groups = {}
+    for name, group_rows in (("few", len(rows)), ("many", 10_000)):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(
+            rows, path, row_group_size=group_rows, use_dictionary=False, compression="none"
+        )
+        groups[name] = path
+
+    def foretold(path: Path, **options: Any) -> LoadForecast:
+        return client.plan(DatasetSpec("t", path, **options))
+
+    few = foretold(groups["few"], columns=["whole", "half"])
+    assert few.load_memory_bytes == load_bytes(of_columns(groups["few"], ("whole", "half")))
+    many = foretold(groups["many"])
+    filtered = foretold(groups["many"], filter="whole > 5")
+    fixed = rows.select(FIXED)
+    placed = Layout(storage_schema(fixed.schema)).fixed_row_bytes * len(rows)
+    assert filtered.load_memory_bytes == many.load_memory_bytes + placed
+    query = foretold(groups["few"], sql="SELECT max(whole) AS most FROM source")
+    assert query.load_memory_bytes == load_bytes(of_columns(groups["few"], ("whole",)))
+    for forecast in (few, query):
+        shown = dict(forecast_facts(forecast))["memory to load"]
+        assert shown.startswith(f"about {size(forecast.load_memory_bytes)}")
+
+
+def of_columns(path: Path, names: Sequence[str]) -> int:
+    """What the one row group of a file takes as it is stored, of some columns."""
+    footer = pq.read_metadata(path)
+    assert footer.num_row_groups == 1
+    group = footer.row_group(0)
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    return sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema in names)
 
 
 def test_a_load_that_cannot_fit_is_refused_with_the_forecast(tmp_path: Path, table: Path) -> None:

@@ -855,6 +855,7 @@ class LoadForecast(_message.Message):
     LARGEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     MAKES_ROWS_FIELD_NUMBER: _builtins.int
     GUESSED_COLUMNS_FIELD_NUMBER: _builtins.int
+    LOAD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     schema: _builtins.bytes
     """logical columns, storage types"""
@@ -883,6 +884,8 @@ class LoadForecast(_message.Message):
     """before any filter; 0 of a whole query"""
     makes_rows: _builtins.bool
     """an unnest or a join makes any number of rows of one: bytes count one"""
+    load_memory_bytes: _builtins.int
+    """of a node, besides its shards: the largest load takes so much"""
     @_builtins.property
     def spec(self) -> Global___DatasetSpec: ...
     @_builtins.property
@@ -917,10 +920,11 @@ class LoadForecast(_message.Message):
         largest_shard_bytes: _builtins.int = ...,
         makes_rows: _builtins.bool = ...,
         guessed_columns: _abc.Iterable[_builtins.str] | None = ...,
+        load_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
     _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
