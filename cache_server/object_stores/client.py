@@ -48,6 +48,12 @@ def _may_answer_get(error: Exception) -> bool:
     return isinstance(error, known) or any(sign in str(error) for sign in _NO_HEAD)
 
 
+def _is_missing(error: Exception) -> bool:
+    """Whether there is no such object."""
+    # obstore says the same of one that a web server refuses to send.
+    return isinstance(error, FileNotFoundError) and "status code: 405" not in str(error)
+
+
 class Patience(NamedTuple):
     """How long a store that fails is asked again.
 
@@ -147,9 +153,9 @@ class ObjectClient:
                 if self.lists or not _may_answer_get(error):
                     raise
                 return self._file(self._begun(key))
-        except FileNotFoundError:
-            return None
         except _FAILURES as error:
+            if _is_missing(error):
+                return None
             raise self._failure(error, self._uri(key)) from None
 
     def _begun(self, key: str) -> Any:
@@ -272,7 +278,7 @@ class ObjectClient:
         return unquote(key) if self._escaped else key
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
-        if isinstance(error, FileNotFoundError):
+        if _is_missing(error):
             return LoadError(f"source {uri} does not exist in {self._place}")
         refused = isinstance(error, _REFUSALS)
         return store_error(error, uri, self._place, self._secret, refused=refused)

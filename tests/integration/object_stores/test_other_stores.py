@@ -103,6 +103,25 @@ def test_a_web_server_that_refuses_to_tell_of_an_object_is_asked_for_it(
             expand(f"{origin}/none.csv", (".csv",), {}, {})
 
 
+def test_a_web_server_that_refuses_to_send_an_object_is_not_taken_for_one_that_lacks_it(
+    tmp_path: Path,
+) -> None:
+    class Refusing(FilesStub):
+        def do_GET(self) -> None:
+            self.send_error(405)
+
+        do_HEAD = do_GET
+
+    with Served(functools.partial(Refusing, directory=str(tmp_path))) as origin:
+        uri = f"{origin}/a.csv"
+        expected = f"cannot read {uri}: {origin} answered 405 Method Not Allowed"
+        with pytest.raises(LoadError) as planning:
+            expand(uri, (".csv",), {}, {})
+        with pytest.raises(LoadError) as reading:
+            download(SourceFile(uri, 5, 1), tmp_path / "f", {}, {})
+    assert [str(caught.value) for caught in (planning, reading)] == [expected, expected]
+
+
 _ROWS = b"id,name\n" + b"1,a\n" * 50
 _MODIFIED = {"Last-Modified": "Tue, 01 Jul 2025 10:00:00 GMT"}
 
