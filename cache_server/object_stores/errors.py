@@ -20,6 +20,7 @@ _CODE = re.compile(r"<Code>([^<]{1,80})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
 _CERTIFICATE = re.compile(r"InvalidCertificate\( (?:Other\( OtherError\( )?(\w+)")
+_ODD_KEY = re.compile(r'Error parsing Path "(.+)": Encountered illegal character', re.DOTALL)
 _DETAIL = " Debug source: "  # obstore's, after `redacted`
 _PROVIDER = "credential provider: "
 NO_LENGTH = "Content-Length Header missing"  # in obstore's words
@@ -51,7 +52,11 @@ def store_error(
     code = _first(_CODE, text)
     tries = f" after {n} retries" if (n := _first(_RETRIES, text)) else ""
     number = int(status) if status else 0
-    if _PROVIDER in text:
+    key = _first(_ODD_KEY, str(error))
+    if key and not key.isprintable():
+        shown = redacted(repr(key), secret)
+        reason = f"the key {shown} of {place} has a control character, which cannot be read"
+    elif _PROVIDER in text:
         reason = f"no credentials for {place}: {text.partition(_PROVIDER)[2]}"
     elif "169.254." in text or "token request" in text:
         reason = f"no credentials for {place}: none were given, and the machine has none"
@@ -74,7 +79,8 @@ def store_error(
         reason = f"{place} broke off its answer: {_first(_SYSTEM, detail) or system}"
     else:
         reason = f"{place}: {text}"
-    return LoadError(f"cannot read {uri}: {reason}")
+    shown_uri = "".join(c if c.isprintable() else repr(c)[1:-1] for c in uri)
+    return LoadError(f"cannot read {shown_uri}: {reason}")
 
 
 def _connection_failure(detail: str) -> str:

@@ -283,3 +283,18 @@ def test_paths_are_relative_to_the_source(tree: S3Server, source: str, relative:
     (table,) = DatasetSpec("t", source, storage_options={**tree.options, **tree.secrets}).tables
 
     assert find_files(table)[2] == tuple(relative.split())
+
+
+@pytest.mark.parametrize(
+    "source", ["s3://lake/odd/", "s3://lake/odd/*", "s3://lake/odd/a\nb.parquet"]
+)
+def test_a_key_with_a_line_break_is_refused_by_name_in_one_line(s3: S3Server, source: str) -> None:
+    s3.put("lake", "odd/a\nb.parquet", b"rows")
+    with pytest.raises(LoadError) as caught:
+        found(s3, source)
+    s3.delete("lake", "odd/a\nb.parquet")
+    asked = source.rstrip("*").replace("\n", r"\n")
+    assert str(caught.value) == (
+        f"cannot read {asked}: the key 'odd/a\\nb.parquet' of bucket 'lake' at {s3.endpoint} has a "
+        "control character, which cannot be read"
+    )
