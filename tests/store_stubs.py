@@ -7,13 +7,21 @@ own, as ``type("Hub", (HubStub,), {"files": files, "seen": []})``.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import re
 import ssl
 import threading
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 
 class Served:
@@ -39,6 +47,34 @@ class Served:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def self_signed(path: Path) -> Path:
+    """A certificate of 127.0.0.1 and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a store")])
+    now = datetime.now(UTC)
+    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(here, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        + certificate.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
 
 
 class FilesStub(SimpleHTTPRequestHandler):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -253,9 +254,19 @@ def _is_passing(error: BaseException) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return bool(status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500)
+    if _is_untrusted(error):
+        return False
     # By name: which HTTP library huggingface_hub speaks through depends on its version.
     lost = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
     return lost or isinstance(error, ConnectionError | TimeoutError)
+
+
+def _is_untrusted(error: BaseException) -> bool:
+    """Whether it comes of a certificate that is not accepted."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 def _path(uri: str) -> str:

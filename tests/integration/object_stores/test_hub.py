@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
+import ssl
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +21,7 @@ from cache_server.tables.files import find_files
 from protos.errors import LoadError, RequestError
 from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import MIB, PARQUET
-from tests.store_stubs import HubStub, Served
+from tests.store_stubs import HubStub, Served, self_signed
 
 
 @pytest.fixture
@@ -124,6 +126,18 @@ def test_a_hub_that_is_not_there_is_named() -> None:
     options = {"endpoint": "http://127.0.0.1:9", "max_retries": "1"}
     with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: .*[Cc]onnect"):
         expand("hf://tatsu-lab/alpaca/data", PARQUET, options, {})
+
+
+def test_a_hub_whose_certificate_nobody_signed_is_named_at_once(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(self_signed(tmp_path / "server.pem"))
+    began = time.monotonic()
+    with (
+        Served(HubStub, context) as endpoint,
+        pytest.raises(LoadError, match=rf"alpaca' at {endpoint}: .*CERTIFICATE_VERIFY_FAILED"),
+    ):
+        expand("hf://tatsu-lab/alpaca/a.parquet", PARQUET, {"endpoint": endpoint}, {})
+    assert time.monotonic() - began < 10, "ten more attempts take half a minute"
 
 
 def test_the_password_of_a_mirror_of_the_hub_is_not_shown() -> None:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import ssl
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from cache_server.object_stores import download, expand
 from cache_server.object_stores.client import Location
@@ -22,7 +16,7 @@ from cache_server.object_stores.connections import client_for
 from protos.errors import LoadError
 from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
-from tests.store_stubs import FilesStub, Served
+from tests.store_stubs import FilesStub, Served, self_signed
 from tests.waiting import wait_until
 
 
@@ -155,7 +149,7 @@ def test_a_server_that_is_not_there_is_named(s3: S3Server) -> None:
 
 def test_a_server_whose_certificate_nobody_signed_is_named(s3: S3Server, tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(_self_signed(tmp_path / "server.pem"))
+    context.load_cert_chain(self_signed(tmp_path / "server.pem"))
     with Served(FilesStub, context) as address:
         options = {"endpoint": address, "max_retries": "0"}
         expected = rf"bucket 'lake' at {address}: its certificate is not accepted \(UnknownIssuer\)"
@@ -188,31 +182,3 @@ def test_a_server_whose_name_is_nowhere_is_named(s3: S3Server) -> None:
     options = {"endpoint": "http://store.invalid", "max_retries": "0"}
     with pytest.raises(LoadError, match=r"at http://store\.invalid: failed to lookup address"):
         expand("s3://lake/a", PARQUET, options, s3.secrets)
-
-
-def _self_signed(path: Path) -> Path:
-    """A certificate of 127.0.0.1 and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a store")])
-    now = datetime.now(UTC)
-    here = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(here, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    path.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        + certificate.public_bytes(serialization.Encoding.PEM)
-    )
-    return path
