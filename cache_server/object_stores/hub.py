@@ -46,6 +46,11 @@ SETTINGS = (
     *("max_retries", "retry_timeout_s"),
 )
 _PIECE_BYTES = 16 * 1024 * 1024
+# huggingface_hub's errors, and what its filesystem says where it knew of none before.
+_ABSENT = {
+    "RepositoryNotFoundError": "(repository not found)",
+    "RevisionNotFoundError": "(revision not found)",
+}
 _limiting = threading.Lock()  # whoever sets a factory closes the client of the others
 
 
@@ -198,17 +203,23 @@ class HubClient:
 
     def _check_repository(self, error: FileNotFoundError, uri: str) -> None:
         """Raises a `LoadError` where there is no such repository or revision, to this reader."""
-        if "(repository not found)" in str(error):
-            reason = f"{self._place} was not found, or is private: check its name and the token"
-        elif "(revision not found)" in str(error):
+        for name, words in _ABSENT.items():
+            if words in str(error):
+                raise self._absent(name, uri)
+
+    def _absent(self, name: str, uri: str) -> LoadError:
+        if name == "RevisionNotFoundError":
             reason = f"{self._place} has no such revision"
         else:
-            return
-        raise LoadError(f"source {uri!r} does not exist: {reason}")
+            reason = f"{self._place} was not found, or is private: check its name and the token"
+        return LoadError(f"source {uri!r} does not exist: {reason}")
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        text = f"status code: {status}" if status else f"{type(error).__name__}: {error}"
+        name = type(error).__name__
+        if name in _ABSENT and status == HTTPStatus.NOT_FOUND:  # of a 401 as well
+            return self._absent(name, uri)
+        text = f"status code: {status}" if status else f"{name}: {error}"
         return store_error(OSError(text), uri, self._place, self._secret)
 
 

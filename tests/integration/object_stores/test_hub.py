@@ -122,6 +122,42 @@ def test_a_repository_or_a_revision_that_the_hub_lacks_is_named(path: str) -> No
             expand(f"hf://tatsu-lab/alpaca@nowhen{path}", PARQUET, options, secrets)
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("RevisionNotFound", "has no such revision"),
+        ("RepoNotFound", "was not found, or is private: check its name and the token"),
+    ],
+)
+def test_a_revision_or_a_repository_that_is_removed_under_a_load_is_named(
+    tmp_path: Path, code: str, reason: str
+) -> None:
+    class Removed(HubStub):
+        files: ClassVar[dict[str, bytes]] = {"data/a.parquet": b"rows"}
+        seen: ClassVar[list[tuple[str, str, str]]] = []
+        is_removed: ClassVar[list[bool]] = []
+
+        def do_GET(self) -> None:
+            if self.is_removed:
+                self._answer(404, b"{}", {"X-Error-Code": code})
+            else:
+                super().do_GET()
+
+        do_POST = do_HEAD = do_GET
+
+    with Served(Removed) as endpoint:
+        options, secrets = {"endpoint": endpoint}, {"token": "hush-hush"}
+        (file,) = expand("hf://tatsu-lab/alpaca/data", PARQUET, options, secrets)
+        Removed.is_removed.append(True)
+        with pytest.raises(LoadError) as caught:
+            download(file, tmp_path / "f", options, secrets)
+    assert str(caught.value) == (
+        f"source '{file.path}' does not exist: repository 'datasets/tatsu-lab/alpaca' at "
+        f"{endpoint} {reason}"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_hub_that_is_not_there_is_named() -> None:
     options = {"endpoint": "http://127.0.0.1:9", "max_retries": "1"}
     with pytest.raises(LoadError, match=r"alpaca' at http://127\.0\.0\.1:9: .*[Cc]onnect"):
