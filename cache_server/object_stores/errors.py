@@ -72,6 +72,8 @@ def store_error(
         reason = f"{answer} ({said})" if said else answer
     elif NO_LENGTH in text:
         reason = f"{place} does not say how large it is (no Content-Length), which must be known"
+    elif "TooManyRedirects" in detail:
+        reason = f"{place} redirects without an end"
     elif "error sending request" in text:
         reason = f"no answer from {place}{tries}: {_connection_failure(detail)}"
     elif "response body error" in text:

@@ -122,6 +122,17 @@ def test_a_web_server_that_refuses_to_send_an_object_is_not_taken_for_one_that_l
     assert [str(caught.value) for caught in (planning, reading)] == [expected, expected]
 
 
+def test_a_web_server_that_redirects_in_a_circle_is_named() -> None:
+    class Circling(_Stub):
+        def do_HEAD(self) -> None:
+            self._answer(302, b"", {"Location": self.path})
+
+    with Served(Circling) as origin, pytest.raises(LoadError) as caught:
+        expand(f"{origin}/a.csv", (".csv",), {}, {})
+    uri = f"{origin}/a.csv"
+    assert str(caught.value) == f"cannot read {uri}: {origin} redirects without an end"
+
+
 _ROWS = b"id,name\n" + b"1,a\n" * 50
 _MODIFIED = {"Last-Modified": "Tue, 01 Jul 2025 10:00:00 GMT"}
 
