@@ -172,8 +172,8 @@ class Session:
         try:
             self._connection = adbc.connect(address.uri(secrets), autocommit=True)
         except adbc.Error as error:
-            reason = self._reason(error)
-            raise LoadError(f"cannot connect to {address} to read {self.what}: {reason}") from None
+            wanted = f" to read {what}" if what else ""
+            raise LoadError(f"cannot connect to {address}{wanted}: {self._reason(error)}") from None
         try:
             self._begin(snapshot, search_path)
         except BaseException:
