@@ -228,4 +228,4 @@ class RunningContainer:
 def _kill(processes: Iterator[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()

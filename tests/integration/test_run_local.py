@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import psutil
 import pytest
@@ -216,6 +218,19 @@ def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
         f"{exit_code}: the reason"
     )
     assert seen.of("node") == []
+
+
+def test_a_process_that_ends_just_before_it_is_killed_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    ended = psutil.Process(child.pid)
+    child.kill()
+    child.wait()
+    # As if it had still been there when the processes of the container were looked for.
+    monkeypatch.setattr(ended, "environ", lambda: SimpleNamespace(get=lambda _: ANY))
+    monkeypatch.setattr(psutil, "process_iter", lambda: iter([ended]))
+    assert run(tmp_path, runtime(node("echo done")))[0] == 0
 
 
 def test_the_reason_is_told_though_a_launcher_says_more_after_it(tmp_path: Path) -> None:
