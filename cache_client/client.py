@@ -41,7 +41,7 @@ from protos.layout import schema_from_bytes
 from protos.load_bar import shown_progress
 from protos.load_progress import LoadReport
 from protos.spec import DatasetSpec
-from protos.states import STATE_NAMES
+from protos.states import state_name
 from protos.values import is_text
 from protos.watching import wait_until_settled
 
@@ -438,7 +438,7 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.num_bytes,
         len(info.shards),
         schema_from_bytes(info.schema),
-        STATE_NAMES[info.state],
+        state_name(info.state),
         {shard.index: tuple(shard.node_ids) for shard in info.shards},
         info.error.message or None,
         info.progress.waits or None,

@@ -212,7 +212,7 @@ class CacheDataset(Dataset[Any]):
 
     def _row_ids(self, indices: RowNumbers) -> Ids:
         try:
-            given = np.asarray(indices)
+            given = np.asarray(_of_one_type(indices))
         except ValueError:  # lists of several lengths
             given = np.empty((), object)
         if given.shape == (0,):  # of any dtype: an empty list has none
@@ -286,6 +286,18 @@ class _Opened(NamedTuple):
         """Closes every connection; running fetches fail."""
         self.reader.close()
         self.aside.close()
+
+
+def _of_one_type(numbers: RowNumbers) -> Any:
+    """These numbers; of a list NumPy would make 1 of True, and floats of int64 beside uint64."""
+    if not isinstance(numbers, (list, tuple)):
+        return numbers
+    kinds = set(map(type, numbers))
+    if not kinds.isdisjoint((bool, np.bool_)):
+        return np.asarray(numbers, object)
+    if len(kinds) > 1 and all(issubclass(kind, (int, np.integer)) for kind in kinds):
+        return [int(number) for number in numbers]
+    return numbers
 
 
 def _rows(batch: Any) -> list[dict[str, Any]]:

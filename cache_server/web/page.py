@@ -8,7 +8,7 @@ from html import escape
 from cache_server.web.status import Cache, Status
 from protos.cache.v1 import cache_pb2 as pb
 from protos.sizes import size
-from protos.states import STATE_NAMES
+from protos.states import state_name
 
 _REFRESH_S = 5
 _STYLE = """
@@ -53,7 +53,7 @@ def _of_cache(cache: Cache) -> list[str]:
             info.spec.name,
             _Bad(f"failed: {info.error.message}")
             if info.state == pb.DATASET_STATE_FAILED
-            else STATE_NAMES[info.state],
+            else state_name(info.state),
             f"{info.num_rows or info.progress.rows_done:,}",
             f"{info.progress.shards_done:,} of {info.progress.shards_total:,}",
             size(info.num_bytes),

@@ -114,6 +114,8 @@ def test_a_row_that_is_not_there_is_named(dataset: CacheDataset, index: Any) -> 
         [1.0],
         ["3"],
         [True],
+        [True, 2],
+        [np.False_, np.int64(2)],
         [[1]],
         [[1], [2, 3]],
         np.zeros((1, 1), int),
@@ -122,6 +124,11 @@ def test_a_row_that_is_not_there_is_named(dataset: CacheDataset, index: Any) -> 
 def test_what_is_no_integer_is_quoted(dataset: CacheDataset, index: Any) -> None:
     with pytest.raises(TypeError, match=re.escape(repr(index))):
         dataset[index]
+
+
+@pytest.mark.parametrize("rest", [np.uint64(5), np.uint8(5), torch.tensor(5), 5])
+def test_integers_of_several_types_choose_rows(dataset: CacheDataset, rest: Any) -> None:
+    assert dataset.fetch([np.int64(-1), rest, 3])["row"].tolist() == [ROWS - 1, 5, 3]
 
 
 def test_nested_lists_and_stacks_are_one_value_a_row(

@@ -56,13 +56,16 @@ def test_a_coordinator_shows_every_node_and_dataset() -> None:
         error=pb.Error(message="no such file"),
     )
 
-    html = page(replace(STATUS, cache=Cache(nodes, (failed, loading))))
+    later = pb.DatasetInfo(spec=pb.DatasetSpec(name="later"), state=9)
+
+    html = page(replace(STATUS, cache=Cache(nodes, (failed, loading, later))))
 
     shown = lines(html)
     assert "a1 | grpc://a:1 | alive | 2 | 0 B" in shown
     assert "b2 | grpc://b:1 | lost | 0 | 1.0 KiB" in shown
     assert "trips | loading | 1,000 | 1 of 4 | 0 B" in shown
     assert "broken | failed: no such file | 0 | 0 of 0 | 0 B" in shown
+    assert "later | state 9 | 0 | 0 of 0 | 0 B" in shown, "of a release to come"
     assert re.findall(r'class="bad">(.*?)<', html) == ["failed: no such file", "lost"]
 
 
