@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,10 @@ class LocalNode:
 
     Its standard input is a pipe from this process: when it closes, for whatever reason, the node
     ends, so that it never outlives its parent. A fork of this process lets go of its copy.
+
+    Its ports are chosen and held by this process, so that while the node is down no other program
+    is given one of them (Linux gives a bound port to nobody who asks for any, and lets the node
+    bind and listen beside a socket that does not).
     """
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
@@ -39,7 +44,7 @@ class LocalNode:
         self.log = cache_dir / ".log"  # no dataset's name begins with a dot
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
-        self._ports: tuple[int, int] = (0, 0)
+        self._held_ports: list[socket.socket] = []
         self.endpoint = ""
         self.control_location = ""
         self.page = ""
@@ -68,7 +73,9 @@ class LocalNode:
         """
         if self._process is not None and self._process.poll() is None:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
-        flight_port, control_port = self._ports
+        if not self._held_ports:
+            self._held_ports = [_held_port(), _held_port()]
+        flight_port, control_port = (held.getsockname()[1] for held in self._held_ports)
         with self._open_log() as log_file:
             log_start = log_file.tell()
             command = [
@@ -95,7 +102,6 @@ class LocalNode:
         ready = json.loads(line)
         self.endpoint, self.control_location = ready["flight"], ready["control"]
         self.node_id, self.page = ready["node_id"], ready["http"]
-        self._ports = (_port(self.endpoint), _port(self.control_location))
 
     def kill(self) -> None:
         """Ends the process at once, as a crash would (SIGKILL)."""
@@ -125,6 +131,12 @@ class LocalNode:
         """In a fork of the parent: lets the node end with the parent alone."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
+        self._release_ports()
+
+    def close(self) -> None:
+        """Ends the process at once and gives its ports back."""
+        self.kill()
+        self._release_ports()
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
         """The end of the node's log, from byte ``since`` on."""
@@ -135,6 +147,11 @@ class LocalNode:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True
         )
+
+    def _release_ports(self) -> None:
+        for held in self._held_ports:
+            held.close()
+        self._held_ports = []
 
     def _open_log(self) -> IO[bytes]:
         try:
@@ -260,7 +277,7 @@ class LocalCluster:
         """Stops every node; removes the directory if it was temporary. In a fork: nothing."""
         if os.getpid() != self._parent:
             return
-        threads = [threading.Thread(target=node.kill) for node in self.nodes]
+        threads = [threading.Thread(target=node.close) for node in self.nodes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -319,8 +336,12 @@ def _first_line(stream: IO[str], timeout_s: float) -> str | None:
     return lines[0] if lines else None
 
 
-def _port(location: str) -> int:
-    return int(location.rpartition(":")[2])
+def _held_port() -> socket.socket:
+    """Bound to a free port, never listening."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 def describe_nodes(nodes: Sequence[LocalNode]) -> str:

@@ -193,9 +193,13 @@ def _address(subnet: str, number: int) -> str:
 
 @contextmanager
 def _free_ports() -> Iterator[dict[int, int]]:
-    """Free ports for the frameworks, which bind theirs on every address."""
+    """Free ports for the frameworks, which bind theirs on every address.
+
+    They are held, bound and not listening: nobody else is given one before the framework starts.
+    """
     with socket.socket() as torch, socket.socket() as jax:
         for held in (torch, jax):
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("", 0))
         ports = [held.getsockname()[1] for held in (torch, jax)]
-    yield dict(zip(_FRAMEWORK_PORTS, ports, strict=True))
+        yield dict(zip(_FRAMEWORK_PORTS, ports, strict=True))

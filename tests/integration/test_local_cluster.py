@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -182,9 +183,7 @@ def test_a_directory_that_cannot_be_made_is_refused_with_its_path(tmp_path: Path
         LocalCluster(num_nodes=1, cache_dir=tmp_path / "file" / "cache")
 
 
-def test_a_node_that_cannot_start_gives_its_log_and_the_others_are_ended(
-    cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_node_that_cannot_start_gives_its_log_and_the_others_are_ended(tmp_path: Path) -> None:
     with (
         LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache"),
         pytest.raises(
@@ -193,11 +192,36 @@ def test_a_node_that_cannot_start_gives_its_log_and_the_others_are_ended(
     ):
         LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache")
 
-    port = cluster.nodes[0].endpoint.rpartition(":")[2]
-    node = LocalNode(tmp_path / "clash", [])
-    node._ports = (int(port), 0)
-    with pytest.raises(ConfigError, match=f"(?s)did not start: .*Flight port 127.0.0.1:{port}"):
+
+def test_the_ports_of_a_node_that_is_down_are_given_to_nobody_else(tmp_path: Path) -> None:
+    with LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache") as cluster:
+        (node,) = cluster.nodes
+        ports = [int(at.rpartition(":")[2]) for at in (node.endpoint, node.control_location)]
+        node.kill()
+
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+                other.bind(("127.0.0.1", port))
+
+    for port in ports:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+
+
+def test_a_node_whose_port_was_taken_by_force_gives_its_log(tmp_path: Path) -> None:
+    with LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache") as cluster:
+        (node,) = cluster.nodes
+        port = int(node.endpoint.rpartition(":")[2])
+        node.kill()
+
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(ConfigError, match=f"(?s)did not start: .*Flight port 127.0.0.1:{port}"),
+        ):
+            node.start()
+
         node.start()
+        assert node.endpoint == f"grpc://127.0.0.1:{port}"
 
 
 def test_the_memory_limit_is_that_of_each_node() -> None:
@@ -234,6 +258,7 @@ def test_an_error_inside_the_block_ends_the_processes() -> None:
 PARENT = """
 import time
 from cache_server import LocalCluster
+from cache_server.local import LocalNode
 
 if __name__ == "__main__":
     cluster = LocalCluster(num_nodes=2)
