@@ -108,6 +108,13 @@ def serve(
             "--container-memory-limit leaves too little for their row groups."
         ),
     ] = None,
+    huge_pages: Annotated[
+        bool,
+        typer.Option(
+            help="Move shards on a tmpfs to huge pages while nothing is loaded: random rows of "
+            "gigabytes are found faster, at up to two seconds of one processor a GB, once."
+        ),
+    ] = True,
     heartbeat_interval_s: Annotated[
         float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
     ] = 0.5,
@@ -164,6 +171,7 @@ def serve(
             memory_limit_bytes=memory_limit,
             container_memory_limit_bytes=container_memory_limit,
             load_threads=load_threads,
+            huge_pages=huge_pages,
             heartbeat_interval_s=heartbeat_interval_s,
             node_timeout_s=node_timeout_s,
             lease_s=lease_s,

@@ -96,6 +96,7 @@ class NodeConfig(BaseModel):
         container_memory_limit_bytes: instead: of the container of this node, of which the shards
             get what the process does not need.
         load_threads: shards loaded at once, if there is the memory; None: by processors.
+        huge_pages: move shards in memory to huge pages while nothing is loaded.
         heartbeat_interval_s: how often the nodes of this coordinator report.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
         lease_s: how long this coordinator keeps a version that was replaced after its rows were
@@ -117,6 +118,7 @@ class NodeConfig(BaseModel):
     memory_limit_bytes: Bytes | None = None
     container_memory_limit_bytes: Bytes | None = None
     load_threads: Count | None = None
+    huge_pages: bool = True
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
     lease_s: Lease = 600.0

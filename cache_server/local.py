@@ -189,6 +189,7 @@ class LocalCluster:
         cache_dir: where the shards go, one folder a node, kept afterwards; default: a temporary
             folder, in memory where the machine has one, removed afterwards.
         memory_limit_bytes: of each node.
+        huge_pages: move shards in memory to huge pages while nothing is loaded.
         node_timeout_s: after so long without a heartbeat a node counts as lost.
         lease_s: how long a version that was replaced is kept after its rows were last read.
 
@@ -207,6 +208,7 @@ class LocalCluster:
         cache_dir: str | os.PathLike[str] | None = None,
         *,
         memory_limit_bytes: int | None = None,
+        huge_pages: bool = True,
         node_timeout_s: float = 10.0,
         lease_s: float = 600.0,
     ) -> None:
@@ -221,6 +223,8 @@ class LocalCluster:
             "--node-timeout-s", str(settings.node_timeout_s),
             "--lease-s", str(settings.lease_s),
         ]  # fmt: skip
+        if not huge_pages:
+            self._arguments.append("--no-huge-pages")
         if self._temporary:
             self._arguments.append("--ephemeral")
         if settings.memory_limit_bytes is not None:

@@ -258,6 +258,12 @@ class Node:
         with self._lock:
             return self._ready
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a shard is loaded or copied just now."""
+        with self._lock:
+            return bool(self._running)
+
     # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:

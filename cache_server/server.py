@@ -20,6 +20,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.flight_service import FlightService
 from cache_server.node import CoordinatorLink, Node
+from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.store import ShardStore
 from cache_server.traffic import Traffic
 from cache_server.web.service import WebService
@@ -92,6 +93,9 @@ class CacheServer:
                     on_ready=self._readiness.set_node,
                 )
             )
+            self._huge_pages = stack.enter_context(
+                HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
+            )
             self._serve(coordinator)
             if coordinator is not None and load is not None:
                 self._load = EnvironmentLoad(
@@ -140,6 +144,8 @@ class CacheServer:
         self._flight.attach(self._node)
         self._control.start(coordinator)
         self._node.start()
+        if self._config.huge_pages:
+            self._huge_pages.start()
         self._web.start(lambda: self._status(coordinator), self._readiness.is_ready)
         if coordinator is not None:
             # In this process, so it answers at once; from then on every call is answered.
@@ -161,6 +167,7 @@ class CacheServer:
             ready=self._readiness.is_ready(),
             coordinator=self._node.coordinator.control_location,
             held=held,
+            huge_page_bytes=self._huge_pages.num_bytes,
             counts=self._traffic.counts({version.key.dataset for version in held}),
             cache=cache,
         )

@@ -4,6 +4,9 @@
 is the only place that does. Pages of a file are shown at another address without opening it again,
 by `mremap` of nothing (its manual page has it), so it does not matter whether the file still has a
 name. That is Linux; elsewhere every call is an `OSError`.
+
+A processor finds a huge page by one entry of its tables, where it needs 512 for small ones. What
+lies in huge pages is found so only where it is shown at a multiple of their size, as in the file.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import functools
 import mmap
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +26,19 @@ from protos.layout import Matrix
 
 _PROT_NONE = 0
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _FAILED = ctypes.c_void_p(-1).value
 _POINTER, _SIZE, _INT, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+@functools.cache
+def huge_page_bytes() -> int:
+    """Size of a huge page, such as 2 MiB; that of any page where there are none."""
+    try:
+        return int(_HUGE_PAGE_SIZE.read_text())
+    except (OSError, ValueError):
+        return mmap.PAGESIZE
 
 
 class MappedFile:
@@ -45,7 +60,8 @@ class MappedFile:
 class AddressRange:
     """Addresses that nobody else uses, and that lead to memory only where something is shown.
 
-    It lives as long as its views. To look where nothing is shown ends the process.
+    It lives as long as its views. To look where nothing is shown ends the process. One as long as a
+    huge page begins at a multiple of its size.
 
     Args:
         size: in bytes.
@@ -56,8 +72,11 @@ class AddressRange:
 
     def __init__(self, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
-        self.start = _mmap(self.size, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self._unmapping = _unmap_with(self, self.start, self.size)
+        page = huge_page_bytes() if self.size >= huge_page_bytes() else mmap.PAGESIZE
+        reserved = self.size + page - mmap.PAGESIZE
+        start = _mmap(reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._unmapping = _unmap_with(self, start, reserved)
+        self.start = -(-start // page) * page
 
     def show(self, at: int, file: MappedFile, offset: int, size: int) -> None:
         """Shows ``size`` bytes of a file at byte ``at`` of this range.
@@ -80,6 +99,24 @@ class AddressRange:
             # It may have left a hole, which whoever maps something may get: so it is not unmapped.
             self._unmapping.detach()
             raise
+
+    def collapse(self, at: int, size: int) -> None:
+        """Moves what is shown in some of this range into huge pages, for all who have it mapped.
+
+        Contents and addresses stay; whoever looks there meanwhile waits for some milliseconds at
+        most. See MADV_COLLAPSE in madvise(2).
+
+        Args:
+            at, size: multiples of the size of a huge page.
+
+        Raises:
+            OSError: EINVAL, where the kernel cannot (before Linux 6.1, or without huge pages);
+                others, where it could not now, as for want of memory in one piece.
+        """
+        madvise = _c_function("madvise", _POINTER, _SIZE, _INT)
+        if madvise(self.start + at, size, _MADV_COLLAPSE):
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot make huge pages of {size} bytes: {os.strerror(code)}")
 
     def rows(self, at: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
         """Everything from byte ``at`` on as a ``[rows, width]`` array, read-only."""

@@ -11,10 +11,14 @@ A file can be mapped at multiples of the page size only, and rows of one matrix 
 of their size only. So each file has a gap before it, long enough that both hold: fewer pages than a
 row has bytes. A gap costs addresses, no memory. That there is such a place follows from the layout,
 which puts first the columns whose row size has the most factors of two (see `protos.layout`).
+
+Pages are those of the system or, where a shard is large enough to have some, huge ones: a file that
+lies in huge pages is then found by them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Collection, Sequence
@@ -23,12 +27,13 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from protos.addresses import AddressRange, MappedFile
+from protos.addresses import AddressRange, MappedFile, huge_page_bytes
 from protos.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
 from protos.row_index import Ids, Indices, group_rows
 from protos.shards import MappedShard, Selection, are_consecutive
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
+_MOST_ADDRESSES = 2**44  # of a column; a process has 2**47, and more than one column
 
 
 class AdjacentShards:
@@ -144,23 +149,31 @@ class _AdjacentColumn:
         self._dtype, self._width = column.dtype, column.width
         self._starts, self._num_rows = starts, num_rows
         self._row_bytes = column.width * column.dtype.itemsize
-        page = mmap.PAGESIZE
-        self._unit = math.gcd(page, self._row_bytes)
-        gap_pages = self._row_bytes // self._unit
-        pages = [
-            gap_pages + 1 + math.ceil(rows * self._row_bytes / page) if rows else 0
-            for rows in num_rows
-        ]
-        first_pages = np.cumsum([0, *pages])
-        self._first_pages: list[int] = first_pages[:-1].tolist()
-        self._addresses = AddressRange(int(first_pages[-1]) * page)
+        self._page = huge_page_bytes()
+        first_pages = self._places()
+        has_huge = max(num_rows, default=0) * self._row_bytes >= self._page
+        if not has_huge or first_pages[-1] * self._page > _MOST_ADDRESSES:
+            self._page = mmap.PAGESIZE
+            first_pages = self._places()
+        self._unit = math.gcd(self._page, self._row_bytes)
+        self._first_pages = first_pages[:-1]
+        self._addresses = AddressRange(first_pages[-1] * self._page)
         self._lead: int | None = None  # bytes before the first row, once a shard is attached
         self._matrix: Matrix | None = None
         self._shift = np.zeros(len(num_rows), np.int64)  # row id -> row of the matrix
 
+    def _places(self) -> list[int]:
+        """The first page that each shard may take, and the end of the last one."""
+        gap_pages = self._row_bytes // math.gcd(self._page, self._row_bytes)
+        pages = [
+            gap_pages + 1 + math.ceil(rows * self._row_bytes / self._page) if rows else 0
+            for rows in self._num_rows
+        ]
+        return list(itertools.accumulate(pages, initial=0))
+
     def attach(self, position: int, file: MappedFile, offset: int) -> None:
         """Shows the rows of a shard, which begin at ``offset`` in the file."""
-        page, row_bytes = mmap.PAGESIZE, self._row_bytes
+        page, row_bytes = self._page, self._row_bytes
         before = offset % page  # in their first page
         first_page = self._first_pages[position]
         if self._lead is None or self._matrix is None:

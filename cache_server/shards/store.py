@@ -135,6 +135,11 @@ class ShardStore:
         with self._lock:
             return {key: dict(shards) for key, shards in self._shards.items()}
 
+    def sealed(self) -> list[MappedShard]:
+        """All shards of all versions."""
+        with self._lock:
+            return [shard for shards in self._shards.values() for shard in shards.values()]
+
     def shards(self, key: VersionKey) -> dict[int, MappedShard]:
         """A copy of what is sealed of one version, by shard index."""
         with self._lock:

@@ -40,6 +40,8 @@ class _StatusCollector(Collector):
 def _of_node(status: Status) -> Iterator[Metric]:
     yield _gauge("ready", "1 while readiness probes are answered with yes.", float(status.ready))
     yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
+    what = "Bytes of the shard files that lie in huge pages, where random rows are found faster."
+    yield _gauge("huge_page_bytes", what, status.huge_page_bytes)
     if status.node.memory_limit_bytes:
         limit = status.node.memory_limit_bytes
         yield _gauge("memory_limit_bytes", "Bytes that the shard files may take.", limit)

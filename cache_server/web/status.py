@@ -50,6 +50,7 @@ class Status:
         ready: what readiness probes are told.
         coordinator: ``host:port`` of the control port of the coordinator; empty until it answered.
         held: what this node has of each version.
+        huge_page_bytes: of the shard files, that lie in huge pages.
         counts: what it served.
         cache: of a coordinator only.
     """
@@ -58,5 +59,6 @@ class Status:
     ready: bool
     coordinator: str
     held: tuple[Held, ...]
+    huge_page_bytes: int
     counts: Counts
     cache: Cache | None

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protos.addresses import AddressRange, MappedFile
+from protos.addresses import AddressRange, MappedFile, huge_page_bytes
 
 PAGE = mmap.PAGESIZE
 
@@ -81,7 +81,7 @@ def test_a_place_inside_of_a_page_is_refused_by_the_system(tmp_path: Path) -> No
 
 
 def test_more_addresses_than_there_are_is_an_error_with_the_size() -> None:
-    with pytest.raises(OSError, match=rf"cannot map {2**62} bytes: "):
+    with pytest.raises(OSError, match=rf"cannot map {2**62 // 10**9}\d+ bytes: "):
         AddressRange(2**62)
 
 
@@ -107,3 +107,16 @@ def test_addresses_where_something_could_not_be_shown_are_kept(tmp_path: Path) -
     del addresses
 
     assert kept in Path("/proc/self/maps").read_text()
+
+
+def test_a_long_range_begins_at_a_multiple_of_a_huge_page() -> None:
+    ranges = [AddressRange(size * huge_page_bytes()) for size in (1, 3, 2)]
+
+    assert [addresses.start % huge_page_bytes() for addresses in ranges] == [0, 0, 0]
+
+
+def test_pages_of_a_disk_or_of_nothing_cannot_be_moved_to_huge_ones() -> None:
+    addresses = AddressRange(huge_page_bytes())
+
+    with pytest.raises(OSError, match="cannot make huge pages of"):
+        addresses.collapse(0, huge_page_bytes())

@@ -53,10 +53,12 @@ def rows_of(schema: pa.Schema, start: int, stop: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("huge_page", [mmap.PAGESIZE, 4 * mmap.PAGESIZE])
+@settings(deadline=None, max_examples=40)
 @given(schemas(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     tmp_path_factory: pytest.TempPathFactory,
+    huge_page: int,
     schema: pa.Schema,
     sizes: list[int],
     data: st.DataObject,
@@ -68,7 +70,9 @@ def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
         for i in range(len(sizes))
     ]
     layout = shards[0][0]
-    adjacent = AdjacentShards(layout, starts[:-1], sizes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("protos.adjacent.huge_page_bytes", lambda: huge_page)
+        adjacent = AdjacentShards(layout, starts[:-1], sizes)
     for position in data.draw(st.permutations(range(len(sizes)))):
         adjacent.attach(position, shards[position][1])
     ids = np.array(data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=50)), np.int64)

@@ -22,7 +22,7 @@ def status(**changes: object) -> Status:
     held = Held(VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64)
     node = pb.Node(id="a1", stored_bytes=64, memory_limit_bytes=100)
     counts = traffic.counts({"trips"})
-    return replace(Status(node, True, "host:2", (held,), counts, None), **changes)  # type: ignore[arg-type]
+    return replace(Status(node, True, "host:2", (held,), 32, counts, None), **changes)  # type: ignore[arg-type]
 
 
 def samples(of: Status) -> dict[tuple[str, ...], float]:
@@ -41,6 +41,7 @@ def test_a_node_tells_its_memory_its_shards_and_the_sums_of_what_it_served() -> 
     assert samples(status()) == {
         ("data_cache_ready",): 1,
         ("data_cache_stored_bytes",): 64,
+        ("data_cache_huge_page_bytes",): 32,
         ("data_cache_memory_limit_bytes",): 100,
         ("data_cache_shards", "trips", "f00", "sealed"): 8,
         ("data_cache_shards", "trips", "f00", "served"): 7,

@@ -19,6 +19,7 @@ STATUS = Status(
     ready=True,
     coordinator="host:2",
     held=(Held(VersionKey("trips", "f00"), 7, 8, loading=2, failed=0, num_bytes=2048),),
+    huge_page_bytes=0,
     counts=Counts({Read("trips", "exchange"): Served(1_234_567, 4096)}, {"NotReadyError": 5}),
     cache=None,
 )  # fmt: skip
@@ -87,6 +88,7 @@ def test_no_text_of_a_source_becomes_a_tag() -> None:
             ready=True,
             coordinator=evil,
             held=(Held(VersionKey(evil, evil), 0, 0, 0, 0, 0),),
+            huge_page_bytes=0,
             counts=Counts({Read(evil, evil): Served()}, {evil: 1}),
             cache=Cache((pb.Node(id=evil, flight_location=evil),), (broken,)),
         )

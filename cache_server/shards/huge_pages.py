@@ -1,0 +1,162 @@
+"""Sealed shards in memory -> huge pages, while nothing is loaded.
+
+Random rows lie each on a page of its own. A processor remembers where some thousand pages are; for
+any other it looks that up in tables, which for gigabytes of small pages takes as long as to fetch
+the row. Of huge pages there are 512 times fewer, for the node and for each trainer that reads its
+files.
+
+A tmpfs gives out small pages unless it was mounted otherwise (``huge=`` in tmpfs(5)), in which a
+pod has no say. So the pages of a shard are moved once it is sealed. The file stays what it is, and
+whoever has it mapped reads on. docs/decisions/0015 has why. It knows shards; neither loads, nor
+versions, nor the network.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from protos.addresses import AddressRange, huge_page_bytes
+from protos.shards import MappedShard
+
+logger = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 1.0
+_PAGES_AT_ONCE = 16  # some tens of milliseconds; what is asked for one by one costs more
+_MOUNTS = Path("/proc/self/mountinfo")
+_CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EPERM}  # and never will
+
+
+class HugePages:
+    """Moves the pages of shards in a thread of its own, from `start` to `close`.
+
+    Args:
+        cache_dir: of the shards. Where that is no tmpfs nothing is done: pages of a disk's file
+            come and go.
+        shards: tells those that are sealed now.
+        is_idle: tells whether pages may be moved now. It takes processor time, up to a second or
+            two a GB, which a load would wait for.
+    """
+
+    def __init__(
+        self,
+        cache_dir: Path,
+        shards: Callable[[], Iterable[MappedShard]],
+        is_idle: Callable[[], bool],
+    ) -> None:
+        self._cache_dir = cache_dir
+        self._shards = shards
+        self._is_idle = is_idle
+        self._moved: weakref.WeakKeyDictionary[MappedShard, int] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # of what was moved
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
+
+    def __enter__(self) -> HugePages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begins to look for sealed shards now and then."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends, at the next page; what was moved stays."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the sealed shards, moved to huge pages."""
+        with self._lock:
+            return sum(self._moved.get(shard, 0) for shard in self._shards())
+
+    def move_all(self) -> None:
+        """Moves every sealed shard that was not yet; returns early when it is not idle any more.
+
+        Raises:
+            OSError: this system has no huge pages for such files.
+        """
+        with self._lock:
+            waiting = [weakref.ref(shard) for shard in self._shards() if shard not in self._moved]
+        for reference in waiting:  # one that is dropped meanwhile gives its memory back
+            shard = reference()
+            if shard is None:
+                continue
+            moved = self._move(shard)
+            if moved is None:
+                return
+            with self._lock:
+                self._moved[shard] = moved
+            if moved:
+                logger.info("huge pages path=%s bytes=%d", shard.path, moved)
+            del shard
+
+    def _run(self) -> None:
+        if not is_in_memory(self._cache_dir):
+            logger.info("no huge pages: %s is not in memory", self._cache_dir)
+            return
+        while not self._stop.wait(_LOOK_EVERY_S):
+            try:
+                self.move_all()
+            except OSError as error:
+                logger.info("no huge pages: %s", error.strerror)
+                return
+
+    def _move(self, shard: MappedShard) -> int | None:
+        """Bytes of a shard that are in huge pages afterwards; None where it was left off.
+
+        Raises:
+            OSError: as `move_all`.
+        """
+        page = huge_page_bytes()
+        size = shard.file.size // page * page  # the last page is not a whole one, and stays small
+        if not size:
+            return 0
+        addresses = AddressRange(size)
+        addresses.show(0, shard.file, 0, size)
+        moved, step = 0, page * _PAGES_AT_ONCE
+        for start in range(0, size, step):
+            if self._stop.is_set() or not self._is_idle():
+                return None
+            moved += _collapse(addresses, start, min(step, size - start))
+        return moved
+
+
+def _collapse(addresses: AddressRange, at: int, size: int) -> int:
+    """Moves what it can of some pages; bytes that were.
+
+    Raises:
+        OSError: this system cannot move any.
+    """
+    try:
+        addresses.collapse(at, size)
+        return size
+    except OSError as error:
+        if size > huge_page_bytes():  # at least one was not
+            pages = range(at, at + size, huge_page_bytes())
+            return sum(_collapse(addresses, page, huge_page_bytes()) for page in pages)
+        if error.errno in _CANNOT:
+            raise
+        # It is in use, as while it is sent, or no memory was free in one piece: it stays small.
+        logger.debug("a page stays small at=%d reason=%s", at, error.strerror)
+        return 0
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether files there lie on a tmpfs."""
+    device = directory.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text(errors="replace").splitlines():
+        mount, _, source = line.partition(" - ")  # proc_pid_mountinfo(5)
+        if mount.split()[2] == wanted:
+            return source.split()[0] == "tmpfs"
+    return False

@@ -1,0 +1,234 @@
+"""Shards that are moved to huge pages, where this machine can do that."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cache_server.shards.huge_pages import HugePages, is_in_memory
+from cache_server.shards.packing import ShardBuilder
+from protos.addresses import AddressRange, huge_page_bytes
+from protos.adjacent import AdjacentShards
+from protos.shards import MappedShard, SealedShard, Selection
+from tests.waiting import wait_until
+
+PAGE = huge_page_bytes()
+WAIT_S = 20.0
+ROWS = 40_000  # of 136 bytes: two whole pages, and a part of one
+SCHEMA = pa.schema([("x", pa.list_(pa.float32(), 32)), ("label", pa.int64())])
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A folder on a tmpfs whose files can lie in huge pages."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK) or not is_in_memory(shm):
+        pytest.skip("/dev/shm is no tmpfs that can be written to")
+    folder = Path(tempfile.mkdtemp(prefix="cache-test-", dir=shm))
+    try:
+        shard = sealed(folder, 0)
+        with HugePages(folder, lambda: [shard], lambda: True) as huge_pages:
+            huge_pages.move_all()
+    except OSError as error:
+        pytest.skip(f"this kernel does not move files to huge pages: {error}")
+    else:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def rows_of(index: int) -> pa.RecordBatch:
+    x = np.random.default_rng(index).standard_normal(ROWS * 32, dtype=np.float32)
+    label = pa.array(np.arange(ROWS) + index * ROWS)
+    return pa.record_batch([pa.FixedSizeListArray.from_arrays(x, 32), label], schema=SCHEMA)
+
+
+def sealed(folder: Path, index: int) -> MappedShard:
+    """A shard without a store around it, in small pages."""
+    builder = ShardBuilder(SCHEMA)
+    builder.append(rows_of(index))
+    stored = builder.finish()
+    path = folder / f"{index}.arrow"
+    with pa.ipc.new_file(str(path), stored.schema) as writer:
+        writer.write_batch(stored)
+    return MappedShard(SealedShard(index, ROWS, path.stat().st_size, ""), path)
+
+
+def attached(*shards: MappedShard) -> AdjacentShards:
+    starts = np.arange(len(shards), dtype=np.int64) * ROWS
+    adjacent = AdjacentShards(shards[0].layout, starts, [ROWS] * len(shards))
+    for position, shard in enumerate(shards):
+        adjacent.attach(position, shard)
+    return adjacent
+
+
+def check_rows(adjacent: AdjacentShards, shards: int) -> None:
+    ids = np.random.default_rng(9).integers(0, shards * ROWS, 5000)
+    layout = ShardBuilder(SCHEMA).layout
+    found = adjacent.gather(ids, ids // ROWS, Selection(layout, []))
+    every = pa.Table.from_batches([rows_of(index) for index in range(shards)])
+    assert pa.Table.from_batches([layout.unpack(found)]).equals(every.take(pa.array(ids)))
+
+
+def bytes_by_huge_pages() -> int:
+    """What this process has mapped of files in huge pages, by their own entries."""
+    maps = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in maps if line.startswith("ShmemPmdMapped:"))
+
+
+def test_all_whole_pages_are_moved_and_readers_find_the_same_rows(memory: Path) -> None:
+    shards = [sealed(memory, index) for index in range(2)]
+    before = attached(*shards)
+    check_rows(before, 2)
+    huge_pages = HugePages(memory, lambda: shards, lambda: True)
+
+    huge_pages.move_all()
+
+    assert huge_pages.num_bytes == sum(shard.file.size // PAGE * PAGE for shard in shards)
+    check_rows(before, 2)
+    check_rows(attached(*shards), 2)
+
+
+def test_readers_have_them_by_their_own_entries(memory: Path) -> None:
+    shards = [sealed(memory, index) for index in range(2)]
+    HugePages(memory, lambda: shards, lambda: True).move_all()
+    before = bytes_by_huge_pages()
+
+    adjacent = attached(*shards)
+    check_rows(adjacent, 2)
+
+    assert bytes_by_huge_pages() - before >= 2 * PAGE  # of the features: one page a shard, at least
+
+
+def test_rows_are_right_while_their_pages_are_moved(memory: Path) -> None:
+    shards = [sealed(memory, index) for index in range(4)]
+    adjacent = attached(*shards)
+    huge_pages = HugePages(memory, lambda: shards, lambda: True)
+    thread = threading.Thread(target=huge_pages.move_all)
+    thread.start()
+    check_rows(adjacent, 4)
+    thread.join(WAIT_S)
+
+    check_rows(adjacent, 4)
+    assert huge_pages.num_bytes > 0
+
+
+def test_nothing_is_moved_while_something_is_loaded(memory: Path) -> None:
+    shards = [sealed(memory, 0)]
+    idle = threading.Event()
+    with HugePages(memory, lambda: shards, idle.is_set) as huge_pages:
+        huge_pages.move_all()
+        assert huge_pages.num_bytes == 0
+
+        idle.set()
+        huge_pages.start()
+        wait_until(lambda: huge_pages.num_bytes, WAIT_S, "the shard is moved once it may be")
+
+
+def test_shards_that_come_later_are_moved_and_those_that_go_do_not_count(memory: Path) -> None:
+    shards = [sealed(memory, 0)]
+    with HugePages(memory, lambda: list(shards), lambda: True) as huge_pages:
+        huge_pages.start()
+        one = wait_until(lambda: huge_pages.num_bytes, WAIT_S, "the first is moved")
+        shards.append(sealed(memory, 1))
+        wait_until(lambda: huge_pages.num_bytes > one, WAIT_S, "the second is moved")
+
+        del shards[0]
+
+        assert huge_pages.num_bytes == one
+
+
+def test_a_shard_that_is_dropped_is_not_held(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [sealed(memory, 0), sealed(memory, 1)]
+    moved: list[int] = []
+    collapse = AddressRange.collapse
+
+    def dropping(self: AddressRange, at: int, size: int) -> None:
+        moved.append(size)
+        shards.clear()  # the first is held by who moves it, the second by nobody
+        collapse(self, at, size)
+
+    monkeypatch.setattr(AddressRange, "collapse", dropping)
+    HugePages(memory, lambda: shards, lambda: True).move_all()
+
+    assert moved == [2 * PAGE]
+
+
+def test_a_page_that_cannot_be_moved_stays_small_and_others_are_moved(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [sealed(memory, 0)]
+    collapse = AddressRange.collapse
+
+    def one_fails(self: AddressRange, at: int, size: int) -> None:
+        if at <= PAGE < at + size:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        collapse(self, at, size)
+
+    monkeypatch.setattr(AddressRange, "collapse", one_fails)
+    huge_pages = HugePages(memory, lambda: shards, lambda: True)
+    huge_pages.move_all()
+
+    assert huge_pages.num_bytes == shards[0].file.size // PAGE * PAGE - PAGE
+    check_rows(attached(*shards), 1)
+
+
+def test_a_kernel_without_them_is_named_once(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cannot(self: AddressRange, at: int, size: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(AddressRange, "collapse", cannot)
+    shards = [sealed(memory, 0)]
+    with (
+        caplog.at_level(logging.INFO),
+        HugePages(memory, lambda: shards, lambda: True) as huge_pages,
+    ):
+        huge_pages.start()
+        wait_until(lambda: "no huge pages" in caplog.text, WAIT_S, "it is told")
+
+    assert caplog.text.count("no huge pages: Invalid argument") == 1
+    assert huge_pages.num_bytes == 0
+
+
+def test_shards_on_a_disk_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cache_server.shards.huge_pages.is_in_memory", lambda directory: False)
+    shards = [sealed(tmp_path, 0)]
+    with (
+        caplog.at_level(logging.INFO),
+        HugePages(tmp_path, lambda: shards, lambda: True) as huge_pages,
+    ):
+        huge_pages.start()
+        wait_until(lambda: "is not in memory" in caplog.text, WAIT_S, "it is told")
+
+    assert huge_pages.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "found"), [("tmpfs tmpfs rw", True), ("ext4 /dev/vda rw", False)]
+)
+def test_what_lies_in_memory_is_known_by_its_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, found: bool
+) -> None:
+    device = tmp_path.stat().st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 0:21 / /proc rw shared:5 - proc proc rw\n"
+        f"30 1 {os.major(device)}:{os.minor(device)} / {tmp_path} rw - {source}\n"
+    )
+    monkeypatch.setattr("cache_server.shards.huge_pages._MOUNTS", mounts)
+
+    assert is_in_memory(tmp_path) is found
