@@ -17,6 +17,7 @@ import errno
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from protos.shards import MappedShard
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
+_TRY_AGAIN_S = 60.0  # what stayed small: memory in one piece comes and goes
 _PAGES_AT_ONCE = 16  # some tens of milliseconds; what is asked for one by one costs more
 _MOUNTS = Path("/proc/self/mountinfo")
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EPERM}  # and never will
@@ -54,6 +56,7 @@ class HugePages:
         self._is_idle = is_idle
         self._moved: weakref.WeakKeyDictionary[MappedShard, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of what was moved
+        self._again_at = 0.0  # of `time.monotonic`
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
 
@@ -82,11 +85,17 @@ class HugePages:
     def move_all(self) -> None:
         """Moves every sealed shard that was not yet; returns early when it is not idle any more.
 
+        Pages that could not be moved are tried again after a minute.
+
         Raises:
             OSError: this system has no huge pages for such files.
         """
+        now = time.monotonic()
+        again = now >= self._again_at
+        if again:
+            self._again_at = now + _TRY_AGAIN_S
         with self._lock:
-            waiting = [weakref.ref(shard) for shard in self._shards() if shard not in self._moved]
+            waiting = [weakref.ref(s) for s in self._shards() if self._is_to_move(s, again)]
         for reference in waiting:  # one that is dropped meanwhile gives its memory back
             shard = reference()
             if shard is None:
@@ -99,6 +108,10 @@ class HugePages:
             if moved:
                 logger.info("huge pages path=%s bytes=%d", shard.path, moved)
             del shard
+
+    def _is_to_move(self, shard: MappedShard, again: bool) -> bool:
+        moved = self._moved.get(shard)
+        return moved is None or (again and moved < _whole_pages(shard))
 
     def _run(self) -> None:
         if not is_in_memory(self._cache_dir):
@@ -117,8 +130,7 @@ class HugePages:
         Raises:
             OSError: as `move_all`.
         """
-        page = huge_page_bytes()
-        size = shard.file.size // page * page  # the last page is not a whole one, and stays small
+        page, size = huge_page_bytes(), _whole_pages(shard)
         if not size:
             return 0
         addresses = AddressRange(size)
@@ -129,6 +141,11 @@ class HugePages:
                 return None
             moved += _collapse(addresses, start, min(step, size - start))
         return moved
+
+
+def _whole_pages(shard: MappedShard) -> int:
+    """Bytes of a file that can lie in huge pages: all but its end."""
+    return shard.file.size // huge_page_bytes() * huge_page_bytes()
 
 
 def _collapse(addresses: AddressRange, at: int, size: int) -> int:

@@ -183,6 +183,31 @@ def test_a_page_that_cannot_be_moved_stays_small_and_others_are_moved(
     check_rows(attached(*shards), 1)
 
 
+def test_what_could_not_be_moved_is_tried_again_later(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [sealed(memory, 0)]
+    huge_pages = HugePages(memory, lambda: shards, lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressRange, "collapse", out_of_memory)
+        huge_pages.move_all()
+    huge_pages.move_all()
+    assert huge_pages.num_bytes == 0
+
+    monkeypatch.setattr("cache_server.shards.huge_pages._TRY_AGAIN_S", 0.0)
+    again = HugePages(memory, lambda: shards, lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressRange, "collapse", out_of_memory)
+        again.move_all()
+    again.move_all()
+
+    assert again.num_bytes == 2 * PAGE
+
+
+def out_of_memory(addresses: AddressRange, at: int, size: int) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def test_a_kernel_without_them_is_named_once(
     memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
