@@ -213,8 +213,9 @@ class LocalCluster:
         lease_s: float = 600.0,
     ) -> None:
         count, settings = checked_settings(
-            num_nodes, cache_dir, memory_limit_bytes, node_timeout_s=node_timeout_s, lease_s=lease_s
-        )
+            num_nodes, cache_dir, memory_limit_bytes, huge_pages,
+            node_timeout_s=node_timeout_s, lease_s=lease_s,
+        )  # fmt: skip
         self._parent = os.getpid()
         self._temporary = cache_dir is None
         self.cache_dir = _temporary_dir() if cache_dir is None else Path(cache_dir).absolute()
@@ -223,7 +224,7 @@ class LocalCluster:
             "--node-timeout-s", str(settings.node_timeout_s),
             "--lease-s", str(settings.lease_s),
         ]  # fmt: skip
-        if not huge_pages:
+        if not settings.huge_pages:
             self._arguments.append("--no-huge-pages")
         if self._temporary:
             self._arguments.append("--ephemeral")
@@ -291,7 +292,11 @@ class LocalCluster:
 
 
 def checked_settings(
-    num_nodes: object, cache_dir: object, memory_limit_bytes: object, **seconds: object
+    num_nodes: object,
+    cache_dir: object,
+    memory_limit_bytes: object,
+    huge_pages: object = True,
+    **seconds: object,
 ) -> tuple[int, NodeConfig]:
     """How many nodes, and the settings of each; raises ConfigError of all that is bad."""
     problems: list[str] = []
@@ -302,6 +307,8 @@ def checked_settings(
         problems.append(f"num_nodes must be at least 1, got {count}")
     if not isinstance(cache_dir, str | os.PathLike | None) or cache_dir == "":
         problems.append(f"cache_dir must be a path, got {cache_dir!r}")
+    if not isinstance(huge_pages, bool):
+        problems.append(f"huge_pages must be True or False, got {huge_pages!r}")
     limits = {name: as_number(value) for name, value in seconds.items()}
     problems += [
         f"{name} must be a number of seconds, got {seconds[name]!r}"
@@ -313,6 +320,7 @@ def checked_settings(
             cache_dir=Path(),  # each node has its own
             heartbeat_interval_s=_HEARTBEAT_INTERVAL_S,
             memory_limit_bytes=memory_limit_bytes,
+            huge_pages=huge_pages is True,
             **{name: limit for name, limit in limits.items() if limit is not None},
         )
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +13,9 @@ import torch
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
+from cache_server.config import NodeConfig
+from cache_server.server import CacheServer
+from cache_server.shards.huge_pages import HugePages
 from tests.integration.test_http_port import metric
 from tests.waiting import wait_until
 
@@ -38,6 +42,17 @@ def test_a_trainer_reads_on_and_each_row_is_right(tmp_path: Path, local: bool) -
             seen.append(batch["row"])
 
         assert sorted(torch.cat(seen).tolist()) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_a_node_looks_for_huge_pages_unless_it_is_told_not_to(
+    tmp_path: Path, huge_pages: bool
+) -> None:
+    config = NodeConfig.build(
+        cache_dir=tmp_path, flight_port=0, control_port=0, http_port=0, huge_pages=huge_pages
+    )
+    with patch.object(HugePages, "_run") as run, CacheServer(config):
+        assert run.called is huge_pages
 
 
 def has_moved(page: str, log: str) -> bool:

@@ -64,11 +64,14 @@ def test_every_bad_setting_of_the_nodes_is_quoted_before_a_process_is_started(
 ) -> None:
     monkeypatch.setattr(LocalNode, "start", lambda node: pytest.fail("a node was started"))
     with pytest.raises(ConfigError) as caught:
-        LocalCluster(0, "", memory_limit_bytes=2.5, node_timeout_s="x", lease_s=-1)  # type: ignore
+        LocalCluster(  # type: ignore[call-overload]
+            0, "", memory_limit_bytes=2.5, huge_pages="no", node_timeout_s="x", lease_s=-1
+        )
     for words in (
         "num_nodes must be at least 1, got 0",
         "cache_dir must be a path, got ''",
         "memory_limit_bytes must be a size in bytes such as 64MiB, got 2.5",
+        "huge_pages must be True or False, got 'no'",
         "node_timeout_s must be a number of seconds, got 'x'",
         "lease_s must be a number of seconds, at least 0, got -1",
     ):
@@ -228,6 +231,11 @@ def test_the_memory_limit_is_that_of_each_node() -> None:
     with LocalCluster(num_nodes=1, memory_limit_bytes=123_456) as cluster:
         (node,) = CacheClient(cluster.endpoint).nodes()
     assert node.memory_limit_bytes == 123_456
+
+
+def test_nodes_that_are_told_so_look_for_no_huge_pages() -> None:
+    with LocalCluster(1, huge_pages=False) as cluster:
+        assert "--no-huge-pages" in Path(f"/proc/{cluster.nodes[0].pid}/cmdline").read_text()
 
 
 def test_an_interrupt_just_after_a_node_was_started_ends_it(
