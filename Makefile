@@ -8,7 +8,9 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	&& { echo "$$python"; break; }; done)
 VENV ?= .venv
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# A file is run by one process, which starts its clusters once; long files of integration tests
+# first, as they are collected, and short ones of unit tests last.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := $(VENV)/bin

