@@ -91,7 +91,8 @@ def _by_arrow(block: bytes, schema: pa.Schema) -> pa.RecordBatch | None:
 
 
 def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.RecordBatch:
-    """The same by Python's parser, ten times slower."""
+    """The same by Python's parser, seven times slower."""
+    fields = list(zip(schema.names, schema.types, strict=True))
     rows: list[list[object]] = []
     text, place = "", 0  # in characters
     try:
@@ -100,20 +101,20 @@ def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.R
             row, end = _DECODER.raw_decode(text, place)
             if not isinstance(row, dict):
                 raise _MisfitError(f"a line is of one object, not {_quoted(row)}")
-            rows.append([_fitting(row.get(field.name), field.type, field.name) for field in schema])
+            rows.append([_fitting(row.get(name), dtype, name) for name, dtype in fields])
             place = end
     except UnicodeDecodeError as error:
         reason, before = "it is no UTF-8", block[: error.start]
     except json.JSONDecodeError as error:
-        reason, before = f"it is no JSON: {error.msg}", text[: error.pos].encode()
+        reason = f"it is no JSON with an object a line: {error.msg}"
+        before = text[: error.pos].encode()
     except ArithmeticError:  # of more digits than Python counts
         reason, before = "an exponent is too long", text[:place].encode()
     except (_MisfitError, RecursionError) as error:
         reason, before = str(error), text[:place].encode()
     else:
-        columns = [[row[index] for row in rows] for index in range(len(schema))]
         arrays = [
-            pa.array(values, dtype) for values, dtype in zip(columns, schema.types, strict=True)
+            pa.array([row[index] for row in rows], dtype) for index, (_, dtype) in enumerate(fields)
         ]
         return _batch(arrays, schema, len(rows))
     raise LoadError(f"cannot load {split}: {reason} (byte {offset + len(before)})")
@@ -124,20 +125,20 @@ def _fitting(value: object, dtype: pa.DataType, column: str) -> object:
     types = pa.types
     if value is None:
         return None
-    if types.is_list(dtype) and isinstance(value, list):
+    if isinstance(value, list) and types.is_list(dtype):
         return [_fitting(item, dtype.value_type, column) for item in value]
-    if types.is_struct(dtype) and isinstance(value, dict):
+    if isinstance(value, dict) and types.is_struct(dtype):
         return {field.name: _fitting(value.get(field.name), field.type, column) for field in dtype}
-    if types.is_integer(dtype) and isinstance(value, Decimal):
+    if isinstance(value, Decimal) and types.is_integer(dtype):
         return _integer(value, column)
-    if types.is_floating(dtype) and isinstance(value, Decimal | float):
+    if isinstance(value, Decimal | float) and types.is_floating(dtype):
         number = float(value)
         # What is a float already is NaN or an infinity; a number beyond all floats is none.
         if isinstance(value, float) or math.isfinite(number):
             return number
-    if types.is_boolean(dtype) and isinstance(value, bool):
+    if isinstance(value, bool) and types.is_boolean(dtype):
         return value
-    if types.is_string(dtype) and is_text(value):
+    if is_text(value) and types.is_string(dtype):
         return value
     raise _MisfitError(
         f"column {column!r} holds {_quoted(value)}, but it is of {dtype} by the first rows of the "

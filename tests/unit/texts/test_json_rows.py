@@ -245,13 +245,16 @@ def test_a_value_that_does_not_fit_is_named_with_its_column_and_the_byte_of_its_
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"a": 1}\n{"a":\n', "it is no JSON: Expecting value (byte 15)"),
-        ('{"a": 1},\n{"a": 2}\n', "it is no JSON: Expecting value (byte 8)"),
-        ('{"é": 1, "a" 1}\n', "it is no JSON: Expecting ':' delimiter (byte 14)"),
+        ('{"a": 1}\n{"a":\n', "it is no JSON with an object a line: Expecting value (byte 15)"),
+        ('{"a": 1},\n{"a": 2}\n', "it is no JSON with an object a line: Expecting value (byte 8)"),
+        (
+            '{"é": 1, "a" 1}\n',
+            "it is no JSON with an object a line: Expecting ':' delimiter (byte 14)",
+        ),
         ("{'a': 1}\n", "Expecting property name enclosed in double quotes"),
-        ('{"a": 01}\n', "it is no JSON: Expecting ',' delimiter (byte 7)"),
-        ('{"a": .5}\n', "it is no JSON: Expecting value (byte 6)"),
-        ('{"a": 1,}\n', "it is no JSON: "),
+        ('{"a": 01}\n', "it is no JSON with an object a line: Expecting ',' delimiter (byte 7)"),
+        ('{"a": .5}\n', "it is no JSON with an object a line: Expecting value (byte 6)"),
+        ('{"a": 1,}\n', "it is no JSON with an object a line: "),
         ('[{"a": 1}]', 'a line is of one object, not [{"a": 1.0}] (byte 0)'),
         ('{"a": 1}\n5\n', "a line is of one object, not 5 (byte 9)"),
         ('"a"\n', 'a line is of one object, not "a" (byte 0)'),
@@ -275,7 +278,7 @@ def test_a_row_that_is_null_is_refused_and_ends_no_process(tmp_path: Path, befor
 
 
 def test_a_row_that_is_null_behind_a_byte_order_mark_ends_no_process(tmp_path: Path) -> None:
-    assert "it is no JSON" in refusal(tmp_path / "a.json", "\ufeffnull\n", INT)
+    assert "it is no JSON with" in refusal(tmp_path / "a.json", "\ufeffnull\n", INT)
 
 
 def test_a_row_that_is_nested_beyond_what_python_reads_is_refused(tmp_path: Path) -> None:
