@@ -22,7 +22,7 @@ from protos.cache.v1 import cache_pb2 as pb
 from protos.layout import Layout, schema_from_bytes
 from protos.spec import DatasetSpec
 
-_STORAGE_FORMAT = 7  # part of every fingerprint: a change of the stored bytes is another version
+_STORAGE_FORMAT = 8  # part of every fingerprint: a change of the stored bytes is another version
 # Tables that every node reads whole, all of them together, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 

@@ -32,17 +32,11 @@ from cache_server.pinned import PinnedTable, Split, check_names, no_rows
 from cache_server.sql.arrow_ends import check_end
 from cache_server.sql.quoting import identifier
 from cache_server.sql.skipped_groups import skips_wrongly
+from cache_server.texts import json_rows
 from cache_server.texts.csv_quotes import check_closed
 from cache_server.texts.csv_sample import read_sample
 from cache_server.texts.csv_times import check_times, times_as_texts
 from cache_server.texts.first_bytes import FIRST_BYTES, objection
-from cache_server.texts.json_escapes import check_escapes
-from cache_server.texts.json_numbers import (
-    check_integers,
-    check_least,
-    integers_as_floats,
-    may_have_fractions,
-)
 from protos.errors import LoadError
 from protos.spec import TABLE
 
@@ -115,6 +109,9 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     split = file.split
     parts = split.parts if file.format == table.format else 1
     try:
+        if file.format == "json":
+            yield from _read_json(file, sql, table)
+            return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
             return  # no row can pass the filter
@@ -122,12 +119,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if _reads_nothing(plan):
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
-            if file.format in ("csv", "json"):
+            if file.format == "csv":
                 check_first_bytes(file.path, file.format)
-            if file.format == "json":
-                check_escapes(file.path, split)
-                _check_integers(file, table)
-            elif file.format == "csv":
                 check_closed(file.path, split)
                 _check_times(file, table)
             elif file.format == "arrow" == table.format:  # not one that was staged
@@ -137,6 +130,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             return
     except LoadError:
         raise
+    except FileNotFoundError:
+        raise LoadError(f"cannot load {split}: the file is gone") from None
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot load {split}: {reason_of(error)}") from None
     raise LoadError(
@@ -312,22 +307,25 @@ def _register_table(
         _register_constants(context, table, constants)
 
 
-def _check_integers(file: LocalFile, table: PinnedTable) -> None:
-    """Refuses rows of JSON that have other numbers where the table has integers."""
-    split = file.split
-    constants = table.partition_of(split)
-    read = pa.schema([field for field in table.read_schema if field.name not in constants])
-    wanted = integers_as_floats(read)
-    if not len(wanted):
-        return
-    check_least(file.path, read, split)
-    if not may_have_fractions(file.path, split):
-        return
-    context = open_session(split.parts)
-    _register(context, _FILE, file.path, file.format, wanted)
-    plan = context.sql(f"SELECT * FROM {_FILE}").execution_plan()
-    for batch in context.execute(plan, split.part):
-        check_integers(batch.to_pyarrow(), read, split)
+def _read_json(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """`read_split` of newline JSON: some rows at a time, each lot by the query."""
+    check_first_bytes(file.path, file.format)
+    schema, constants = table.read_schema, table.partition_of(file.split)
+    stored = pa.schema([field for field in schema if field.name not in constants])
+    for rows in _joined(json_rows.read(file.path, file.split, stored), _MOST_BATCH_ROWS):
+        columns = [
+            pa.repeat(constants[name], rows.num_rows) if name in constants else rows.column(name)
+            for name in schema.names
+        ]
+        if columns:  # else only the number of rows counts
+            rows = pa.RecordBatch.from_arrays(columns, schema=schema)
+        context = open_session(1, _MOST_BATCH_ROWS)
+        context.register_record_batches(table.name, [[rows]])
+        frame = context.sql_with_options(sql, read_only())
+        if _folds_to_nothing(frame):
+            return
+        for batch in frame.execute_stream():
+            yield batch.to_pyarrow()
 
 
 def _check_times(file: LocalFile, table: PinnedTable) -> None:
@@ -381,10 +379,12 @@ def _has(plan: LogicalPlan, kind: str) -> bool:
     return next(walk(plan, kind), None) is not None
 
 
-def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _joined(
+    batches: Iterator[pa.RecordBatch], enough_rows: int = _DEFAULT_BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
     """The same rows, small batches joined: to pack one costs Python the same for any size."""
     waiting: list[pa.RecordBatch] = []
-    rows = 0
+    rows = size = 0
     for batch in batches:
         # Together the dictionaries of two files may outgrow their codes.
         if any("dictionary<" in str(field.type) for field in batch.schema):
@@ -392,9 +392,10 @@ def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             continue
         waiting.append(batch)
         rows += batch.num_rows
-        if rows >= _DEFAULT_BATCH_ROWS:
+        size += batch.nbytes
+        if rows >= enough_rows or size >= _BATCH_BYTES:
             yield pa.concat_batches(waiting)
-            waiting, rows = [], 0
+            waiting, rows, size = [], 0, 0
     if waiting:
         yield pa.concat_batches(waiting)
 

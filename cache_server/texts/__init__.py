@@ -1,1 +1,1 @@
-"""CSV and newline JSON: where they would be read wrongly, and what is refused for it."""
+"""CSV and newline JSON: where DataFusion would change a value it is refused, or read by Arrow."""

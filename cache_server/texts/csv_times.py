@@ -1,8 +1,9 @@
 """Times in a CSV that DataFusion would cut to dates, to coarser units, or change. Pure.
 
 The first rows say in which unit a column counts. arrow-csv reads a later time in a column of dates
-as its date, one with more digits as fewer, a second of :60 as :59 or as the next minute's first,
-and says nothing. So such columns are read as texts, too, and what would lose something is refused.
+as its date, and 2024-1-1x as well; a time with more digits as one with fewer; a second of :60 as
+:59 or as the next minute's first; and says nothing. So such columns are read as texts, too, and
+what would lose something is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pyarrow.compute as pc
 from cache_server.pinned import Split
 from protos.errors import LoadError
 
-_TIME = r"[Tt ]\d"
+_MORE_THAN_A_DATE = r"[Tt ]\d|\D$"
 _MIDNIGHT = r"[Tt ]00:00(:00(\.0*)?)?Z?$"
 _DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # behind the point
 _LEAP_SECOND = r"[Tt ]\d\d:?\d\d:?60"
@@ -58,6 +59,6 @@ def _is_time(dtype: pa.DataType) -> bool:
 
 def _is_cut(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
     if pa.types.is_date32(dtype):
-        has_time = pc.match_substring_regex(texts, _TIME)
-        return pc.and_not(has_time, pc.match_substring_regex(texts, _MIDNIGHT))
+        has_more = pc.match_substring_regex(texts, _MORE_THAN_A_DATE)
+        return pc.and_not(has_more, pc.match_substring_regex(texts, _MIDNIGHT))
     return pc.match_substring_regex(texts, rf"\.\d{{{_DIGITS[dtype.unit]}}}\d*[1-9]")

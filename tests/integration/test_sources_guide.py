@@ -441,7 +441,6 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "Invalid function 'random'": {"source": path, "sql": "SELECT random() AS r FROM source"},
         "DML not supported": {"source": path, "sql": "DELETE FROM source"},
         "needs one of table and query, got none": {"source": "postgresql://db.example.org/shop"},
-        "would be read as another character": {"source": f"{root}/escapes.jsonl"},
         "it is of integers by the first rows": {"source": f"{root}/fractions.jsonl"},
         "by the first rows of the table, which cannot hold all of that": {
             "source": f"{root}/times.csv"
@@ -472,7 +471,6 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     pq.write_table(pa.table({"rooms": pa.array([1, None])}), lake.root / "nulls.parquet")
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
-    (lake.root / "escapes.jsonl").write_text(json.dumps({"town": "\U00020bb7"}))
     (lake.root / "login.csv").write_text("<html><body>Who are you?</body></html>")
     (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")

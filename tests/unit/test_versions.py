@@ -205,6 +205,26 @@ def test_json_is_read_by_name_and_a_missing_name_is_null(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [{"a": 1, "day": 1, "land": None}, {"a": 2, "day": 2, "land": "de"}]),
+        ({"filter": "day > 1"}, [{"a": 2, "day": 2, "land": "de"}]),
+        ({"columns": ["land"]}, [{"land": None}, {"land": "de"}]),
+        ({"sql": "SELECT a + day AS sum FROM source"}, [{"sum": 2}, {"sum": 4}]),
+    ],
+)
+def test_json_has_the_columns_in_the_names_of_its_directories(
+    tmp_path: Path, options: dict[str, Any], wanted: list[dict[str, Any]]
+) -> None:
+    for day, land in ((1, "__HIVE_DEFAULT_PARTITION__"), (2, "de")):
+        folder = tmp_path / f"day={day}" / f"land={land}"
+        folder.mkdir(parents=True)
+        (folder / "a.json").write_text(f'{{"a": {day}}}\n')
+
+    assert rows_of(tmp_path, **options) == wanted
+
+
 @pytest.mark.parametrize("format", ["csv", "json"])
 def test_empty_files_among_others_hold_no_rows(tmp_path: Path, format: str) -> None:
     text = {"csv": "a\n7\n", "json": '{"a": 7}\n'}[format]
