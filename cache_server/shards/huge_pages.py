@@ -41,8 +41,8 @@ class HugePages:
         cache_dir: of the shards. Where that is no tmpfs nothing is done: pages of a disk's file
             come and go.
         shards: tells those that are sealed now.
-        is_idle: tells whether pages may be moved now. It takes processor time, up to a second or
-            two a GB, which a load would wait for.
+        is_idle: tells whether pages may be moved now. It takes processor time, 0.3 to 4 seconds a
+            GB, which a load would wait for.
     """
 
     def __init__(
