@@ -111,8 +111,8 @@ def serve(
     huge_pages: Annotated[
         bool,
         typer.Option(
-            help="Move shards on a tmpfs to huge pages while nothing is loaded, so that random rows "
-            "of gigabytes are found faster. It takes one processor 0.3 to 4 seconds a GB, once."
+            help="Move shards on a tmpfs to huge pages while nothing is loaded, in which random "
+            "rows of gigabytes are found faster. It takes one processor 0.3 to 4 s a GB, once."
         ),
     ] = True,
     heartbeat_interval_s: Annotated[
