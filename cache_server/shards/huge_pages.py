@@ -139,7 +139,13 @@ class HugePages:
         for start in range(0, size, step):
             if self._stop.is_set() or not self._is_idle():
                 return None
-            moved += _collapse(addresses, start, min(step, size - start))
+            try:
+                moved += _collapse(addresses, start, min(step, size - start))
+            except OSError:
+                if not moved and not any(self._moved.values()):
+                    raise
+                # Others could be moved, so it is something about these.
+                logger.debug("pages stay small path=%s at=%d", shard.path, start)
         return moved
 
 

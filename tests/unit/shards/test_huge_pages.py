@@ -23,7 +23,7 @@ from protos.shards import MappedShard, SealedShard, Selection
 from tests.waiting import wait_until
 
 PAGE = huge_page_bytes()
-WAIT_S = 20.0
+WAIT_S = 60.0
 ROWS = 40_000  # of 136 bytes: two whole pages, and a part of one
 SCHEMA = pa.schema([("x", pa.list_(pa.float32(), 32)), ("label", pa.int64())])
 
@@ -198,6 +198,30 @@ def test_a_page_that_cannot_be_moved_stays_small_and_others_are_moved(
 
     wait_until(one_is, WAIT_S, "the other is moved")
     check_rows(attached(*shards), 1)
+
+
+def test_a_page_that_is_refused_for_good_keeps_none_of_another_shard_from_being_moved(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = [sealed(memory, index) for index in range(3)]
+    refused: list[AddressRange] = []
+    collapse = AddressRange.collapse
+
+    def second_is_refused(self: AddressRange, at: int, size: int) -> None:
+        if huge_pages.num_bytes == 2 * PAGE and not refused:
+            refused.append(self)
+        if self in refused:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        collapse(self, at, size)
+
+    monkeypatch.setattr(AddressRange, "collapse", second_is_refused)
+    huge_pages = HugePages(memory, lambda: shards, lambda: True)
+
+    def others_are() -> bool:
+        huge_pages.move_all()
+        return huge_pages.num_bytes >= 4 * PAGE
+
+    wait_until(others_are, WAIT_S, "the others are moved")
 
 
 @pytest.mark.parametrize(("after_s", "tries"), [(0.0, 2), (3600.0, 1)])
