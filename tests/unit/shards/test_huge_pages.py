@@ -50,9 +50,10 @@ def memory() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that is in use, or for which memory is short, may stay small for a moment."""
     monkeypatch.setattr("cache_server.shards.huge_pages._TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr("cache_server.shards.huge_pages._LOOK_EVERY_S", 0.01)
 
 
 def moved(folder: Path, *shards: MappedShard) -> HugePages:
