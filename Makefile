@@ -8,9 +8,10 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	&& { echo "$$python"; break; }; done)
 VENV ?= .venv
 PIP_ARGS ?=
-# A file is run by one process, which starts its clusters once; long files of integration tests
-# first, as they are collected, and short ones of unit tests last.
-PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes for two cores, since tests wait for others now and then. A file is run by one of
+# them, which starts its clusters once; long files of integration tests first, as they are collected,
+# and short ones of unit tests last.
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := $(VENV)/bin
