@@ -95,7 +95,11 @@ def by_step_and_rank(batches: list[list[list[int]]]) -> list[int]:
     return [row for step in zip(*batches, strict=True) for batch in step for row in batch]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), list(itertools.product([1, 2, 3, 8], [0, 1, 3])))
+# Not 24 workers on two cores for each of the five clusters.
+SHAPES = [*itertools.product([1, 2, 3], [0, 1, 3]), (8, 0), (8, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), SHAPES)
 def test_rows_over_step_and_rank_do_not_depend_on_ranks_workers_nodes_or_replicas(
     endpoint: str, nodes_and_replicas: tuple[int, int], ranks: int, workers: int
 ) -> None:
