@@ -264,11 +264,16 @@ def test_restarts_of_pods_that_restart_on_failure_count_until_they_reach_the_lim
 
 
 def test_the_failure_policy_starts_everything_again(tmp_path: Path) -> None:
-    cache = replicated_job("cache", container("cache", "echo up; sleep 1000"))
-    script = 'mkdir "$DIR/once" 2>/dev/null && exit 1; echo done'
+    cache = replicated_job("cache", container("cache", 'echo up; echo >> "$DIR/ups"; sleep 1000'))
+    # Ready when it is started, and ended with the job: so it is waited for until it has spoken.
+    script = (
+        'wanted=1; mkdir "$DIR/once" || wanted=2; '
+        'until [ "$(wc -l < "$DIR/ups")" -ge $wanted ]; do sleep 0.02; done; '
+        "[ $wanted = 2 ] && echo done"
+    )
     made = runtime(
         cache,
-        node(script, depends_on="cache:Ready", job={"backoffLimit": 0}),
+        node(f"({script}) 2>/dev/null", depends_on="cache:Ready", job={"backoffLimit": 0}),
         failurePolicy={"maxRestarts": 1},
         successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
     )
