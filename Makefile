@@ -8,10 +8,9 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 	&& { echo "$$python"; break; }; done)
 VENV ?= .venv
 PIP_ARGS ?=
-# Three processes for two cores, since tests wait for others now and then. A file is run by one of
-# them, which starts its clusters once; long files of integration tests first, as they are collected,
-# and short ones of unit tests last.
-PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# A file is run by one process, which starts its clusters once; long files of integration tests
+# first, as they are collected, and short ones of unit tests last.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := $(VENV)/bin
