@@ -113,7 +113,7 @@ def load(table: Table, clusters: dict[str, LocalCluster]) -> float:
 
 def moved_bytes(page: str) -> float:
     """What a node says of itself."""
-    with urllib.request.urlopen(page) as answer:
+    with urllib.request.urlopen(page, timeout=_MOVE_TIMEOUT_S) as answer:
         lines: Sequence[str] = answer.read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(_MOVED))
 

@@ -114,15 +114,14 @@ class HugePages:
         return moved is None or (again and moved < _whole_pages(shard))
 
     def _run(self) -> None:
-        if not is_in_memory(self._cache_dir):
-            logger.info("no huge pages: %s is not in memory", self._cache_dir)
-            return
-        while not self._stop.wait(_LOOK_EVERY_S):
-            try:
-                self.move_all()
-            except OSError as error:
-                logger.info("no huge pages: %s", error.strerror)
+        try:
+            if not is_in_memory(self._cache_dir):
+                logger.info("no huge pages: %s is not in memory", self._cache_dir)
                 return
+            while not self._stop.wait(_LOOK_EVERY_S):
+                self.move_all()
+        except OSError as error:
+            logger.info("no huge pages: %s", error.strerror)
 
     def _move(self, shard: MappedShard) -> int | None:
         """Bytes of a shard that are in huge pages afterwards; None where it was left off.
