@@ -152,5 +152,7 @@ class Router:
         ]
 
     def _choose(self, shard: int, replicas: Sequence[int]) -> int:
-        reachable = [node for node in replicas if node not in self.avoid] or replicas
+        # In the order of the nodes: that of the replicas is one by chance for each shard, by which
+        # a node could be asked for all of them, and its peer for none.
+        reachable = sorted([node for node in replicas if node not in self.avoid] or replicas)
         return reachable[(self.turn + shard) % len(reachable)]

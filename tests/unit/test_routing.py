@@ -59,6 +59,20 @@ def test_a_window_of_one_node_is_one_part_in_its_order() -> None:
     assert len(router.route(np.array([1, 25, 2]))) == 2
 
 
+@given(order=st.lists(st.permutations(range(3)).map(tuple), min_size=1, max_size=12))
+def test_nodes_that_hold_everything_are_asked_for_as_many_shards_each(
+    order: list[tuple[int, ...]],
+) -> None:
+    shards = shard_map(order, 3)
+    firsts = np.arange(len(order)) * SHARD_ROWS
+    for turn in range(3):
+        parts = Router(shards, turn).route(firsts)
+        counts = {part.node: len(part.row_ids) for part in parts}
+        assert sum(counts.values()) == len(order)
+        assert len(counts) == min(3, len(order))
+        assert max(counts.values()) - min(counts.values()) <= 1
+
+
 def test_ranks_that_differ_prefer_different_replicas() -> None:
     shards = shard_map([(0, 1)], 2)
     row = np.array([0])
