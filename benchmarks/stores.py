@@ -4,8 +4,10 @@
 
 The table is the 32 float32 columns and a label of `benchmarks.throughput`, as eight objects, as one
 and as 2,000. Two nodes of this cache load it until it is ready. Beside them DataFusion, with its
-own S3 reader, lists the same prefix and streams every column to nowhere, in two partitions. The
-server and the contenders share this machine's cores, so what the server takes is taken from both.
+own S3 reader, lists the same prefix and streams every column to nowhere, in two partitions; and
+`benchmarks.bare_load`, which is that with its batches packed and sealed: no load can be faster by
+much. The server and the contenders share this machine's cores, so what the server takes is taken
+from all.
 
 The server is `benchmarks.object_server`, in a process of its own, not moto's: moto builds each body
 in Python from a copy of the object, one request at a time, and would be most of what is measured.
@@ -25,6 +27,7 @@ import pyarrow.parquet as pq
 from datafusion import RecordBatchStream, SessionConfig, SessionContext
 from datafusion.object_store import AmazonS3
 
+from benchmarks.bare_load import BareLoad, bare_load
 from benchmarks.clusters import drop_all
 from benchmarks.common import (
     DATA,
@@ -45,7 +48,9 @@ BUCKET = "bench"
 SMALL_OBJECTS = 2000
 FORMS = ("8 objects", "1 object", f"{SMALL_OBJECTS:,} objects")
 CACHE, DATAFUSION = "cache, load, 2 nodes, {}", "DataFusion alone, {}"
+BARE = "DataFusion, packed and sealed by 2 processes, {}"
 OVER_DATAFUSION = "load over DataFusion alone, {}"
+BARE_OVER_DATAFUSION = "the same, packed and sealed, over DataFusion alone, {}"
 SMALL_OVER_ONE = f"load of {SMALL_OBJECTS:,} objects over 1 object"
 TARGETS = {
     **{OVER_DATAFUSION.format(form): 0.7 for form in FORMS},
@@ -68,19 +73,30 @@ def main() -> None:
     with (
         memory_directory("cache-bench-") as directory,
         object_server(DATA) as endpoint,
-        LocalCluster(2, directory) as cluster,
+        LocalCluster(2, directory / "cache") as cluster,
+        bare_load(directory, BUCKET, endpoint, _KEYS) as bare,
     ):
-        timings = measure(prefixes, endpoint, CacheClient(cluster.endpoint), rows, repeats)
+        timings = measure(prefixes, endpoint, CacheClient(cluster.endpoint), bare, rows, repeats)
     print(f"\n{rows:,} rows of {ROW_BYTES} bytes, {rows * ROW_BYTES / 1e9:.2f} GB\n")
     print_table(timings)
     ratios = {
         OVER_DATAFUSION.format(form): ratio(timings, CACHE.format(form), DATAFUSION.format(form))
         for form in FORMS
     }
+    ratios |= {
+        BARE_OVER_DATAFUSION.format(form): ratio(
+            timings, BARE.format(form), DATAFUSION.format(form)
+        )
+        for form in FORMS
+    }
     ratios[SMALL_OVER_ONE] = ratio(timings, CACHE.format(FORMS[2]), CACHE.format(FORMS[1]))
-    ratios[f"DataFusion alone, {SMALL_OBJECTS:,} objects over 1 object"] = ratio(
-        timings, DATAFUSION.format(FORMS[2]), DATAFUSION.format(FORMS[1])
-    )
+    for name, contender in (
+        ("DataFusion alone", DATAFUSION),
+        ("the same, packed and sealed", BARE),
+    ):
+        ratios[f"{name}, {SMALL_OBJECTS:,} objects over 1 object"] = ratio(
+            timings, contender.format(FORMS[2]), contender.format(FORMS[1])
+        )
     print()
     print_ratios(ratios, TARGETS)
     path = write_result(
@@ -119,20 +135,31 @@ def stored_bytes(directory: Path) -> int:
 
 
 def measure(
-    prefixes: dict[str, Path], endpoint: str, client: CacheClient, rows: int, repeats: int
+    prefixes: dict[str, Path],
+    endpoint: str,
+    client: CacheClient,
+    bare: BareLoad,
+    rows: int,
+    repeats: int,
 ) -> dict[str, Timing]:
-    """Every form by both, in turn: each pair runs right after one another."""
+    """Every form by all, in turn: those of a form run right after one another."""
     contenders: dict[str, Callable[[], int]] = {}
     for form, directory in prefixes.items():
         uri = f"s3://{BUCKET}/{directory.name}/"
         contenders[DATAFUSION.format(form)] = partial(stream_to_nowhere, uri, endpoint)
+        contenders[BARE.format(form)] = partial(bare.load, uri)
         contenders[CACHE.format(form)] = partial(load, uri, endpoint, client)
+
+    def settle() -> None:
+        drop_all(client)
+        bare.drop()
+
     return measure_in_turn(
         contenders,
         num_rows=rows,
         num_bytes=rows * ROW_BYTES,
         repeats=repeats,
-        settle=lambda: drop_all(client),
+        settle=settle,
     )
 
 

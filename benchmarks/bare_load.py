@@ -1,0 +1,120 @@
+"""The least that a load of objects can be, to compare one with.
+
+Two processes, as two nodes are, each read half of the objects by DataFusion's own S3 reader, pack
+the batches and seal them as a shard. Nothing is planned, pinned, retried, copied or told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from datafusion import RecordBatchStream, SessionConfig, SessionContext
+from datafusion.object_store import AmazonS3
+
+from benchmarks.processes import child_process
+from cache_server.planning import VersionKey
+from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.store import ShardStore
+from protos.layout import Layout
+
+_NODES = 2
+_PARTS = 8  # a half of which is half of the rows, of eight objects as of one of four row groups
+_KEY = VersionKey("bare", "load")
+_BATCH_ROWS = 32_768  # as a node reads
+
+
+class BareLoad:
+    """Loads a table and drops it again; each in all processes at once."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def load(self, uri: str) -> int:
+        """The rows that were sealed."""
+        return sum(self._ask(uri))
+
+    def drop(self) -> None:
+        """Removes what was loaded last."""
+        self._ask(None)
+
+    def _ask(self, uri: str | None) -> list[int]:
+        for pipe in self._pipes:
+            pipe.send(uri)
+        return [pipe.recv() for pipe in self._pipes]
+
+
+@contextmanager
+def bare_load(
+    directory: Path, bucket: str, endpoint: str, keys: dict[str, str]
+) -> Iterator[BareLoad]:
+    """Processes that load from an S3 server into a folder each."""
+    with ExitStack() as stack:
+        pipes = [
+            stack.enter_context(
+                child_process(_main, node, directory / f"bare-{node}", bucket, endpoint, keys)
+            )
+            for node in range(_NODES)
+        ]
+        yield BareLoad(pipes)
+
+
+def _main(
+    pipe: Connection, node: int, directory: Path, bucket: str, endpoint: str, keys: dict[str, str]
+) -> None:
+    node_rows: dict[str, int] = {}
+    with ExitStack() as stack:
+        store = ShardStore(directory)
+        stack.callback(store.close)
+        while True:
+            try:
+                uri = pipe.recv()
+            except EOFError:
+                return
+            if uri is None:
+                store.drop_version(_KEY)
+                pipe.send(0)
+                continue
+            context = _session(bucket, endpoint, keys)
+            context.register_parquet("source", uri)
+            if uri not in node_rows:  # by a pass of its own, which is a warm-up, too
+                batches = (batch for stream in _half(context, node) for batch in stream)
+                node_rows[uri] = sum(batch.to_pyarrow().num_rows for batch in batches)
+            if node_rows[uri]:
+                _seal(context, node, node_rows[uri], store)
+            pipe.send(node_rows[uri])
+
+
+def _seal(context: SessionContext, node: int, num_rows: int, store: ShardStore) -> None:
+    schema = storage_schema(context.table("source").schema())
+    with store.draft(_KEY, 0, Layout(schema), num_rows) as draft:
+        builder = ShardBuilder(schema, num_rows, draft)
+        for stream in _half(context, node):
+            for batch in stream:
+                builder.append(batch.to_pyarrow())
+        assert builder.num_rows == num_rows
+        store.seal(_KEY, 0, builder.finish(), draft)
+
+
+def _session(bucket: str, endpoint: str, keys: dict[str, str]) -> SessionContext:
+    config = (
+        SessionConfig()
+        .with_target_partitions(_PARTS)
+        .with_batch_size(_BATCH_ROWS)
+        # Else the first partition reads them all.
+        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
+    )
+    context = SessionContext(config)
+    store = AmazonS3(bucket, region="us-east-1", endpoint=endpoint, allow_http=True, **keys)
+    context.register_object_store("s3://", store, bucket)
+    return context
+
+
+def _half(context: SessionContext, node: int) -> Iterator[RecordBatchStream]:
+    """The partitions of a node, one after the other."""
+    plan = context.sql("SELECT * FROM source").execution_plan()
+    share = plan.partition_count // _NODES
+    for part in range(node * share, (node + 1) * share):
+        yield context.execute(plan, part)
