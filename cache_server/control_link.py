@@ -44,6 +44,7 @@ class RemoteCoordinator:
     def _connect(self) -> None:
         self._channel = open_channel(
             self._location,
+            initial_reconnect_backoff_ms=100,
             max_reconnect_backoff_ms=2_000,
             dns_min_time_between_resolutions_ms=2_000,
         )

@@ -45,6 +45,7 @@ class LocalNode:
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
         self._held_ports: list[socket.socket] = []
+        self._log_start = 0  # of the process that runs, in bytes
         self.endpoint = ""
         self.control_location = ""
         self.page = ""
@@ -71,13 +72,23 @@ class LocalNode:
             NodeUnavailableError: it does not say that it listens.
             CacheError: it is running already.
         """
+        self.begin()
+        self.wait_until_it_listens()
+
+    def begin(self) -> None:
+        """Starts the process, from now on known by its ``control_location``.
+
+        Raises:
+            ConfigError: its directory cannot be used. CacheError: it is running already.
+        """
         if self._process is not None and self._process.poll() is None:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
         if not self._held_ports:
             self._held_ports = [_held_port(), _held_port()]
         flight_port, control_port = (held.getsockname()[1] for held in self._held_ports)
+        self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
-            log_start = log_file.tell()
+            self._log_start = log_file.tell()
             command = [
                 sys.executable, "-m", "cache_server", "serve", "--exit-with-stdin",
                 "--cache-dir", str(self.cache_dir),
@@ -89,19 +100,26 @@ class LocalNode:
             # started and nobody knows it yet.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._spawn, command, log_file).result()
+
+    def wait_until_it_listens(self) -> None:
+        """Waits for what was begun.
+
+        Raises:
+            ConfigError: it ended at once; its log says why.
+            NodeUnavailableError: it does not say that it listens.
+        """
         assert self._process is not None and self._process.stdout is not None
         line = _first_line(self._process.stdout, _START_TIMEOUT_S)
         if not line:
             self.kill()
-            log = self.log_tail(since=log_start).strip()
+            log = self.log_tail(since=self._log_start).strip()
             if line is None:
                 raise NodeUnavailableError(
                     f"the cache node did not listen within {_START_TIMEOUT_S:g} s: {log}"
                 )
             raise ConfigError(f"the cache node did not start: {log}")
         ready = json.loads(line)
-        self.endpoint, self.control_location = ready["flight"], ready["control"]
-        self.node_id, self.page = ready["node_id"], ready["http"]
+        self.endpoint, self.node_id, self.page = ready["flight"], ready["node_id"], ready["http"]
 
     def kill(self) -> None:
         """Ends the process at once, as a crash would (SIGKILL)."""
@@ -238,7 +256,9 @@ class LocalCluster:
                     arguments += ["--coordinator", self.nodes[0].control_location]
                 node = LocalNode(self.cache_dir / f"node-{index}", arguments)
                 self.nodes.append(node)
-                node.start()
+                node.begin()  # all at once: most of their start is Python's imports
+            for node in self.nodes:
+                node.wait_until_it_listens()
             self.wait_for_nodes()
         except BaseException:
             self.close()

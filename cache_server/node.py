@@ -42,7 +42,9 @@ from protos.shards import MappedShard
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5  # between heartbeats that the coordinator does not answer
+# Between heartbeats that the coordinator does not answer: short at first, for nodes that start with
+# it.
+_FIRST_RETRY_S, _RETRY_S = 0.05, 0.5
 
 
 class CoordinatorLink(Protocol):
@@ -267,7 +269,7 @@ class Node:
     # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        interval = _RETRY_S
+        retry_s = _FIRST_RETRY_S
         outage = Outage()
         while not self._stop.is_set():
             self._wake.clear()
@@ -275,13 +277,13 @@ class Node:
                 response = self._link.heartbeat(self._report())
             except CacheError as error:
                 outage.note(error, joined=self._joined.is_set())
-                interval = _RETRY_S
+                interval, retry_s = retry_s, min(2 * retry_s, _RETRY_S)
             except Exception:  # of the coordinator in this process, such as a full disk
                 logger.exception("heartbeat failed; trying again")
                 interval = _RETRY_S
             else:
                 outage.end()
-                interval = response.interval_s
+                interval, retry_s = response.interval_s, _FIRST_RETRY_S
                 self.coordinator = response.coordinator
                 try:
                     news = self._reconcile(response)

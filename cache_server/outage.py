@@ -10,6 +10,7 @@ from protos.errors import CacheError
 logger = logging.getLogger(__name__)
 
 _LOG_S = 10.0
+_START_S = 1.0  # nodes that start together, with their coordinator, say nothing of each other
 
 
 class Outage:
@@ -18,20 +19,23 @@ class Outage:
     def __init__(self) -> None:
         self._since: float | None = None
         self._due = 0.0
+        self._said = False
 
     def note(self, error: CacheError, *, joined: bool) -> None:
         """A heartbeat was not answered."""
         now = time.monotonic()
         if self._since is None:
-            self._since = self._due = now
+            self._since = now
+            self._due = now if joined else now + _START_S
         if now >= self._due:
             what = "heartbeat failed" if joined else "waiting for the coordinator to join it"
             logger.warning("%s since_s=%.0f reason=%s", what, now - self._since, error)
-            self._due = now + _LOG_S
+            self._due, self._said = now + _LOG_S, True
 
     def end(self) -> None:
         """One was answered."""
         if self._since is not None:
-            waited_s = time.monotonic() - self._since
-            logger.info("the coordinator answers after_s=%.1f", waited_s)
-            self._since = None
+            if self._said:
+                waited_s = time.monotonic() - self._since
+                logger.info("the coordinator answers after_s=%.1f", waited_s)
+            self._since, self._said = None, False

@@ -238,6 +238,21 @@ def test_nodes_that_are_told_so_look_for_no_huge_pages() -> None:
         assert "--no-huge-pages" in Path(f"/proc/{cluster.nodes[0].pid}/cmdline").read_text()
 
 
+def test_nodes_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[int] = []
+    wait = LocalNode.wait_until_it_listens
+
+    def wait_and_count(node: LocalNode) -> None:
+        running.append(len(psutil.Process().children()))
+        wait(node)
+
+    before = len(psutil.Process().children())
+    monkeypatch.setattr(LocalNode, "wait_until_it_listens", wait_and_count)
+    with LocalCluster(num_nodes=3) as cluster:
+        assert running[0] >= before + 3
+        assert len({node.control_location for node in cluster.nodes}) == 3
+
+
 def test_an_interrupt_just_after_a_node_was_started_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
