@@ -101,29 +101,36 @@ def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed() -> None:
     wait_until(lambda: not Path(directory).exists(), 10.0, "their directory is gone")
 
 
-@pytest.mark.parametrize("started", [1, 2])
+@pytest.mark.parametrize(("begun", "listening"), [(1, 0), (2, 0), (2, 1)])
 def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed_while_it_starts_them(
-    started: int,
+    begun: int, listening: int
 ) -> None:
     # Nobody reads the line then that the last of them prints when it listens.
     program = f"""
 import json, os, signal
-from cache_server import local
+from cache_server.local import LocalCluster, LocalNode
 
-def start(node):
+def begin(node):
+    really_begin(node)
     nodes.append(node)
-    if len(nodes) == {started}:
-        local._first_line = lambda stream, timeout_s: end()
-    really_start(node)
+    end_if_it_is_time()
 
-def end():
+def wait(node):
+    end_if_it_is_time()
+    really_wait(node)
+    listening.append(node)
+
+def end_if_it_is_time():
+    if (len(nodes), len(listening)) != ({begun}, {listening}):
+        return
     pids = [node.pid for node in nodes]
     print(json.dumps([str(nodes[0].cache_dir.parent), pids]), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
-nodes, really_start = [], local.LocalNode.start
-local.LocalNode.start = start
-local.LocalCluster(2)
+nodes, listening = [], []
+really_begin, really_wait = LocalNode.begin, LocalNode.wait_until_it_listens
+LocalNode.begin, LocalNode.wait_until_it_listens = begin, wait
+LocalCluster(2)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False
