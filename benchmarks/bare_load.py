@@ -1,7 +1,7 @@
 """The least that a load of objects can be, to compare one with.
 
-Two processes, as two nodes are, each read half of the objects by DataFusion's own S3 reader, pack
-the batches and seal them as a shard. Nothing is planned, pinned, retried, copied or told.
+Two processes, as two nodes are, each read half of the rows by DataFusion's own S3 reader, pack the
+batches and seal them as a shard. Nothing is planned, pinned, copied or told.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from datafusion import RecordBatchStream, SessionConfig, SessionContext
+from datafusion import ExecutionPlan, SessionConfig, SessionContext
 from datafusion.object_store import AmazonS3
 
 from benchmarks.processes import child_process
@@ -21,7 +21,7 @@ from cache_server.shards.store import ShardStore
 from protos.layout import Layout
 
 _NODES = 2
-_PARTS = 8  # a half of which is half of the rows, of eight objects as of one of four row groups
+_PARTS = 8
 _KEY = VersionKey("bare", "load")
 _BATCH_ROWS = 32_768  # as a node reads
 
@@ -64,7 +64,7 @@ def bare_load(
 def _main(
     pipe: Connection, node: int, directory: Path, bucket: str, endpoint: str, keys: dict[str, str]
 ) -> None:
-    node_rows: dict[str, int] = {}
+    shares: dict[str, tuple[list[int], int]] = {}
     with ExitStack() as stack:
         store = ShardStore(directory)
         stack.callback(store.close)
@@ -79,20 +79,34 @@ def _main(
                 continue
             context = _session(bucket, endpoint, keys)
             context.register_parquet("source", uri)
-            if uri not in node_rows:  # by a pass of its own, which is a warm-up, too
-                batches = (batch for stream in _half(context, node) for batch in stream)
-                node_rows[uri] = sum(batch.to_pyarrow().num_rows for batch in batches)
-            if node_rows[uri]:
-                _seal(context, node, node_rows[uri], store)
-            pipe.send(node_rows[uri])
+            if uri not in shares:  # in the first round, which counts for nobody
+                shares[uri] = _share(context, node)
+            parts, num_rows = shares[uri]
+            if num_rows:
+                _seal(context, parts, num_rows, store)
+            pipe.send(num_rows)
 
 
-def _seal(context: SessionContext, node: int, num_rows: int, store: ShardStore) -> None:
+def _share(context: SessionContext, node: int) -> tuple[list[int], int]:
+    """The partitions of a node, with as many rows as those of the other; and how many."""
+    plan = _plan(context)
+    rows = [
+        sum(batch.to_pyarrow().num_rows for batch in context.execute(plan, part))
+        for part in range(plan.partition_count)
+    ]
+    shares: list[list[int]] = [[] for _ in range(_NODES)]
+    for part in sorted(range(len(rows)), key=lambda part: -rows[part]):
+        min(shares, key=lambda share: sum(rows[part] for part in share)).append(part)
+    return sorted(shares[node]), sum(rows[part] for part in shares[node])
+
+
+def _seal(context: SessionContext, parts: list[int], num_rows: int, store: ShardStore) -> None:
+    plan = _plan(context)
     schema = storage_schema(context.table("source").schema())
     with store.draft(_KEY, 0, Layout(schema), num_rows) as draft:
         builder = ShardBuilder(schema, num_rows, draft)
-        for stream in _half(context, node):
-            for batch in stream:
+        for part in parts:
+            for batch in context.execute(plan, part):
                 builder.append(batch.to_pyarrow())
         assert builder.num_rows == num_rows
         store.seal(_KEY, 0, builder.finish(), draft)
@@ -112,9 +126,5 @@ def _session(bucket: str, endpoint: str, keys: dict[str, str]) -> SessionContext
     return context
 
 
-def _half(context: SessionContext, node: int) -> Iterator[RecordBatchStream]:
-    """The partitions of a node, one after the other."""
-    plan = context.sql("SELECT * FROM source").execution_plan()
-    share = plan.partition_count // _NODES
-    for part in range(node * share, (node + 1) * share):
-        yield context.execute(plan, part)
+def _plan(context: SessionContext) -> ExecutionPlan:
+    return context.sql("SELECT * FROM source").execution_plan()
