@@ -5,9 +5,9 @@
 The table is the 32 float32 columns and a label of `benchmarks.throughput`, as eight objects, as one
 and as 2,000. Two nodes of this cache load it until it is ready. Beside them DataFusion, with its
 own S3 reader, lists the same prefix and streams every column to nowhere, in two partitions; and
-`benchmarks.bare_load`, which is that with its batches packed and sealed: no load can be faster by
-much. The server and the contenders share this machine's cores, so what the server takes is taken
-from all.
+`benchmarks.bare_load`, which is that with its batches packed and sealed: the least that a load by
+DataFusion can be. The server and the contenders share this machine's cores, so what the server
+takes is taken from all.
 
 The server is `benchmarks.object_server`, in a process of its own, not moto's: moto builds each body
 in Python from a copy of the object, one request at a time, and would be most of what is measured.
