@@ -64,6 +64,13 @@ def bare_load(
 def _main(
     pipe: Connection, node: int, directory: Path, bucket: str, endpoint: str, keys: dict[str, str]
 ) -> None:
+    config = (
+        SessionConfig()
+        .with_target_partitions(_PARTS)
+        .with_batch_size(_BATCH_ROWS)
+        # Else the first partition reads them all.
+        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
+    )
     shares: dict[str, tuple[list[int], int]] = {}
     with ExitStack() as stack:
         store = ShardStore(directory)
@@ -77,7 +84,7 @@ def _main(
                 store.drop_version(_KEY)
                 pipe.send(0)
                 continue
-            context = _session(bucket, endpoint, keys)
+            context = with_store(config, bucket, endpoint, keys)
             context.register_parquet("source", uri)
             if uri not in shares:  # in the first round, which counts for nobody
                 shares[uri] = _share(context, node)
@@ -112,14 +119,10 @@ def _seal(context: SessionContext, parts: list[int], num_rows: int, store: Shard
         store.seal(_KEY, 0, builder.finish(), draft)
 
 
-def _session(bucket: str, endpoint: str, keys: dict[str, str]) -> SessionContext:
-    config = (
-        SessionConfig()
-        .with_target_partitions(_PARTS)
-        .with_batch_size(_BATCH_ROWS)
-        # Else the first partition reads them all.
-        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
-    )
+def with_store(
+    config: SessionConfig, bucket: str, endpoint: str, keys: dict[str, str]
+) -> SessionContext:
+    """A session of DataFusion that reads ``s3://bucket`` by itself."""
     context = SessionContext(config)
     store = AmazonS3(bucket, region="us-east-1", endpoint=endpoint, allow_http=True, **keys)
     context.register_object_store("s3://", store, bucket)

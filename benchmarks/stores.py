@@ -24,10 +24,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datafusion import RecordBatchStream, SessionConfig, SessionContext
-from datafusion.object_store import AmazonS3
+from datafusion import RecordBatchStream, SessionConfig
 
-from benchmarks.bare_load import BareLoad, bare_load
+from benchmarks.bare_load import BareLoad, bare_load, with_store
 from benchmarks.clusters import drop_all
 from benchmarks.common import (
     DATA,
@@ -171,9 +170,8 @@ def load(uri: str, endpoint: str, client: CacheClient) -> int:
 
 def stream_to_nowhere(uri: str, endpoint: str) -> int:
     """The rows that DataFusion finds, fetches and decodes by itself, in a new session."""
-    context = SessionContext(SessionConfig().with_target_partitions(PARTITIONS))
-    store = AmazonS3(BUCKET, region="us-east-1", endpoint=endpoint, allow_http=True, **_KEYS)
-    context.register_object_store("s3://", store, BUCKET)
+    config = SessionConfig().with_target_partitions(PARTITIONS)
+    context = with_store(config, BUCKET, endpoint, _KEYS)
     context.register_parquet("source", uri)
     streams = context.sql("SELECT * FROM source").execute_stream_partitioned()
 

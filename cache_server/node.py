@@ -30,6 +30,7 @@ from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.versions import split_from_proto
 from cache_server.web.status import Held
+from protos.backoff import pause_s
 from protos.cache.v1 import cache_pb2 as pb
 from protos.errors import (
     CacheError,
@@ -42,9 +43,9 @@ from protos.shards import MappedShard
 
 logger = logging.getLogger(__name__)
 
-# Between heartbeats that the coordinator does not answer: short at first, for nodes that start with
-# it.
-_FIRST_RETRY_S, _RETRY_S = 0.05, 0.5
+_RETRY_S = 0.5  # between attempts of what failed
+# At most, between heartbeats that are not answered: nodes often start with their coordinator.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 
 
 class CoordinatorLink(Protocol):
@@ -269,7 +270,7 @@ class Node:
     # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        retry_s = _FIRST_RETRY_S
+        failed = 0  # heartbeats, one after the other
         outage = Outage()
         while not self._stop.is_set():
             self._wake.clear()
@@ -277,13 +278,14 @@ class Node:
                 response = self._link.heartbeat(self._report())
             except CacheError as error:
                 outage.note(error, joined=self._joined.is_set())
-                interval, retry_s = retry_s, min(2 * retry_s, _RETRY_S)
+                failed += 1
+                interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
             except Exception:  # of the coordinator in this process, such as a full disk
                 logger.exception("heartbeat failed; trying again")
                 interval = _RETRY_S
             else:
                 outage.end()
-                interval, retry_s = response.interval_s, _FIRST_RETRY_S
+                failed, interval = 0, response.interval_s
                 self.coordinator = response.coordinator
                 try:
                     news = self._reconcile(response)

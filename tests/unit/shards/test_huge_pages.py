@@ -59,13 +59,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved(folder: Path, *shards: MappedShard) -> HugePages:
     """Who has moved all whole pages of these shards."""
     huge_pages = HugePages(folder, lambda: shards, lambda: True)
-
-    def are_all() -> bool:
-        huge_pages.move_all()
-        return huge_pages.num_bytes == sum(shard.file.size // PAGE * PAGE for shard in shards)
-
-    wait_until(are_all, WAIT_S, "all whole pages are huge ones")
+    move(huge_pages, sum(shard.file.size // PAGE * PAGE for shard in shards))
     return huge_pages
+
+
+def move(huge_pages: HugePages, num_bytes: int) -> None:
+    """Moves pages until so many bytes, and no more, are in huge ones."""
+
+    def are_moved() -> bool:
+        huge_pages.move_all()
+        return huge_pages.num_bytes >= num_bytes
+
+    wait_until(are_moved, WAIT_S, "pages are moved")
+    assert huge_pages.num_bytes == num_bytes
 
 
 def rows_of(index: int) -> pa.RecordBatch:
@@ -191,13 +197,7 @@ def test_a_page_that_cannot_be_moved_stays_small_and_others_are_moved(
         collapse(self, at, size)
 
     monkeypatch.setattr(AddressRange, "collapse", one_fails)
-    huge_pages = HugePages(memory, lambda: shards, lambda: True)
-
-    def one_is() -> bool:
-        huge_pages.move_all()
-        return huge_pages.num_bytes == PAGE
-
-    wait_until(one_is, WAIT_S, "the other is moved")
+    move(HugePages(memory, lambda: shards, lambda: True), PAGE)
     check_rows(attached(*shards), 1)
 
 
@@ -217,12 +217,7 @@ def test_a_page_that_is_refused_for_good_keeps_none_of_another_shard_from_being_
 
     monkeypatch.setattr(AddressRange, "collapse", second_is_refused)
     huge_pages = HugePages(memory, lambda: shards, lambda: True)
-
-    def others_are() -> bool:
-        huge_pages.move_all()
-        return huge_pages.num_bytes >= 4 * PAGE
-
-    wait_until(others_are, WAIT_S, "the others are moved")
+    move(huge_pages, 4 * PAGE)
 
 
 @pytest.mark.parametrize(("after_s", "tries"), [(0.0, 2), (3600.0, 1)])
