@@ -15,10 +15,10 @@ from datafusion import ExecutionPlan, SessionConfig, SessionContext
 from datafusion.object_store import AmazonS3
 
 from benchmarks.processes import child_process
-from cache_server.planning import VersionKey
+from cache_protocol.storage.layout import Layout
 from cache_server.shards.packing import ShardBuilder, storage_schema
 from cache_server.shards.store import ShardStore
-from protos.layout import Layout
+from cache_server.shards.version_key import VersionKey
 
 _NODES = 2
 _PARTS = 8

@@ -32,11 +32,11 @@ from cache_client.order import EpochOrder
 from cache_client.reader import Reader
 from cache_client.routing import Router, ShardMap
 from cache_client.window_sizes import MESSAGE_BYTES
-from cache_server.flight_service import _flight_info
-from protos.cache.v1 import cache_pb2 as pb
-from protos.layout import Layout, from_matrix, pool_array
-from protos.row_index import Ids
-from protos.spec import DEFAULT_TARGET_SHARD_BYTES
+from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES
+from cache_protocol.storage.layout import Layout, from_matrix, pool_array
+from cache_protocol.storage.row_index import Ids
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.rpc.flight_service import _flight_info
 
 SCHEMA = pa.schema([(f"f{i}", pa.float32()) for i in range(32)] + [("label", pa.int64())])
 ROW_BYTES = 32 * 4 + 8

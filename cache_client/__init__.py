@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cache_client.client import CacheClient, DatasetInfo, NodeInfo
 from cache_client.forecast import LoadForecast, TableForecast
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     ConfigError,
     DatasetNotFoundError,
@@ -23,8 +23,8 @@ from protos.errors import (
     RequestError,
     StaleVersionError,
 )
-from protos.load_progress import LoadReport
-from protos.spec import DatasetSpec
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
     from cache_client.dataset import CacheIterableDataset

@@ -30,13 +30,13 @@ from cache_client.display import (
     show_rows,
     way_facts,
 )
-from protos.errors import CacheError, ConfigError, LoadError, RequestError, checked
-from protos.job_settings import asks_for_dataset, spec_from_env
-from protos.output import checked_output
-from protos.sizes import size
-from protos.spec import DatasetSpec, parse_bytes
-from protos.trainjob_status import TrainJobStatus
-from protos.version_option import version_option
+from cache_protocol.cli.output import checked_output
+from cache_protocol.cli.sizes import size
+from cache_protocol.cli.version_option import version_option
+from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
+from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
+from cache_protocol.wire.trainjob_status import TrainJobStatus
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -322,8 +322,8 @@ def run_local(
 ) -> None:
     """Run a TrainJob with its runtime as processes of this machine. A tool for development."""
     try:
-        import runtimes as shipped
-        from runtimes import local
+        import cache_runtimes as shipped
+        from cache_runtimes import local
     except ImportError as error:
         raise ConfigError(
             f"run-local needs {error.name}: pip install 'trainer-data-cache[server,kubernetes]'"

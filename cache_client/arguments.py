@@ -9,8 +9,8 @@ from collections.abc import Collection, KeysView, Mapping, Set
 from typing import Literal, get_args
 
 from cache_client.permutation import checked_integer
-from protos.errors import checked
-from protos.values import as_number, is_text
+from cache_protocol.errors import checked
+from cache_protocol.spec.values import as_number, is_text
 
 BatchFormat = Literal["torch", "numpy", "arrow"]
 _BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)

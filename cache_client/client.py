@@ -24,26 +24,26 @@ from cache_client.arguments import (
     seconds_problems,
     switch_problems,
 )
-from cache_client.aside import Aside
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
+from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.permutation import checked_integer
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
-from protos.cache.v1 import cache_pb2 as pb
-from protos.cache.v1 import cache_pb2_grpc
-from protos.control import from_rpc_error, open_channel
-from protos.errors import ConfigError, LoadError, NotReadyError, checked
-from protos.layout import schema_from_bytes
-from protos.load_bar import shown_progress
-from protos.load_progress import LoadReport
-from protos.spec import DatasetSpec
-from protos.states import state_name
-from protos.values import is_text
-from protos.watching import wait_until_settled
+from cache_protocol.cli.load_bar import shown_progress
+from cache_protocol.errors import ConfigError, LoadError, NotReadyError, checked
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.spec.values import is_text
+from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.control import from_rpc_error, open_channel
+from cache_protocol.wire.load_progress import LoadReport
+from cache_protocol.wire.states import state_name
+from cache_protocol.wire.watching import wait_until_settled
 
 _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
 _MOST_S = 1e9  # of a call: gRPC takes more for none at all
@@ -288,7 +288,7 @@ class CacheClient:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         deadline = self._deadline()
-        with Aside() as aside:
+        with CallThreads() as aside:
             shards = aside.call(self._read_plan, name)
             left = _left_s(deadline) or _LEAST_LOOK_UP_S
             with Reader(self.endpoint, shards, deadline_s=left) as reader:
@@ -309,7 +309,7 @@ class CacheClient:
         look_up_s = self._timeout_s
         if left is not None:
             look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
-        with Aside() as aside:
+        with CallThreads() as aside:
             location = aside.call(self._find_coordinator, look_up_s)
             channel = aside.call(open_channel, location)
             try:
@@ -328,7 +328,7 @@ class CacheClient:
 class _Calls:
     """Calls of a coordinator, all of them made aside."""
 
-    aside: Aside
+    aside: CallThreads
     stub: cache_pb2_grpc.CoordinatorStub
 
     def call(self, method: Callable[..., Any], request: object, deadline: float | None) -> Any:

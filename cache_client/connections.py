@@ -4,8 +4,9 @@ Every call and every stream has a deadline. A gather stream is opened with a tim
 only in the first half of it, so a node that hangs is noticed after one to two request timeouts
 without a watchdog.
 
-Before a fork of this process every stream and connection is closed (`cache_client.forks`). Whoever
-held one meets `ConnectionClosedError` and opens another.
+Before a fork of this process every stream and connection is closed: see
+`cache_client.grpc_guard.forks`. A caller that held one gets `ConnectionClosedError` and opens
+another.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from cache_client.forks import fork_gate
+from cache_client.grpc_guard.forks import fork_gate
 from cache_client.routing import NodeRef, ShardFile, ShardMap
-from protos.cache.v1 import cache_pb2 as pb
-from protos.control import DIRECT
-from protos.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
-from protos.layout import pool_array
-from protos.row_index import Ids
+from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
+from cache_protocol.storage.layout import pool_array
+from cache_protocol.storage.row_index import Ids
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.control import DIRECT
 
 REQUEST_TIMEOUT_S = 10.0
 # Until a connection is made nothing can break off what waits for it: neither the end of the program

@@ -21,8 +21,8 @@ from torch.utils.data import get_worker_info
 from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
-from protos.errors import ConfigError, RequestError
-from protos.layout import Layout, is_scalar
+from cache_protocol.errors import ConfigError, RequestError
+from cache_protocol.storage.layout import Layout, is_scalar
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from protos.errors import ConfigError
+from cache_protocol.errors import ConfigError
 
 _EPOCH, _OFFSET, _GENERATION, _CLAIMED_BY, _READ_BY_WORKERS, _BEGUN_AT, _WORKERS = range(7)
 _UNCLAIMED = 0

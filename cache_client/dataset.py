@@ -24,6 +24,7 @@ from cache_client.cursor import Cursor
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
+from cache_client.node_health import NodeHealth
 from cache_client.order import (
     EpochOrder,
     OrderState,
@@ -39,9 +40,14 @@ from cache_client.plan import wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
 from cache_client.reader import Reader
 from cache_client.rows import Rows, cut
-from cache_client.whereabouts import Whereabouts
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
-from protos.errors import CacheError, ConfigError, NodeUnavailableError, StaleVersionError, checked
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    NodeUnavailableError,
+    StaleVersionError,
+    checked,
+)
 
 _MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MOST_PREFETCHED = 2**31 - 1
@@ -196,7 +202,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
-        self._known: tuple[int, Whereabouts] | None = None  # likewise
+        self._known: tuple[int, NodeHealth] | None = None  # likewise
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
@@ -495,11 +501,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._mapped = (os.getpid(), LocalShards(self._shards, self._columns))
         return self._mapped[1]
 
-    def _whereabouts(self) -> Whereabouts:
+    def _whereabouts(self) -> NodeHealth:
         """Kept over passes in each process: none waits again for a node that is gone."""
         if self._known is None or self._known[0] != os.getpid():
             newest = self._shards if self._known is None else self._known[1].shards
-            self._known = (os.getpid(), Whereabouts(newest))
+            self._known = (os.getpid(), NodeHealth(newest))
         return self._known[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protos.errors import CacheError, ConfigError
+from cache_protocol.errors import CacheError, ConfigError
 
 _SLOTS = 2  # one is filled while the other is copied
 _ALIGNMENT = 256  # bytes; of each tensor in a slot, as the device's own allocator aligns

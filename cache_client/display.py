@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cache_client.client import DatasetInfo
 from cache_client.forecast import LoadForecast, TableForecast
-from protos.sizes import size
+from cache_protocol.cli.sizes import size
 
 _MOST_NAMES = 6  # of columns in one line
 _FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}

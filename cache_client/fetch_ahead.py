@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-from cache_client.call import Call
+from cache_client.grpc_guard.calls import Call
 
 FETCH_THREADS = 2  # more cost processor time and bring no rows
 

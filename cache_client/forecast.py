@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache_client.order import StepPlan
-from protos.cache.v1 import cache_pb2 as pb
-from protos.layout import schema_from_bytes
+from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.v1 import cache_pb2 as pb
 
 
 @dataclass(frozen=True)

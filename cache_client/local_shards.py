@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.routing import ShardFile, ShardMap
-from protos.adjacent import MAPS_PER_COLUMN, AdjacentShards
-from protos.errors import CacheError
-from protos.row_index import Ids, Indices, RowIndex
-from protos.shards import (
+from cache_protocol.errors import CacheError
+from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
+from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.shard_files import (
     MANIFEST,
     MAPS_PER_SHARD,
     NODE_ID_FILE,
@@ -61,7 +61,7 @@ class LocalShards:
         self._index = RowIndex(shards.starts, shards.num_rows)
         self._columns = columns
         self._lock = threading.Lock()
-        self._adjacent: AdjacentShards | None = None
+        self._adjacent: MappedTable | None = None
         self._selection: Selection | None = None
         self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
         directories = _Directories()
@@ -83,7 +83,7 @@ class LocalShards:
             return set(self._files)
 
     def gather(self, row_ids: Ids) -> pa.RecordBatch:
-        """The rows of these ids, in this order, as one stored batch; see `AdjacentShards.gather`.
+        """The rows of these ids, in this order, as one stored batch; see `MappedTable.gather`.
 
         Args:
             row_ids: of `shards` only; at least one.
@@ -95,7 +95,7 @@ class LocalShards:
         adjacent, selection = self._mapped_shards(shard_of)
         return adjacent.gather(row_ids, shard_of, selection)
 
-    def _mapped_shards(self, shard_of: Indices) -> tuple[AdjacentShards, Selection]:
+    def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
         """All these shards, mapped."""
         with self._lock:
             is_mapped = self._is_mapped[shard_of]
@@ -124,7 +124,7 @@ class LocalShards:
                 raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
             if self._adjacent is None:
                 selection = self._selection = Selection(mapped.layout, self._columns)
-                self._adjacent = AdjacentShards(
+                self._adjacent = MappedTable(
                     mapped.layout,
                     self._starts,
                     self._num_rows,

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cache_client.connections import Connection, GatherStream
-from protos.errors import CacheError, NodeUnavailableError
+from cache_protocol.errors import CacheError, NodeUnavailableError
 
 CLOSED = "the dataset was closed meanwhile, or the program ends"
 _MOST_OPENED_AT_ONCE = 64  # threads, each for as long as a node takes to answer

@@ -14,13 +14,13 @@ from tenacity import (
     stop_after_delay,
 )
 
-from cache_client.aside import Aside
 from cache_client.connections import REQUEST_TIMEOUT_S, Connection
+from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.routing import ShardMap
 from cache_client.window_sizes import has_plain
-from protos.backoff import backoff
-from protos.errors import NodeUnavailableError, NotReadyError
-from protos.layout import Layout
+from cache_protocol.errors import NodeUnavailableError, NotReadyError
+from cache_protocol.storage.layout import Layout
+from cache_protocol.wire.backoff import backoff
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def wait_for_plan(
         before_sleep=say,
         reraise=True,
     )
-    with Aside() as aside:
+    with CallThreads() as aside:
         for attempt in attempts:
             with attempt:
                 return aside.call(_read_plan, endpoint, dataset, columns, deadline)

@@ -18,17 +18,17 @@ import torch
 from torch.utils.data import Dataset
 
 from cache_client.arguments import BatchFormat, argument_problems
-from cache_client.aside import Aside
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
 from cache_client.window_sizes import row_bytes
-from protos.errors import ConfigError, checked
-from protos.row_index import Ids
+from cache_protocol.errors import ConfigError, checked
+from cache_protocol.storage.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
@@ -263,7 +263,7 @@ class CacheDataset(Dataset[Any]):
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
         )
-        made = _Opened(reader, Aside())
+        made = _Opened(reader, CallThreads())
         opened = self._opened.setdefault(process, made)
         if opened is not made:
             made.close()
@@ -274,7 +274,7 @@ class _Opened(NamedTuple):
     """What one process reads with: a reader, and where the main thread calls it."""
 
     reader: Reader
-    aside: Aside
+    aside: CallThreads
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
         """As `Reader.fetch`; an interrupt ends it at once."""

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from protos.errors import ConfigError
+from cache_protocol.errors import ConfigError
 
 # Where the flagship runtime, `torch-distributed-data-cache`, has its coordinator: pod 0 of the
 # replicated job `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service: a

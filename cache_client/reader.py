@@ -30,19 +30,19 @@ from cache_client.connections import (
     GatherStream,
 )
 from cache_client.local_shards import LocalShards, ShardFileLostError
+from cache_client.node_health import NodeHealth
 from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
-from cache_client.whereabouts import Whereabouts
-from protos.backoff import backoff
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
     NodeUnavailableError,
     NotReadyError,
     StaleVersionError,
 )
-from protos.row_index import Ids
+from cache_protocol.storage.row_index import Ids
+from cache_protocol.wire.backoff import backoff
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Reader:
         rows_per_message: int = 0,
         deadline_s: float = 60.0,
         local: LocalShards | None = None,
-        known: Whereabouts | None = None,
+        known: NodeHealth | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._columns = columns
@@ -158,7 +158,7 @@ class Reader:
         self._lock = threading.Lock()
         self._layout = shards.layout
         self._local = local
-        self._known = known or Whereabouts(shards)
+        self._known = known or NodeHealth(shards)
         self._router = self._newest_router()
         self._threads: dict[str, threading.Thread] = {}  # by name, the last that was begun
         self._streams = NodeStreams(self._open_stream, timeout_s=self._request_timeout_s)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from protos.layout import Layout
-from protos.row_index import Ids, Indices, RowIndex, group_rows
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.row_index import Ids, Indices, RowIndex, group_rows
 
 
 @dataclass(frozen=True)

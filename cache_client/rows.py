@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from protos.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
-from protos.row_index import Indices
+from cache_protocol.storage.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+from cache_protocol.storage.row_index import Indices
 
 _MOST_SCRATCH = 64  # times what is asked for
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cache_client.routing import ShardMap
-from protos.layout import Layout
+from cache_protocol.storage.layout import Layout
 
 MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
 _FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking

@@ -17,16 +17,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from cache_protocol.cli.load_bar import shown_progress
+from cache_protocol.cli.output import checked_output
+from cache_protocol.cli.version_option import version_option
+from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
+from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
+from cache_protocol.storage.memory import may_keep_freed
 from cache_server.config import NodeConfig
-from cache_server.control_link import RemoteCoordinator
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
-from protos.errors import CacheError, ConfigError, LoadError, RequestError, checked
-from protos.job_settings import asks_for_dataset, spec_from_env
-from protos.load_bar import shown_progress
-from protos.memory import may_keep_freed
-from protos.output import checked_output
-from protos.spec import DatasetSpec, parse_bytes
-from protos.version_option import version_option
+from cache_server.node.coordinator_link import RemoteCoordinator
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR

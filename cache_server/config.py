@@ -22,9 +22,9 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from protos.errors import ConfigError
-from protos.memory import LEAST_SHARD_BYTES, shard_bytes
-from protos.spec import parse_bytes
+from cache_protocol.errors import ConfigError
+from cache_protocol.spec.dataset_spec import parse_bytes
+from cache_protocol.storage.memory import LEAST_SHARD_BYTES, shard_bytes
 
 _HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 _HOST = re.compile(r"[^\s:/\[\]]+")

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
+from cache_protocol.spec.values import as_integer, as_number
 from cache_server.config import NodeConfig
-from cache_server.control_link import RemoteCoordinator
-from protos.errors import CacheError, ConfigError, NodeUnavailableError
-from protos.values import as_integer, as_number
+from cache_server.node.coordinator_link import RemoteCoordinator
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0

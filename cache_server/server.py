@@ -12,23 +12,23 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
+from cache_protocol.errors import CacheError, ConfigError
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.storage.memory import loads_at_once
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.config import NodeConfig
-from cache_server.control_link import RemoteCoordinator
-from cache_server.control_service import ControlService
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
-from cache_server.flight_service import FlightService
-from cache_server.node import CoordinatorLink, Node
+from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.node import CoordinatorLink, Node
+from cache_server.node.status import Cache, Status
+from cache_server.node.traffic import Traffic
+from cache_server.rpc.control_service import ControlService
+from cache_server.rpc.flight_service import FlightService
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.store import ShardStore
-from cache_server.traffic import Traffic
 from cache_server.web.service import WebService
-from cache_server.web.status import Cache, Status
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, ConfigError
-from protos.memory import loads_at_once
-from protos.spec import DatasetSpec
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,9 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = Path("protos/cache/v1")
+SOURCE = Path("protos/cache/v1")
+PACKAGE = Path("cache_protocol/v1")  # the import name, and so the path that the compiler is told
+GENERATED = Path("protos") / PACKAGE
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -28,17 +30,16 @@ def generate(root: Path, out: Path) -> None:
     """Compiles every ``.proto`` file of the package.
 
     Args:
-        root: The directory that holds ``protos/``. Paths are given to the compiler relative to it,
-            which is what makes the generated modules import ``protos.cache.v1``.
-        out: An existing directory that receives ``protos/cache/v1/*``.
+        root: The directory that holds ``protos/``.
+        out: An existing directory that receives ``cache_protocol/v1/*``.
 
     Raises:
         RuntimeError: The package has no ``.proto`` file, or the compiler refused one; what it said
             is on standard error.
     """
-    sources = sorted(path.relative_to(root).as_posix() for path in (root / PACKAGE).glob("*.proto"))
+    sources = sorted((PACKAGE / p.name).as_posix() for p in (root / SOURCE).glob("*.proto"))
     if not sources:
-        raise RuntimeError(f"no .proto file in {root / PACKAGE}")
+        raise RuntimeError(f"no .proto file in {root / SOURCE}")
     # The plugins are scripts of this environment, which need not be on the PATH.
     scripts = Path(sysconfig.get_path("scripts"))
     status = protoc.main(
@@ -46,7 +47,7 @@ def generate(root: Path, out: Path) -> None:
             "protoc",
             f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}",
             f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}",
-            f"--proto_path={root}",
+            f"--proto_path={PACKAGE.as_posix()}={root / SOURCE}",
             f"--proto_path={files('grpc_tools') / '_proto'}",
             f"--python_out={out}",
             f"--grpc_python_out={out}",
@@ -60,10 +61,10 @@ def generate(root: Path, out: Path) -> None:
 
 
 def generated_files(directory: Path) -> dict[str, bytes]:
-    """Reads the generated files of the package under ``directory``, by file name."""
+    """Reads the generated files of ``directory``, by file name."""
     return {
         path.name: path.read_bytes()
-        for path in sorted((directory / PACKAGE).glob("*"))
+        for path in sorted(directory.glob("*"))
         if path.name.endswith(SUFFIXES)
     }
 
@@ -93,22 +94,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        fresh = generated_files(Path(out))
-    found = differences(generated_files(ROOT), fresh)
+        fresh = generated_files(Path(out) / PACKAGE)
+    found = differences(generated_files(ROOT / GENERATED), fresh)
 
     if check:
         for name, how in found.items():
-            print(f"{PACKAGE / name}: {how}", file=sys.stderr)
+            print(f"{GENERATED / name}: {how}", file=sys.stderr)
         if found:
             print("run: make proto", file=sys.stderr)
         return 1 if found else 0
 
     for name, how in found.items():
         if name in fresh:
-            (ROOT / PACKAGE / name).write_bytes(fresh[name])
+            (ROOT / GENERATED / name).write_bytes(fresh[name])
         else:
-            (ROOT / PACKAGE / name).unlink()
-        print(f"{PACKAGE / name}: {how}, {'written' if name in fresh else 'removed'}")
+            (ROOT / GENERATED / name).unlink()
+        print(f"{GENERATED / name}: {how}, {'written' if name in fresh else 'removed'}")
     return 0
 
 

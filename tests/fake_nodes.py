@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.planning import VersionKey
-from protos.cache.v1 import cache_pb2 as pb
-from protos.spec import DatasetSpec
+from cache_server.shards.version_key import VersionKey
 
 TIMEOUT_S, LEASE_S = 10.0, 100.0
 FILES, ROWS_PER_FILE = 8, 5  # each file becomes a shard

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from protos.errors import CacheError
-from runtimes.initializer.cluster import Cluster, connect
-from runtimes.initializer.plan import Planned, plan_objects
-from runtimes.initializer.program import Ending, run
-from runtimes.initializer.settings import from_env
+from cache_protocol.errors import CacheError
+from cache_runtimes.initializer.cluster import Cluster, connect
+from cache_runtimes.initializer.plan import Planned, plan_objects
+from cache_runtimes.initializer.program import Ending, run
+from cache_runtimes.initializer.settings import from_env
 from tests.api_server import ApiServer
 from tests.waiting import wait_until
 

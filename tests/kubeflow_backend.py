@@ -20,9 +20,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
-import runtimes
-from runtimes.local import read_manifests, render
-from runtimes.local.pods import pods
+import cache_runtimes
+from cache_runtimes.local import read_manifests, render
+from cache_runtimes.local.pods import pods
 from tests.api_objects import Store
 from tests.api_server import ApiServer
 from tests.manifests import is_runtime, read
@@ -110,7 +110,7 @@ class TrainerCluster:
 
     def create_pods(self, name: str, phases: Mapping[str, str]) -> list[str]:
         """The pods that the JobSet controller would make; ``phases`` is by replicated job."""
-        manifests = read_manifests(self._file_of(name), runtimes.MANIFESTS)
+        manifests = read_manifests(self._file_of(name), cache_runtimes.MANIFESTS)
         jobset = render(manifests.train_job, manifests.runtime)
         made = [pod for pod in pods(jobset, str) if pod.job["name"] in phases]
         for pod in made:
@@ -148,7 +148,7 @@ def trainer_cluster(folder: Path) -> Iterator[TrainerCluster]:
     store.create(
         "configmaps", {**version, "data": {"kubeflow_trainer_version": "v2.3.0"}}, "kubeflow-system"
     )
-    for path in sorted(runtimes.MANIFESTS.glob("*/runtime.yaml")):
+    for path in sorted(cache_runtimes.MANIFESTS.glob("*/runtime.yaml")):
         made = read(path)
         assert is_runtime(made), path
         store.create(_PLURALS[made["kind"]], made, NAMESPACE)

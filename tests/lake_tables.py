@@ -10,9 +10,9 @@ import boto3
 import pyarrow as pa
 from moto.server import ThreadedMotoServer
 
+from cache_protocol.spec.dataset_spec import TableSpec
 from cache_server import tables
-from cache_server.pinned import Pin, PinnedTable
-from protos.spec import TableSpec
+from cache_server.source.pinned import Pin, PinnedTable
 
 ACCESS_KEY_ID = "access"
 SECRET = "hush-hush-key"

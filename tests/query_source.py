@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datafusion import SessionConfig, SessionContext
 
-from cache_server.pinned import PinnedTable, SourceFile, Split
+from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql.loader import LocalFile, read_split
 from cache_server.sql.queries import Query, check_query
 

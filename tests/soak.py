@@ -4,8 +4,8 @@
 
 The suite does so for a moment; `make soak` for minutes, after a change to what is served, moved
 or adopted. A seed draws the same actions again, though not at the same moments. Ends with 1 if a
-row was wrong, missing or repeated, if an error was none of `protos.errors`, or if the cache did not
-recover.
+row was wrong, missing or repeated, if an error was none of `cache_protocol.errors`, or if the cache
+did not recover.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache_server.planning import VersionKey
+from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
 from cache_server.shards.packing import ShardBuilder, storage_schema
 from cache_server.shards.resident_rows import ResidentRows
-from protos.shards import MappedShard, SealedShard, Selection
+from cache_server.shards.version_key import VersionKey
 
 KEY = VersionKey("table", "f1")
 COLUMNS = ["a", "row", "text", "b", "image", "tags", "wide"]

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache_server.pinned import PinnedTable, SourceFile, Split
+from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql import loader
 from cache_server.sql.loader import LocalFile
 from cache_server.tables import files as sources
-from protos.spec import DatasetSpec, TableSpec
 
 ALL = "SELECT * FROM source"
 

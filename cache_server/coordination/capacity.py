@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
+from cache_protocol.errors import LoadError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.membership import Member
-from cache_server.planning import VersionKey, nodes_needed
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import LoadError
+from cache_server.coordination.placement import nodes_needed
+from cache_server.shards.version_key import VersionKey
 
 
 def check_room(

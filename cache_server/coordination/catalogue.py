@@ -19,11 +19,11 @@ from pathlib import Path
 import pyarrow as pa
 from google.protobuf import json_format
 
-from cache_server.planning import VersionKey
+from cache_protocol.errors import CacheError, ConfigError, from_proto, to_proto
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.plan.version import VersionPlan, split_to_proto
 from cache_server.shards.disk import replace_file
-from cache_server.versions import VersionPlan, split_to_proto
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, ConfigError, from_proto, to_proto
+from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 

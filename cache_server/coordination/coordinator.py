@@ -15,23 +15,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from cache_server.coordination.capacity import check_room
-from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.holdings import Holdings
-from cache_server.coordination.membership import Membership
-from cache_server.coordination.unclaimed import Unclaimed
-from cache_server.coordination.version_record import Version
-from cache_server.forecast import LoadRate, forecast
-from cache_server.planning import VersionKey
-from cache_server.versions import plan_version
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
     StaleVersionError,
 )
-from protos.spec import DatasetSpec
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.capacity import check_room
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.forecast import LoadRate, forecast
+from cache_server.coordination.holdings import Holdings
+from cache_server.coordination.membership import Membership
+from cache_server.coordination.orphans import Orphans
+from cache_server.coordination.version_record import Version
+from cache_server.plan.version import plan_version
+from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Coordinator:
         self._versions: dict[VersionKey, Version] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
-        self._unclaimed = Unclaimed(
+        self._unclaimed = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
         )
         self._read_back()
@@ -252,7 +252,7 @@ class Coordinator:
         Raises:
             DatasetNotFoundError: listing the datasets there are.
             StaleVersionError: there is ``name``, without this fingerprint.
-            NotReadyError: nodes may hold it, of a catalogue that was lost: see `Unclaimed`.
+            NotReadyError: nodes may hold it, of a catalogue that was lost: see `Orphans`.
         """
         with self._changed:
             version = self._find(name, fingerprint)

@@ -13,19 +13,19 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from cache_server import defects
-from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
     NodeUnavailableError,
     StaleVersionError,
     require_ready,
 )
-from protos.load_progress import EachSecond, LoadMeter, LoadReport
-from protos.spec import DatasetSpec
-from protos.trainjob_status import TrainJobStatus
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.load_progress import EachSecond, LoadMeter, LoadReport
+from cache_protocol.wire.trainjob_status import TrainJobStatus
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.secrets import error_text
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +100,12 @@ class EnvironmentLoad:
             self._become_ready()
         except CacheError as error:
             self._fail(error)
-        except defects.NO_DEFECTS:
+        except error_text.NO_DEFECTS:
             raise
         except BaseException as error:
             secrets = self._spec.secrets_to_proto()
-            logger.error("defect in a load\n%s", defects.trace(error, secrets))
-            self._fail(CacheError(f"defect in the cache node: {defects.reason(error, secrets)}"))
+            logger.error("defect in a load\n%s", error_text.trace(error, secrets))
+            self._fail(CacheError(f"defect in the cache node: {error_text.reason(error, secrets)}"))
 
     def _load(self) -> None:
         info = self._coordinator.attach(self._spec)

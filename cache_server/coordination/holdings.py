@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
 
+from cache_protocol.errors import CacheError, LoadError, to_proto
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.membership import Member
+from cache_server.coordination.placement import bytes_by_node, desired_shards, place
 from cache_server.coordination.version_record import Version
-from cache_server.planning import bytes_by_node, desired_shards, place
-from cache_server.versions import split_to_proto
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, LoadError, to_proto
+from cache_server.plan.version import split_to_proto
 
 _NOTHING = pb.ActualDataset()
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.shard_files import NODE_ID_FILE
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.planning import VersionKey
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import ConfigError
-from protos.shards import NODE_ID_FILE
+from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 

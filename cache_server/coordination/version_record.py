@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from cache_protocol.errors import CacheError, LoadError
+from cache_protocol.storage.row_index import row_starts
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
-from cache_server.pinned import Pin
-from cache_server.planning import row_starts
-from cache_server.versions import VersionPlan
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, LoadError
+from cache_server.plan.version import VersionPlan
+from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, timedelta
 from typing import Any
 
+from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores.errors import Place
-from protos.errors import LoadError, RequestError
 
 Credentials = Callable[[], Any]
 # Left to object_store, which has settings for them.

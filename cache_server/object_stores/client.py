@@ -15,10 +15,10 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore import exceptions
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.wire.backoff import pause_s
 from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
-from cache_server.pinned import SourceFile
-from protos.backoff import pause_s
-from protos.errors import LoadError, RequestError
+from cache_server.source.pinned import SourceFile
 
 _KINDS = {
     **dict.fromkeys(("s3", "s3a"), "s3"),

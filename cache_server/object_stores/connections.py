@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
+from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
 from cache_server.object_stores.client import Location, ObjectClient, Patience, kind_of
 from cache_server.object_stores.errors import Place
@@ -30,8 +31,7 @@ from cache_server.object_stores.options import (
     setting_name,
     store_settings,
 )
-from cache_server.redaction import redacted, secret_values
-from protos.errors import LoadError, RequestError
+from cache_server.secrets.redaction import redacted, secret_values
 
 _CLIENT = ("allow_http", "connect_timeout", "connect_timeout_s", "timeout", "proxy_url")
 _RETRY = ("max_retries", "retry_timeout_s")

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from http import HTTPStatus
 from typing import NamedTuple
 
-from cache_server.redaction import redacted
-from protos.errors import LoadError
+from cache_protocol.errors import LoadError
+from cache_server.secrets.redaction import redacted
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _RETRIES = re.compile(r"after (\d+) retries")

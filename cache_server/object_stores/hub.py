@@ -22,6 +22,8 @@ from tenacity import (
     stop_after_delay,
 )
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.wire.backoff import backoff
 from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import (
     MAX_BACKOFF_S,
@@ -33,10 +35,8 @@ from cache_server.object_stores.connections import (
 )
 from cache_server.object_stores.errors import Place, store_error
 from cache_server.object_stores.options import number_setting, store_settings
-from cache_server.pinned import SourceFile
-from cache_server.redaction import secret_values
-from protos.backoff import backoff
-from protos.errors import LoadError, RequestError
+from cache_server.secrets.redaction import secret_values
+from cache_server.source.pinned import SourceFile
 
 SCHEME = "hf"
 _HOST = "https://huggingface.co"

@@ -17,13 +17,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from cache_server import lake_roots
+from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores.client import Location, RangesNotServedError
 from cache_server.object_stores.connections import check_names, client_for
 from cache_server.object_stores.hub import SCHEME, SETTINGS, HubClient, hub_location
 from cache_server.object_stores.options import setting_name
-from cache_server.pinned import SourceFile
-from protos.errors import LoadError, RequestError
+from cache_server.source import lake_folders
+from cache_server.source.pinned import SourceFile
 
 logger = logging.getLogger(__name__)
 
@@ -281,7 +281,7 @@ class _Listing:
                 self.directories.add("")  # the directory itself, which may hold nothing else
                 continue
             name = file.path.removeprefix(self.base)
-            for directory in lake_roots.directories_of(name):
+            for directory in lake_folders.directories_of(name):
                 if directory in self.directories:
                     break
                 self.directories.add(directory)
@@ -295,14 +295,14 @@ class _Listing:
         Args:
             directory: its key.
         """
-        for own in lake_roots.OWN_DIRECTORIES.values():
+        for own in lake_folders.OWN_DIRECTORIES.values():
             found = client.walk(f"{directory}{own}/", deep=True)
             if any(self._note(file.path) for file in itertools.islice(found, _LOOKED_AT)):
                 return
 
     def _note(self, uri: str) -> bool:
         """Whether an object is the log or the metadata of a table, whose root is then known."""
-        if (told := lake_roots.root_told_by(uri)) is None:
+        if (told := lake_folders.root_told_by(uri)) is None:
             return False
         root, format = told
         self.roots[root] = format
@@ -318,9 +318,9 @@ class _Listing:
             name for name, file in self.names.items() if file.size or name not in self.directories
         )
         uris = (self.base + name for name in found)
-        root = lake_roots.first_root((uri for uri in uris if not is_ignored(uri)), self.roots)
+        root = lake_folders.first_root((uri for uri in uris if not is_ignored(uri)), self.roots)
         if root is not None:
-            raise lake_roots.refusal(source, self.base, root, self.roots[root])
+            raise lake_folders.refusal(source, self.base, root, self.roots[root])
         return [self.names[name] for name in found]
 
 
@@ -361,7 +361,7 @@ def _glob(client: _Client, location: Location) -> _Listing:
 
 
 def _look_above(client: _Client, prefix: str, listing: _Listing) -> None:
-    for directory in lake_roots.likely_roots_above(prefix):
+    for directory in lake_folders.likely_roots_above(prefix):
         try:
             listing.look_for_root(client, directory)
         except LoadError as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from protos.errors import RequestError
-from protos.secret_settings import CATALOG_PREFIX
+from cache_protocol.errors import RequestError
+from cache_protocol.spec.secret_settings import CATALOG_PREFIX
 
 _PREFIXES = ("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls.")
 _MAX_NUMBER = 1_000_000

@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cache_server.planning import VersionKey
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.shard_files import (
+    MANIFEST,
+    MappedShard,
+    SealedShard,
+    read_manifest,
+    shard_file_name,
+)
 from cache_server.shards import manifest
 from cache_server.shards.checksums import file_checksum
 from cache_server.shards.disk import remove_empty, remove_file, temporary_of
-from protos.errors import ConfigError
-from protos.shards import MANIFEST, MappedShard, SealedShard, read_manifest, shard_file_name
+from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 

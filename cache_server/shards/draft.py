@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from cache_protocol.storage.layout import Layout, Matrix, from_matrix
 from cache_server.shards.checksums import PieceDigests
-from protos.layout import Layout, Matrix, from_matrix
 
 
 class ShardDraft:

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from cache_protocol.storage.shard_files import SealedShard, manifest_line
 from cache_server.shards.disk import remove_file, replace_file
-from protos.shards import SealedShard, manifest_line
 
 
 def add(path: Path, sealed: SealedShard) -> None:

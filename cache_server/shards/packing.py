@@ -34,10 +34,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 from cache_server.shards.decimals import nearest_floats, of_strings
 from cache_server.shards.null_advice import null_problem, sql_cast
-from protos.errors import LoadError, RequestError
-from protos.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 
 _INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less
 _PADDING_BYTES = 320

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pyarrow as pa
 
-from cache_server.planning import VersionKey
-from protos.adjacent import AdjacentShards
-from protos.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
-from protos.layout import Layout, from_matrix
-from protos.row_index import Ids, Indices, RowIndex
-from protos.shards import MappedShard, Selection, are_consecutive, empty_batch
+from cache_protocol.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
+from cache_protocol.storage.layout import Layout, from_matrix
+from cache_protocol.storage.mapped_table import MappedTable
+from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
+from cache_server.shards.version_key import VersionKey
 
 _ROWS_PER_SHARD = 64  # of plain columns that are gathered at once, about; a message may have fewer
 
@@ -44,7 +44,7 @@ class ResidentRows:
         self._index = RowIndex(self._starts, num_rows)
         self._whole = int((self._stops - self._starts).sum()) == num_rows
         self._lock = threading.Lock()
-        self._adjacent: AdjacentShards | None = None
+        self._adjacent: MappedTable | None = None
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
@@ -135,13 +135,13 @@ class ResidentRows:
                 self._shard_at(int(row_ids[np.argmax(missing)]))
         return shard_of
 
-    def _side_by_side(self) -> AdjacentShards:
+    def _side_by_side(self) -> MappedTable:
         """The shards, mapped when rows are first gathered: most snapshots of a load never are."""
         with self._lock:
             if self._adjacent is None:
                 sizes = [shard.sealed.num_rows for shard in self._shards]
                 try:
-                    adjacent = AdjacentShards(self.layout, self._starts, sizes)
+                    adjacent = MappedTable(self.layout, self._starts, sizes)
                     for position, shard in enumerate(self._shards):
                         adjacent.attach(position, shard)
                 except OSError as error:

@@ -27,24 +27,24 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cache_server.planning import VersionKey
-from cache_server.shards import adoption, manifest
-from cache_server.shards.checksums import PieceDigests, file_checksum
-from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
-from cache_server.shards.draft import ShardDraft, shard_writer
-from protos.errors import (
+from cache_protocol.errors import (
     ConfigError,
     LoadError,
     NodeUnavailableError,
 )
-from protos.layout import Layout
-from protos.shards import (
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.shard_files import (
     MANIFEST,
     NODE_ID_FILE,
     MappedShard,
     SealedShard,
     shard_file_name,
 )
+from cache_server.shards import adoption, manifest
+from cache_server.shards.checksums import PieceDigests, file_checksum
+from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
+from cache_server.shards.draft import ShardDraft, shard_writer
+from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 

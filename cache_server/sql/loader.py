@@ -28,17 +28,17 @@ from datafusion import (
     lit,
 )
 
-from cache_server.pinned import PinnedTable, Split, check_names, no_rows
-from cache_server.sql.arrow_ends import check_end
+from cache_protocol.errors import LoadError
+from cache_protocol.spec.dataset_spec import TABLE
+from cache_server.source.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.sql.formats import json_rows
+from cache_server.sql.formats.csv_quotes import check_closed
+from cache_server.sql.formats.csv_sample import read_sample
+from cache_server.sql.formats.csv_times import check_times, times_as_texts
+from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
+from cache_server.sql.formats.parquet_bounds import skips_wrongly
+from cache_server.sql.formats.trailing_data import check_end
 from cache_server.sql.quoting import identifier
-from cache_server.sql.skipped_groups import skips_wrongly
-from cache_server.texts import json_rows
-from cache_server.texts.csv_quotes import check_closed
-from cache_server.texts.csv_sample import read_sample
-from cache_server.texts.csv_times import check_times, times_as_texts
-from cache_server.texts.first_bytes import FIRST_BYTES, objection
-from protos.errors import LoadError
-from protos.spec import TABLE
 
 _FILE = "__file"  # a file whose table has more columns than itself
 

@@ -19,13 +19,13 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 
-from cache_server.pinned import Condition, no_rows
+from cache_protocol.errors import RequestError
+from cache_protocol.spec.dataset_spec import TABLE
+from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
+from cache_server.sql.lineage import Origin, origins, variant
 from cache_server.sql.loader import open_session, read_only, reason_of, walk
-from cache_server.sql.origins import Origin, origins, variant
 from cache_server.sql.quoting import identifier
-from protos.errors import RequestError
-from protos.spec import TABLE
 
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
@@ -75,7 +75,7 @@ class Query:
         only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
         joins: with other tables or subqueries, so that the rows of one table come in any order.
         conditions: that every row of the one table fulfils which the query keeps; not all of them.
-        origins: see `cache_server.sql.origins`.
+        origins: see `cache_server.sql.lineage`.
     """
 
     sql: str

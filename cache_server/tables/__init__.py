@@ -13,11 +13,11 @@ from typing import cast
 
 import pyarrow as pa
 
-from cache_server.pinned import Pin, PinnedTable, Split
+from cache_protocol.errors import RequestError
+from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.spec.secret_settings import CATALOG_PREFIX
+from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.tables import files
-from protos.errors import RequestError
-from protos.secret_settings import CATALOG_PREFIX
-from protos.spec import FILE_SUFFIXES, TableSpec
 
 FILE_FORMATS = frozenset(FILE_SUFFIXES.values())
 _POSTGRES = ("postgresql://", "postgres://")

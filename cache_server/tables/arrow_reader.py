@@ -16,11 +16,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.pinned import BY_ARROW, PinnedTable, Split
+from cache_protocol.errors import LoadError
+from cache_server.source.pinned import BY_ARROW, PinnedTable, Split
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import column_of
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
-from protos.errors import LoadError
 
 _BATCH_ROWS = 8_192
 # Of these physical types DataFusion makes no dictionaries.

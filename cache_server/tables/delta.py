@@ -21,7 +21,9 @@ import pyarrow.fs
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
-from cache_server.lake_roots import DELTA_LOG
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import TableSpec
+from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.object_stores.client import kind_of
 from cache_server.object_stores.connections import (
     check_names,
@@ -29,12 +31,10 @@ from cache_server.object_stores.connections import (
     settings_for_libraries,
 )
 from cache_server.object_stores.options import store_settings
-from cache_server.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.source.lake_folders import DELTA_LOG
+from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
-from protos.errors import LoadError, RequestError
-from protos.layout import GUESSED_VALUE_BYTES
-from protos.spec import TableSpec
 
 # Reader features that reading the files as below honours, or that change nothing in them.
 _HONOURED_FEATURES = {

@@ -20,8 +20,11 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.spec.values import is_text
 from cache_server import object_stores
-from cache_server.pinned import (
+from cache_server.source.pinned import (
     PARTITION,
     Pin,
     SourceFile,
@@ -31,12 +34,9 @@ from cache_server.pinned import (
     partition_values,
 )
 from cache_server.sql import loader
+from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, local_files, parquet
 from cache_server.tables.synthetic import rows_like
-from cache_server.texts.first_bytes import FIRST_BYTES, objection
-from protos.errors import LoadError, RequestError
-from protos.spec import FILE_SUFFIXES, TableSpec
-from protos.values import is_text
 
 _THREADS = 32  # that wait for stores most of the time
 _FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter

@@ -33,14 +33,14 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 
-from cache_server.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import TableSpec
+from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
+from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
 from cache_server.tables.iceberg_rows import live_rows
-from protos.errors import LoadError, RequestError
-from protos.layout import GUESSED_VALUE_BYTES
-from protos.spec import TableSpec
 
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)

@@ -21,11 +21,11 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import StaticTable
 
+from cache_protocol.errors import RequestError
 from cache_server.object_stores.connections import check_variables
 from cache_server.object_stores.options import catalog_settings
-from cache_server.redaction import redacted
+from cache_server.secrets.redaction import redacted
 from cache_server.tables.iceberg_settings import is_rest, store_properties
-from protos.errors import RequestError
 
 _T = TypeVar("_T")
 

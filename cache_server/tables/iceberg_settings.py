@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from cache_protocol.errors import RequestError
 from cache_server.object_stores.connections import check_names, settings_for_libraries
 from cache_server.object_stores.options import setting_name, store_settings
-from protos.errors import RequestError
 
 # pyiceberg's names of what `store_settings` calls otherwise.
 _STORE_PROPERTIES = {

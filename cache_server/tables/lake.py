@@ -21,13 +21,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from cache_protocol.errors import CacheError, LoadError
+from cache_protocol.storage.layout import Layout
 from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import store_settings
-from cache_server.pinned import SourceFile, Split
-from cache_server.redaction import redacted, secret_values
+from cache_server.secrets.redaction import redacted, secret_values
+from cache_server.source.pinned import SourceFile, Split
 from cache_server.tables.column_sizes import Place, plain_bytes
-from protos.errors import CacheError, LoadError
-from protos.layout import Layout
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
 _MAX_REASON = 600  # characters of a library's message

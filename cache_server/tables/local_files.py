@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from cache_server import lake_roots
-from protos.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError
+from cache_server.source import lake_folders
 
 _HIDDEN = (".", "_")  # how names begin that are passed over
 
@@ -41,7 +41,7 @@ def expand(
     path = _path_of(source)
     if os.path.isdir(path):
         if (format := _lake_format(path)) is not None:
-            raise lake_roots.refusal(source, path, path, format)
+            raise lake_folders.refusal(source, path, path, format)
         tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
         root, paths = tree.root, tree.files(("**", "*"))
     elif glob.has_magic(path) and not os.path.exists(path):
@@ -59,23 +59,23 @@ def expand(
 def _refuse_lakes(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
     """Raises a `RequestError` where files that are not ignored belong to a lake table."""
     kept = [path for path in paths if not is_ignored(below(path, root), ignore)]
-    directories = {directory for path in kept for directory in lake_roots.directories_of(path)}
+    directories = {directory for path in kept for directory in lake_folders.directories_of(path)}
     roots = {
         directory: format
         for directory in directories
         if (format := _lake_format(directory)) is not None
     }
-    if (found := lake_roots.first_root(kept, roots)) is not None:
-        raise lake_roots.refusal(source, root, found, roots[found])
+    if (found := lake_folders.first_root(kept, roots)) is not None:
+        raise lake_folders.refusal(source, root, found, roots[found])
 
 
 def _lake_format(directory: str) -> str | None:
     """The format of the table whose root a directory is; None where it is that of none."""
-    if os.path.isdir(f"{directory}/{lake_roots.DELTA_LOG}"):
+    if os.path.isdir(f"{directory}/{lake_folders.DELTA_LOG}"):
         return "delta"
     try:
-        with os.scandir(f"{directory}/{lake_roots.ICEBERG_METADATA}") as entries:
-            is_iceberg = any(lake_roots.is_metadata_file(entry.name) for entry in entries)
+        with os.scandir(f"{directory}/{lake_folders.ICEBERG_METADATA}") as entries:
+            is_iceberg = any(lake_folders.is_metadata_file(entry.name) for entry in entries)
     except OSError:
         return None
     return "iceberg" if is_iceberg else None

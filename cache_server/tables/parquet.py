@@ -12,10 +12,10 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.pinned import SourceFile, Split, check_names, origin_of, partition_texts
+from cache_protocol.errors import LoadError
+from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
+from cache_server.source.pinned import SourceFile, Split, check_names, origin_of, partition_texts
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
-from protos.errors import LoadError
-from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from cache_server.pinned import no_rows
+from cache_server.source.pinned import no_rows
 
 _SEED = 0  # the same footers give the same estimate
 _UNITS = {"milliseconds": "ms", "microseconds": "us", "nanoseconds": "ns"}  # in Parquet's words

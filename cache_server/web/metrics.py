@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from cache_server.web.status import Cache, Status
-from protos.states import STATE_NAMES
+from cache_protocol.wire.states import STATE_NAMES
+from cache_server.node.status import Cache, Status
 
 
 def exposition(status: Status, accept: str) -> tuple[bytes, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from cache_server.web.status import Cache, Status
-from protos.cache.v1 import cache_pb2 as pb
-from protos.sizes import size
-from protos.states import state_name
+from cache_protocol.cli.sizes import size
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.states import state_name
+from cache_server.node.status import Cache, Status
 
 _REFRESH_S = 5
 _STYLE = """

@@ -12,9 +12,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from cache_protocol.errors import ConfigError
+from cache_server.node.status import Status
 from cache_server.web.page import page
-from cache_server.web.status import Status
-from protos.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

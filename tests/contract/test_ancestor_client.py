@@ -10,9 +10,9 @@ import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, DatasetSpec
+from cache_protocol.errors import RequestError, from_proto
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import RequestError, from_proto
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 

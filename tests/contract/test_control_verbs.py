@@ -15,14 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_client import CacheClient
-from cache_server import LocalCluster, control_service
-from cache_server.control_link import RemoteCoordinator
-from cache_server.control_service import ControlService
-from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.cache.v1.cache_pb2_grpc import CoordinatorStub
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     ConfigError,
     DatasetNotFoundError,
@@ -32,6 +25,14 @@ from protos.errors import (
     StaleVersionError,
     from_proto,
 )
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1.cache_pb2_grpc import CoordinatorStub
+from cache_server import LocalCluster
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.rpc import control_service
+from cache_server.rpc.control_service import ControlService
 from tests.conftest import write_numbered
 from tests.waiting import files_below, wait_until
 

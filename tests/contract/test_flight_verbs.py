@@ -15,9 +15,7 @@ import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, DatasetInfo, DatasetSpec
-from cache_server import LocalCluster
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import (
+from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
     InvalidRowsError,
@@ -28,6 +26,8 @@ from protos.errors import (
     StaleVersionError,
     from_proto,
 )
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 

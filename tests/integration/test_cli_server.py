@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
-from protos.cache.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
 from tests.store_stubs import HubStub, Served
 from tests.waiting import suspend, wait_until

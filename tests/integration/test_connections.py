@@ -23,9 +23,9 @@ from cache_client import (
 )
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
 from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
+from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import CacheError, NodeUnavailableError
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec
+from cache_runtimes import MANIFESTS
 from cache_server import LocalCluster
-from runtimes import MANIFESTS
 from tests.manifests import container_named, env_of, job_named, pod_of, read
 
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_protocol.storage.layout import Layout
 from cache_server.tables import delta
-from protos.errors import LoadError, RequestError
-from protos.layout import Layout
-from protos.spec import DatasetSpec, TableSpec
 from tests.lake_tables import (
     SECRET,
     assert_same_rows,

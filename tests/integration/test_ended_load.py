@@ -9,8 +9,8 @@ import subprocess
 import sys
 from contextlib import closing
 
-from runtimes import MANIFESTS
-from runtimes.local.policies import ContainerExit, after_pod_failure
+from cache_runtimes import MANIFESTS
+from cache_runtimes.local.policies import ContainerExit, after_pod_failure
 from tests.manifests import container_named, job_named, pod_of, read
 
 WAIT_S = 20.0

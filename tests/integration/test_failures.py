@@ -15,7 +15,7 @@ import pyarrow.flight as flight
 import pytest
 
 import cache_client.client
-import protos.control
+import cache_protocol.wire.control
 from cache_client import (
     CacheClient,
     CacheError,
@@ -24,9 +24,9 @@ from cache_client import (
     NodeUnavailableError,
     NotReadyError,
 )
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
-from protos.cache.v1 import cache_pb2 as pb
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
 
@@ -338,7 +338,7 @@ def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_lim
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protos.control, "_KEEPALIVE_MS", 1_000)
+    monkeypatch.setattr(cache_protocol.wire.control, "_KEEPALIVE_MS", 1_000)
     errors: list[Exception] = []
 
     def watch() -> None:

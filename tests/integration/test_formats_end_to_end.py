@@ -22,8 +22,8 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, LongType, NestedField, StringType
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
-from protos.errors import LoadError
 from tests.integration.test_delta import _delete_by_vector
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
 from tests.waiting import wait_until

@@ -41,11 +41,11 @@ from pyiceberg.types import (
 )
 from pyroaring import BitMap
 
-from cache_server.pinned import Condition
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_protocol.storage.layout import Layout
+from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg, iceberg_lookup, iceberg_settings
-from protos.errors import LoadError, RequestError
-from protos.layout import Layout
-from protos.spec import DatasetSpec, TableSpec
 from tests.iceberg_tables import described_file, opened_catalog, with_deletes
 from tests.lake_tables import (
     SECRET,

@@ -40,9 +40,9 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from cache_server.pinned import Condition
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg
-from protos.spec import DatasetSpec
 from tests.iceberg_tables import (
     append_files,
     described_file,

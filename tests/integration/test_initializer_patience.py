@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from protos.errors import NotReadyError
-from runtimes.initializer.cluster import Cluster, ClusterError, Patience, StoppedError, connect
-from runtimes.initializer.plan import JOB_LABEL, Kind, Names
-from runtimes.initializer.waiting import Pace, Watcher
+from cache_protocol.errors import NotReadyError
+from cache_runtimes.initializer.cluster import (
+    Cluster,
+    ClusterError,
+    Patience,
+    StoppedError,
+    connect,
+)
+from cache_runtimes.initializer.plan import JOB_LABEL, Kind, Names
+from cache_runtimes.initializer.waiting import Pace, Watcher
 from tests.api_server import ApiServer, Fault
 from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until

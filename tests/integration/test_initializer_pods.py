@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.initializer.cluster import Cluster, connect
-from runtimes.initializer.program import Ending, run
-from runtimes.initializer.settings import from_env
+from cache_runtimes.initializer.cluster import Cluster, connect
+from cache_runtimes.initializer.program import Ending, run
+from cache_runtimes.initializer.settings import from_env
 from tests.api_server import ApiServer
 from tests.stateful_sets import StatefulSets
 from tests.waiting import wait_until

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_protocol.cli.sizes import size
+from cache_protocol.storage.memory import loading_bytes, loads_at_once, shard_bytes
 from cache_server import LocalCluster
-from protos.memory import loading_bytes, loads_at_once, shard_bytes
-from protos.sizes import size
 from tests.env_cache import EnvNode, clean_environ
 
 MB = 1_000_000

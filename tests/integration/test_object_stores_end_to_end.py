@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from cache_client import CacheClient, DatasetSpec
 from cache_client.__main__ import app
+from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
-from protos.errors import LoadError
 from tests.conftest import numbered_table
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, Request, S3Server
 from tests.waiting import files_below, wait_until

@@ -21,12 +21,12 @@ from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.__main__ import EXIT_CONFIG
 from cache_client.display import forecast_facts
 from cache_client.forecast import LoadForecast
+from cache_protocol.cli.sizes import size
+from cache_protocol.errors import ConfigError, LoadError, RequestError
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.memory import load_bytes
 from cache_server import LocalCluster
 from cache_server.shards.packing import storage_schema
-from protos.errors import ConfigError, LoadError, RequestError
-from protos.layout import Layout
-from protos.memory import load_bytes
-from protos.sizes import size
 from tests.conftest import write_numbered
 
 NUM_ROWS = 20_000
@@ -86,8 +86,8 @@ def test_the_bytes_of_a_load_are_foretold(
 def test_words_are_foretold_without_size_statistics_too(
     client: CacheClient, dataset_name: str, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from cache_server.plan.version import plan_version
     from cache_server.tables import column_sizes
-    from cache_server.versions import plan_version
 
     monkeypatch.setattr(
         column_sizes, "unencoded_bytes", lambda f: [[None] * f.num_columns] * f.num_row_groups

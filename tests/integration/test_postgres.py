@@ -15,16 +15,16 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 import pytest
 
-from cache_server.pinned import Pin, PinnedTable, Split
+from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
+from cache_server.plan.version import plan_version
 from cache_server.shards.packing import storage_schema
+from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.tables import postgres
 from cache_server.tables.postgres import cut, snapshot
 from cache_server.tables.postgres.ranges import even_ranges
 from cache_server.tables.postgres.session import Address, parse_uri
-from cache_server.versions import plan_version
-from protos.errors import CacheError, LoadError, RequestError
-from protos.layout import GUESSED_VALUE_BYTES
-from protos.spec import DatasetSpec, TableSpec
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
 from tests.waiting import wait_until
 

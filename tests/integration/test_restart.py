@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetInfo, DatasetSpec
+from cache_protocol.errors import ConfigError
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalNode
 from cache_server.server import CacheServer
-from protos.errors import ConfigError
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 

@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
-from protos.errors import ConfigError
-from runtimes.local import Console, read_manifests, render, run_local
-from runtimes.local.kubelet import Backoff
+from cache_protocol.errors import ConfigError
+from cache_runtimes.local import Console, read_manifests, render, run_local
+from cache_runtimes.local.kubelet import Backoff
 from tests.train_jobs import container, env, replicated_job, runtime, train_job, write
 from tests.waiting import wait_until
 

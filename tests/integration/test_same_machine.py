@@ -15,8 +15,8 @@ from cache_client.connections import Connection
 from cache_client.local_shards import LocalShards
 from cache_client.order import EpochOrder
 from cache_client.routing import ShardMap
+from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_server import LocalCluster
-from protos.shards import MANIFEST, NODE_ID_FILE
 from tests.conftest import numbered_table, write_numbered
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard

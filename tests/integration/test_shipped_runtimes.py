@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import runtimes
+import cache_runtimes
 from cache_client import CacheClient
+from cache_runtimes.local import Console, read_manifests, render, run_local
+from cache_runtimes.local.kubelet import Backoff
 from cache_server import LocalCluster
-from runtimes.local import Console, read_manifests, render, run_local
-from runtimes.local.kubelet import Backoff
 from tests.train_jobs import env, train_job, write
 
 Json = dict[str, Any]
@@ -74,7 +74,7 @@ class Run:
         self.on_line: Callable[[str, str], None] = lambda pod, text: None
 
     def __call__(self, job: Json, hosts: dict[str, str] | None = None) -> int:
-        manifests = read_manifests(write(self.folder / "job.yaml", job), runtimes.MANIFESTS)
+        manifests = read_manifests(write(self.folder / "job.yaml", job), cache_runtimes.MANIFESTS)
 
         def line(pod: str, container: str, text: str) -> None:
             self.lines.append((pod, text))

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_server import staging
-from cache_server.pinned import PinnedTable
+from cache_protocol.errors import LoadError
+from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_server.node import staging
+from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader
 from cache_server.tables import files
-from protos.errors import LoadError
-from protos.spec import DatasetSpec, TableSpec
 from tests.object_store import S3Server
 from tests.waiting import files_below
 

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
 
-from protos.load_progress import LoadReport
-from protos.trainjob_status import CA_CERT, TOKEN, URL, TrainJobStatus, status_of
+from cache_protocol.wire.load_progress import LoadReport
+from cache_protocol.wire.trainjob_status import CA_CERT, TOKEN, URL, TrainJobStatus, status_of
 from tests.waiting import wait_until
 
 WAIT_S = 20.0

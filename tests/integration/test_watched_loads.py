@@ -16,12 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_client import CacheClient, DatasetInfo, DatasetSpec, NotReadyError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.load_progress import LoadReport
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
-from cache_server.control_service import CoordinatorServicer
+from cache_server.rpc.control_service import CoordinatorServicer
 from cache_server.server import CacheServer
-from protos.cache.v1 import cache_pb2 as pb
-from protos.load_progress import LoadReport
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
 
@@ -164,7 +164,8 @@ def test_grpc_starts_no_thread_of_its_own_to_watch_a_load(
 
 INTERRUPTED_LOAD = """
 import os, signal, sys, threading, time
-from cache_client import CacheClient, DatasetSpec, forks
+from cache_client import CacheClient, DatasetSpec
+from cache_client.grpc_guard import forks
 
 later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
 

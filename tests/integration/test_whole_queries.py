@@ -18,8 +18,8 @@ import pytest
 from datafusion import SessionContext
 
 from cache_client import CacheClient, DatasetSpec
+from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
-from protos.errors import LoadError
 from tests.waiting import files_below, wait_until
 
 WAIT_S = 30.0

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-import runtimes
+import cache_runtimes
 from cache_client.ranks import Rank, find_rank_in
-from protos.errors import ConfigError
-from runtimes.local import read_manifests, render
-from runtimes.local.render import containers
+from cache_protocol.errors import ConfigError
+from cache_runtimes.local import read_manifests, render
+from cache_runtimes.local.render import containers
 from tests.kubeflow_backend import EXAMPLES, assert_every_row_once, lineitem, run_locally
 from tests.zenml_replica import mapped, train_job
 
@@ -116,7 +116,7 @@ def pet_of_nodes(folder: Path, num_proc_per_node: int | None) -> dict[str, str]:
     )
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job))
-    manifests = read_manifests(file, runtimes.MANIFESTS)
+    manifests = read_manifests(file, cache_runtimes.MANIFESTS)
     node = render(manifests.train_job, manifests.runtime)["spec"]["replicatedJobs"][-1]
     (container,) = containers(node)
     return {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from cache_protocol.errors import ConfigError
 from cache_server.config import NodeConfig
-from protos.errors import ConfigError
 
 
 def config(**values: Any) -> NodeConfig:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from cache_server.pinned import SourceFile, Split, origin_of
+from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
+from cache_server.source.pinned import SourceFile, Split, origin_of
 from cache_server.tables.postgres.quoting import array_literal
 from cache_server.tables.postgres.ranges import (
     CTID,
@@ -24,7 +25,6 @@ from cache_server.tables.postgres.ranges import (
 )
 from cache_server.tables.postgres.relation import Relation
 from cache_server.tables.postgres.session import Session
-from protos.layout import GUESSED_VALUE_BYTES, Layout
 
 _SAMPLED_ROWS = 200_000  # for the bounds of ranges
 _MEASURED_ROWS = 10_000  # for the lengths of texts

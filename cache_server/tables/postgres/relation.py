@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from cache_protocol.errors import LoadError, RequestError
 from cache_server.sql.quoting import identifier, literal
 from cache_server.tables.postgres.session import Address, Session
-from protos.errors import LoadError, RequestError
 
 _INTEGERS = {20, 21, 23}  # int8, int2 and int4 in pg_type
 _KINDS = {"r": "table", "p": "table", "m": "table", "v": "view", "f": "foreign table"}

@@ -17,9 +17,9 @@ from urllib.parse import quote, unquote, urlsplit
 import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
-from cache_server.redaction import redacted
+from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_server.secrets.redaction import redacted
 from cache_server.sql.quoting import literal
-from protos.errors import CacheError, LoadError, RequestError
 
 DEFAULT_CONNECT_TIMEOUT_S = 10
 _LOCK_TIMEOUT_MS = 60_000

@@ -30,7 +30,9 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_server.pinned import Pin, PinnedTable, Split
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import TableSpec
+from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql.quoting import identifier
 from cache_server.tables.postgres.cut import Cutting
 from cache_server.tables.postgres.ranges import CTID, KeyRange
@@ -50,8 +52,6 @@ from cache_server.tables.postgres.session import (
     keywords_of,
     parse_uri,
 )
-from protos.errors import LoadError, RequestError
-from protos.spec import TableSpec
 
 # Up to so many rows are counted, which takes the server a second or two; above, its statistics say.
 MAX_COUNTED_ROWS = 10_000_000

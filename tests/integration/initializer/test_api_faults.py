@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from protos.errors import NotReadyError
-from runtimes.initializer.program import Ending
+from cache_protocol.errors import NotReadyError
+from cache_runtimes.initializer.program import Ending
 from tests.api_server import Fault
 from tests.initializer_world import NAMESPACE, OBJECTS, PERMISSIONS, World
 from tests.stateful_sets import StatefulSets, running, starting

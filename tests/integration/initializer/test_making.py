@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from protos.errors import NotReadyError
-from runtimes.initializer.cluster import Cluster, ClusterError, Patience, connect
-from runtimes.initializer.plan import Kind
-from runtimes.initializer.program import Ending
+from cache_protocol.errors import NotReadyError
+from cache_runtimes.initializer.cluster import Cluster, ClusterError, Patience, connect
+from cache_runtimes.initializer.plan import Kind
+from cache_runtimes.initializer.program import Ending
 from tests.api_server import Fault
 from tests.initializer_world import (
     JOB,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from protos.errors import CacheError, ConfigError, LoadError, NodeUnavailableError, NotReadyError
-from runtimes.initializer.cluster import ClusterError
-from runtimes.initializer.program import Ending
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+)
+from cache_runtimes.initializer.cluster import ClusterError
+from cache_runtimes.initializer.program import Ending
 from tests.api_server import Fault
 from tests.initializer_world import JOB, NAMESPACE, OBJECTS, WAIT_S, Json, World
 from tests.stateful_sets import StatefulSets, exited, running, starting, unschedulable, waiting

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes.initializer.program import Ending
+from cache_runtimes.initializer.program import Ending
 from tests.initializer_world import JOB, NAMESPACE, OBJECTS, WAIT_S, World
 from tests.stateful_sets import StatefulSets, exited, starting
 from tests.waiting import wait_until
@@ -21,14 +21,14 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 class Program:
-    """``python -m runtimes.initializer``; a context manager."""
+    """``python -m cache_runtimes.initializer``; a context manager."""
 
     def __init__(self, world: World, **changes: str) -> None:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         environ = {**inherited, **world.environ(**changes), "KUBECONFIG": str(world.kubeconfig)}
         self.world = world
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runtimes.initializer"],
+            [sys.executable, "-m", "cache_runtimes.initializer"],
             cwd=ROOT,
             env=environ,
             stdin=subprocess.DEVNULL,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protos.errors import ConfigError, LoadError
-from runtimes.initializer.cluster import ClusterError
+from cache_protocol.errors import ConfigError, LoadError
+from cache_runtimes.initializer.cluster import ClusterError
 from tests.api_server import Fault
 from tests.initializer_world import JOB, NAMESPACE, OBJECTS, World, each_object
 from tests.stateful_sets import StatefulSets, exited

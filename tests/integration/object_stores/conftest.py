@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache_server.object_stores import expand
-from cache_server.pinned import SourceFile
+from cache_server.source.pinned import SourceFile
 from tests.object_store import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 
 PARQUET = (".parquet", ".pq")

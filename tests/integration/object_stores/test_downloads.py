@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand, read_tail
-from protos.errors import LoadError
 from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
 

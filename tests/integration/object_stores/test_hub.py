@@ -16,10 +16,10 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.tables.files import find_files
-from protos.errors import LoadError, RequestError
-from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import MIB, PARQUET
 from tests.store_stubs import HubStub, Served, self_signed
 

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import pytest
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, read_tail
-from cache_server.pinned import SourceFile
+from cache_server.source.pinned import SourceFile
 from cache_server.tables import pin
-from protos.errors import LoadError, RequestError
-from protos.spec import DatasetSpec
 from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
 from tests.store_stubs import AzureStub, FilesStub, Served, _Stub

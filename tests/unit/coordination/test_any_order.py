@@ -22,10 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache_protocol.errors import ConfigError, DatasetNotFoundError, StaleVersionError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.planning import VersionKey, place
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import ConfigError, DatasetNotFoundError, StaleVersionError
+from cache_server.coordination.placement import place
+from cache_server.shards.version_key import VersionKey
 from tests.conftest import write_numbered
 from tests.fake_nodes import LEASE_S, TIMEOUT_S, Clock, FakeNode, make_coordinator, spec
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import LoadError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.versions import plan_version
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import LoadError
+from cache_server.plan.version import plan_version
 from tests.fake_nodes import FILES, TIMEOUT_S, Clock, FakeNode, settle, spec, state
 
 

@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.errors import ConfigError, LoadError
+from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
-from cache_server.planning import VersionKey
-from cache_server.versions import VersionPlan, plan_version
-from protos.errors import ConfigError, LoadError
-from protos.spec import DatasetSpec
+from cache_server.plan.version import VersionPlan, plan_version
+from cache_server.shards.version_key import VersionKey
 
 
 @pytest.fixture

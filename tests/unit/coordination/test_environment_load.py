@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from cache_protocol.errors import CacheError
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
-from protos.errors import CacheError
 from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, failing, settle, spec, state
 from tests.waiting import wait_until
 

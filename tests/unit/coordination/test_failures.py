@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import LoadError, from_proto, require_ready
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import LoadError, from_proto, require_ready
 from tests.fake_nodes import (
     FILES,
     SHARDS,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import LoadError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import LoadError
 from tests.fake_nodes import Clock, FakeNode, failing, make_coordinator, settle, spec, state
 
 

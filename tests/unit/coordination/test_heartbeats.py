@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holdings import Holdings
-from protos.cache.v1 import cache_pb2 as pb
 from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, settle, spec
 
 

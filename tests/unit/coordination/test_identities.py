@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import ConfigError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.membership import Membership
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import ConfigError
 
 TIMEOUT_S = 10.0
 

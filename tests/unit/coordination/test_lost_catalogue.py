@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.planning import VersionKey
-from cache_server.versions import plan_version
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import DatasetNotFoundError, LoadError, NotReadyError
+from cache_server.plan.version import plan_version
+from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import (
     FILES,
     LEASE_S,

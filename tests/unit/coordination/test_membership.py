@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import ConfigError
 from cache_server.coordination.coordinator import Coordinator
-from protos.errors import ConfigError
 from tests.fake_nodes import (
     FILES,
     ROWS_PER_FILE,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.spec import DatasetSpec
 from tests.fake_nodes import (
     FILES,
     SHARDS,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cache_server import forecast as forecast_module
+from cache_protocol.errors import NotReadyError, require_ready
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination import coordinator as coordinator_module
+from cache_server.coordination import forecast as forecast_module
 from cache_server.coordination.coordinator import Coordinator
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import NotReadyError, require_ready
 from tests.conftest import write_numbered
 from tests.fake_nodes import FILES, SHARDS, Clock, FakeNode, settle, spec, state
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cache_server.coordination import unclaimed
+from cache_protocol.errors import DatasetNotFoundError, StaleVersionError, from_proto
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination import orphans
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.planning import VersionKey
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import DatasetNotFoundError, StaleVersionError, from_proto
+from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import (
     FILES,
     LEASE_S,
@@ -170,7 +170,7 @@ def test_what_was_dropped_before_a_restart_is_not_kept_for_whoever_reads_it(
 def test_only_the_latest_drops_are_remembered(
     coordinator: Coordinator, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unclaimed, "_REMEMBERED", 2)
+    monkeypatch.setattr(orphans, "_REMEMBERED", 2)
     for name in ("first", "second", "third", "second"):
         coordinator.create(spec(source, name=name))
         coordinator.delete(name)

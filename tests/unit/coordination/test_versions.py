@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.errors import DatasetNotFoundError, StaleVersionError
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination import coordinator as coordinator_module
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.planning import VersionKey
-from cache_server.versions import PlannedVersion, plan_version
-from protos.cache.v1 import cache_pb2 as pb
-from protos.errors import DatasetNotFoundError, StaleVersionError
-from protos.spec import DatasetSpec
+from cache_server.plan.version import PlannedVersion, plan_version
+from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import FILES, Clock, FakeNode, make_coordinator, settle, spec, state, told
 
 

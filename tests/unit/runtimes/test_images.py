@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtimes import MANIFESTS
+from cache_runtimes import MANIFESTS
 from tests.manifests import containers, pods, read
 
 ROOT = MANIFESTS.parent

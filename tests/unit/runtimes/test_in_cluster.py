@@ -8,8 +8,8 @@ import pytest
 import urllib3
 from kubernetes.config import incluster_config
 
-from protos.errors import ConfigError
-from runtimes.initializer.cluster import connect
+from cache_protocol.errors import ConfigError
+from cache_runtimes.initializer.cluster import connect
 
 
 @pytest.fixture

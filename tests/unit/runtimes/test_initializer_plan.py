@@ -15,10 +15,11 @@ from kubernetes.client import (
     V1StatefulSet,
 )
 
-from protos.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
-from protos.job_settings import spec_from_env
-from protos.memory import shard_bytes
-from runtimes.initializer.plan import (
+from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from cache_protocol.spec.job_settings import spec_from_env
+from cache_protocol.storage.memory import shard_bytes
+from cache_runtimes.initializer.cache_health import Hope, is_disrupted, judge, lacks_pods
+from cache_runtimes.initializer.plan import (
     JOB_LABEL,
     PLAN_ANNOTATION,
     Json,
@@ -27,8 +28,7 @@ from runtimes.initializer.plan import (
     Planned,
     plan_objects,
 )
-from runtimes.initializer.settings import Settings, from_env
-from runtimes.initializer.verdict import Hope, is_disrupted, judge, lacks_pods
+from cache_runtimes.initializer.settings import Settings, from_env
 
 GIB = 1 << 30
 ROLE = "arn:aws:iam::123456789012:role/trainer"

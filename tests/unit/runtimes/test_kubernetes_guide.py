@@ -9,15 +9,15 @@ from typing import Any
 
 import yaml
 
-import runtimes
-from protos.job_settings import VARIABLES
-from runtimes.initializer.settings import from_env
-from runtimes.local import read_manifests, render
-from runtimes.local.pods import pods
+import cache_runtimes
+from cache_protocol.spec.job_settings import VARIABLES
+from cache_runtimes.initializer.settings import from_env
+from cache_runtimes.local import read_manifests, render
+from cache_runtimes.local.pods import pods
 from tests.manifests import env_of, job_named, memory_bytes, pod_of, read
 
 ROOT = Path(__file__).resolve().parents[3]
-WITH_CACHE = read(runtimes.MANIFESTS / "torch-distributed-with-cache/runtime.yaml")
+WITH_CACHE = read(cache_runtimes.MANIFESTS / "torch-distributed-with-cache/runtime.yaml")
 GUIDE = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
 
 
@@ -58,7 +58,7 @@ def test_the_sizes_it_names_have_the_defaults_that_it_says() -> None:
 def test_the_runtimes_it_names_are_shipped() -> None:
     names = {
         yaml.safe_load(path.read_text(encoding="utf-8"))["metadata"]["name"]
-        for path in runtimes.MANIFESTS.glob("*/runtime.yaml")
+        for path in cache_runtimes.MANIFESTS.glob("*/runtime.yaml")
     }
     named = set(re.findall(r"`([a-z0-9.-]+)`", section("Which runtime")))
     assert named - {"-4", "-8"} == names
@@ -69,7 +69,7 @@ def guide_jobset(folder: Path) -> Any:
     (block,) = [text for text in blocks("yaml") if "kind: TrainJob" in text]
     file = folder / "job.yaml"
     file.write_text(block, encoding="utf-8")
-    manifests = read_manifests(file, runtimes.MANIFESTS)
+    manifests = read_manifests(file, cache_runtimes.MANIFESTS)
     return render(manifests.train_job, manifests.runtime)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runtimes import MANIFESTS
+from cache_runtimes import MANIFESTS
 from tests.manifests import (
     Json,
     container_named,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protos.errors import ConfigError
-from runtimes.local.handlers import check_handlers
+from cache_protocol.errors import ConfigError
+from cache_runtimes.local.handlers import check_handlers
 from tests.train_jobs import container
 
 Json = dict[str, Any]

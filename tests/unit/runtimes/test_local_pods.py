@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from protos.errors import ConfigError
-from runtimes.local import policies
-from runtimes.local.pods import Process, Surroundings, pods, processes
-from runtimes.local.policies import ContainerExit, JobStatus
-from runtimes.local.render import render
+from cache_protocol.errors import ConfigError
+from cache_runtimes.local import policies
+from cache_runtimes.local.pods import Process, Surroundings, pods, processes
+from cache_runtimes.local.policies import ContainerExit, JobStatus
+from cache_runtimes.local.render import render
 from tests.train_jobs import container, env, replicated_job, runtime, train_job
 
 Json = dict[str, Any]

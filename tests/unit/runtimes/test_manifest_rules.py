@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from runtimes import MANIFESTS
+from cache_runtimes import MANIFESTS
 from tests.manifests import FIELD_RULES, POD_RULES, Json, read
 from tests.runtime_rules import RUNTIME_RULES
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_runtimes import MANIFESTS
+from cache_runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
 from cache_server.config import NodeConfig
-from runtimes import MANIFESTS
-from runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
 from tests.manifests import (
     CACHE_COMMAND,
     Json,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from protos.errors import ConfigError
-from runtimes.local.patches import merged
-from runtimes.local.render import pod_spec, render
+from cache_protocol.errors import ConfigError
+from cache_runtimes.local.patches import merged
+from cache_runtimes.local.render import pod_spec, render
 from tests.train_jobs import container, env, replicated_job, runtime, train_job
 
 Json = dict[str, Any]

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_protocol.storage.addresses import AddressRange, huge_page_bytes
+from cache_protocol.storage.mapped_table import MappedTable
+from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
 from cache_server.shards.huge_pages import HugePages, is_in_memory
 from cache_server.shards.packing import ShardBuilder
-from protos.addresses import AddressRange, huge_page_bytes
-from protos.adjacent import AdjacentShards
-from protos.shards import MappedShard, SealedShard, Selection
 from tests.waiting import wait_until
 
 PAGE = huge_page_bytes()
@@ -91,15 +91,15 @@ def sealed(folder: Path, index: int) -> MappedShard:
     return MappedShard(SealedShard(index, ROWS, path.stat().st_size, ""), path)
 
 
-def attached(*shards: MappedShard) -> AdjacentShards:
+def attached(*shards: MappedShard) -> MappedTable:
     starts = np.arange(len(shards), dtype=np.int64) * ROWS
-    adjacent = AdjacentShards(shards[0].layout, starts, [ROWS] * len(shards))
+    adjacent = MappedTable(shards[0].layout, starts, [ROWS] * len(shards))
     for position, shard in enumerate(shards):
         adjacent.attach(position, shard)
     return adjacent
 
 
-def check_rows(adjacent: AdjacentShards, shards: int) -> None:
+def check_rows(adjacent: MappedTable, shards: int) -> None:
     ids = np.random.default_rng(9).integers(0, shards * ROWS, 5000)
     layout = ShardBuilder(SCHEMA).layout
     found = adjacent.gather(ids, ids // ROWS, Selection(layout, []))

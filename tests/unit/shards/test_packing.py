@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_protocol.errors import LoadError, RequestError
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
 from cache_server.sql.queries import check_query
-from protos.errors import LoadError, RequestError
 
 DAY = datetime.date(2024, 2, 29)
 NOON = datetime.datetime(2024, 2, 29, 12, 30, 15, 250_000)

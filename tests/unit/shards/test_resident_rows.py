@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.planning import row_starts
-from cache_server.shards.resident_rows import ResidentRows
-from protos.errors import (
+from cache_protocol.errors import (
     InvalidRowsError,
     NodeUnavailableError,
     NotReadyError,
 )
-from protos.shards import Selection, empty_batch
+from cache_protocol.storage.row_index import row_starts
+from cache_protocol.storage.shard_files import Selection, empty_batch
+from cache_server.shards.resident_rows import ResidentRows
 from tests.stored_rows import COLUMNS, KEY, LAYOUT, expected, gather, logical, mapped
 
 
@@ -134,7 +134,7 @@ def test_a_node_that_cannot_map_its_shards_says_why_and_what_to_raise(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("protos.addresses.AddressRange.show", refuse)
+        patch.setattr("cache_protocol.storage.addresses.AddressRange.show", refuse)
         with pytest.raises(NodeUnavailableError, match=r"cannot map 2 .* 'table': .*max_map_count"):
             gather(rows, [5, 1])
 

@@ -10,7 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache_server.planning import VersionKey
+from cache_protocol.errors import (
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+)
+from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection, shard_file_name
 from cache_server.shards import adoption
 from cache_server.shards import store as store_module
 from cache_server.shards.checksums import file_checksum
@@ -18,12 +23,7 @@ from cache_server.shards.draft import shard_writer
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
-from protos.errors import (
-    ConfigError,
-    LoadError,
-    NodeUnavailableError,
-)
-from protos.shards import MappedShard, SealedShard, Selection, shard_file_name
+from cache_server.shards.version_key import VersionKey
 from tests.stored_rows import (
     KEY,
     LAYOUT,

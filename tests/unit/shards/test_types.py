@@ -14,9 +14,9 @@ from datafusion import SessionContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.storage.layout import Layout
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
-from protos.errors import LoadError, RequestError
-from protos.layout import Layout
 
 NAN = float("nan")
 UNITS = ("s", "ms", "us", "ns")

@@ -16,8 +16,8 @@ import torch
 from cache_client.arguments import BatchFormat
 from cache_client.convert import Converter
 from cache_client.rows import Rows
+from cache_protocol.errors import LoadError
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
-from protos.errors import LoadError
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "sources.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Types\n")[2].partition("\n## ")[0]

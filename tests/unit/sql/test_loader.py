@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.pinned import PinnedTable, SourceFile, Split
+from cache_protocol.errors import LoadError
+from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql.loader import infer_schema, read_split, read_together
 from cache_server.sql.quoting import identifier
-from protos.errors import LoadError
 from tests.query_source import (
     SCHEMA,
     all_at_once,

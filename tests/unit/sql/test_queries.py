@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 from datafusion import SessionConfig, SessionContext
 
+from cache_protocol.errors import RequestError
 from cache_server.sql.queries import check_query, query_text
-from protos.errors import RequestError
 from tests.query_source import SCHEMA, all_at_once, check, rows_of, table_of, write_parquet
 
 

@@ -10,10 +10,10 @@ from datafusion import SessionContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.pinned import SourceFile
+from cache_protocol.errors import LoadError
+from cache_server.source.pinned import SourceFile
 from cache_server.sql import loader
 from cache_server.tables import files as sources
-from protos.errors import LoadError
 from tests.table_files import find, read, table_of, touch
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_server.pinned import SourceFile
+from cache_protocol.errors import LoadError, RequestError
+from cache_server.source.pinned import SourceFile
 from cache_server.tables import lake
 from cache_server.tables.lake import OpenedSnapshots, conform, naming, plain_schema
-from protos.errors import LoadError, RequestError
 
 SCHEMA = pa.schema([("id", pa.int64()), ("part", pa.string())])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from cache_protocol.errors import LoadError
 from cache_server.tables import files as sources
-from protos.errors import LoadError
 from tests.table_files import find, paths_of, table_spec, touch
 
 EVERYWHERE = ["", "**/*.parquet"]

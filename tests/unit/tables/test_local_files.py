@@ -11,9 +11,9 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from cache_server.pinned import SourceFile
+from cache_protocol.errors import LoadError, RequestError
+from cache_server.source.pinned import SourceFile
 from cache_server.tables import files as sources
-from protos.errors import LoadError, RequestError
 from tests.table_files import find, paths_of, pinned, table_spec, touch
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.pinned import SourceFile, Split
+from cache_protocol.errors import LoadError
 from cache_server.shards.packing import storage_schema
+from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql import loader
 from cache_server.tables import files as sources
 from cache_server.tables import parquet
-from protos.errors import LoadError
 from tests.table_files import ALL, find, pinned, read, table_of, table_spec
 
 

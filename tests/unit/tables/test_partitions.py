@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_server.plan.version import plan_version
 from cache_server.shards.packing import storage_schema
 from cache_server.tables import files as sources
-from cache_server.versions import plan_version
-from protos.spec import DatasetSpec
 from tests.table_files import read, table_spec, touch
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_server.planning import VersionKey
-from cache_server.traffic import Read, Traffic
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.status import Cache, Held, Status
+from cache_server.node.traffic import Read, Traffic
+from cache_server.shards.version_key import VersionKey
 from cache_server.web.metrics import exposition
-from cache_server.web.status import Cache, Held, Status
-from protos.cache.v1 import cache_pb2 as pb
 
 
 def status(**changes: object) -> Status:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from cache_server.planning import VersionKey
-from cache_server.traffic import Counts, Read, Served
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.status import Cache, Held, Status
+from cache_server.node.traffic import Counts, Read, Served
+from cache_server.shards.version_key import VersionKey
 from cache_server.web.page import page
-from cache_server.web.status import Cache, Held, Status
-from protos.cache.v1 import cache_pb2 as pb
 
 STATUS = Status(
     node=pb.Node(

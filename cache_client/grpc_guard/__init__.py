@@ -1,0 +1,1 @@
+"""Protects gRPC from what it does not survive: forks, and interrupts of the main thread."""

@@ -1,0 +1,124 @@
+"""A node's way to a coordinator in another process: gRPC, with a deadline on every call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from cache_protocol.errors import (
+    NodeUnavailableError,
+    require_ready,
+)
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.control import from_rpc_error, open_channel
+from cache_protocol.wire.load_progress import LoadReport
+from cache_protocol.wire.watching import wait_until_settled
+
+_CALL_TIMEOUT_S = 10.0
+_CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
+_PLAN_TIMEOUT_S = 600.0  # many footers to read
+
+
+class RemoteCoordinator:
+    """A `CoordinatorLink` over gRPC. Thread-safe; connects when first used, and again after loss.
+
+    A coordinator whose name is not known yet, because its pod does not exist, is found soon after
+    it is: gRPC itself asks for a name less and less often, in the end every two minutes, so the
+    connection is made anew while heartbeats are not answered.
+
+    Args:
+        location: ``host:port`` of the coordinator's control port.
+    """
+
+    def __init__(self, location: str) -> None:
+        self._location = location
+        self._lock = threading.Lock()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = open_channel(
+            self._location,
+            initial_reconnect_backoff_ms=100,
+            max_reconnect_backoff_ms=2_000,
+            dns_min_time_between_resolutions_ms=2_000,
+        )
+        self._connected_at = time.monotonic()
+        self._stub = cache_pb2_grpc.CoordinatorStub(self._channel)
+
+    def __enter__(self) -> RemoteCoordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel."""
+        with self._lock:
+            self._channel.close()
+
+    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        """Reports the actual shards; answers the desired ones."""
+        try:
+            response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
+        except NodeUnavailableError:
+            with self._lock:
+                if time.monotonic() - self._connected_at > _CONNECT_ANEW_S:
+                    self._connect()  # the old one ends with the calls of others that it carries
+            raise
+        return response
+
+    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
+        """One dataset; the newest version that has not failed unless a fingerprint is given."""
+        request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint, lease=lease)
+        response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
+        return response.dataset
+
+    def datasets(self) -> list[pb.DatasetInfo]:
+        """Every dataset."""
+        response: pb.ListDatasetsResponse = self._call(
+            self._stub.ListDatasets, pb.ListDatasetsRequest()
+        )
+        return list(response.datasets)
+
+    def nodes(self) -> list[pb.Node]:
+        """Every node that the coordinator has heard of."""
+        response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())
+        return list(response.nodes)
+
+    def load(
+        self, spec: DatasetSpec, on_progress: Callable[[LoadReport], None] = lambda report: None
+    ) -> pb.DatasetInfo:
+        """Loads a dataset, or attaches to it, and waits until it is ready.
+
+        Args:
+            spec: of the dataset.
+            on_progress: called in this thread with how far it is, a few times a second.
+
+        Raises:
+            LoadError, RequestError: as the coordinator says.
+        """
+        request = pb.CreateDatasetRequest(spec=spec.to_proto(), secrets=spec.secrets_to_proto())
+        created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)
+        watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
+
+        def watched(_: pb.DatasetInfo) -> Iterator[pb.DatasetInfo]:
+            return (response.dataset for response in self._stub.WatchDataset(watch))
+
+        try:
+            return require_ready(wait_until_settled(watched, created.dataset, on_progress))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._location) from None
+
+    def _call(
+        self, method: Callable[..., Any], request: object, timeout_s: float = _CALL_TIMEOUT_S
+    ) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self._location) from None

@@ -1,0 +1,41 @@
+"""The log of a coordinator that does not answer: how long, and without a line a heartbeat."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from cache_protocol.errors import CacheError
+
+logger = logging.getLogger(__name__)
+
+_LOG_S = 10.0
+_START_S = 1.0  # nodes that start together, with their coordinator, say nothing of each other
+
+
+class HeartbeatLog:
+    """One thread."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._due = 0.0
+        self._said = False
+
+    def note(self, error: CacheError, *, joined: bool) -> None:
+        """A heartbeat was not answered."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._due = now if joined else now + _START_S
+        if now >= self._due:
+            what = "heartbeat failed" if joined else "waiting for the coordinator to join it"
+            logger.warning("%s since_s=%.0f reason=%s", what, now - self._since, error)
+            self._due, self._said = now + _LOG_S, True
+
+    def end(self) -> None:
+        """One was answered."""
+        if self._since is not None:
+            if self._said:
+                waited_s = time.monotonic() - self._since
+                logger.info("the coordinator answers after_s=%.1f", waited_s)
+            self._since, self._said = None, False

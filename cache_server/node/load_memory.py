@@ -1,0 +1,123 @@
+"""The memory that the loads of a node share: one begins when there is room for it, in turn.
+
+A node whose process outgrows its container is ended by the kernel, and with it everything that it
+serves. So what a load will take is known beforehand, and one for which there is no room waits.
+Knows neither shards nor queries.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import TypeVar
+
+from cache_protocol.cli.sizes import size
+from cache_protocol.errors import LoadError
+from cache_protocol.storage.memory import least_load_bytes, loading_bytes
+from cache_server.node import loading
+from cache_server.node.loading import CancelledError, Job
+from cache_server.source.pinned import Split
+
+T = TypeVar("T")
+
+_LOOK_S = 0.2  # how long a load that is not wanted any more may stand in the way
+
+
+class LoadMemory:
+    """Thread-safe.
+
+    Args:
+        container_bytes: memory limit of the container; None: a load begins at once.
+        shard_bytes: what the shards of this node take once all are loaded.
+    """
+
+    def __init__(self, container_bytes: int | None, shard_bytes: Callable[[], int]) -> None:
+        self._container_bytes = container_bytes
+        self._shard_bytes = shard_bytes
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._held_bytes = 0
+        # Threads, the one that ended last on top: for each that ever read, DataFusion's allocator
+        # keeps some of what it has freed. So as few read as do at once.
+        self._idle: list[ThreadPoolExecutor] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that have not begun yet."""
+        with self._changed:
+            return len(self._queue)
+
+    def run(self, job: Job, splits: Sequence[Split], read: Callable[[], T]) -> T:
+        """Runs ``read`` once it is the turn of its job and there is the memory for it.
+
+        A job that needs more than all loads may have begins when no other is under way.
+
+        Args:
+            splits: of the shard; none of a whole query.
+
+        Raises:
+            LoadError: this node can never have the memory for it; or what ``read`` raises.
+            CancelledError: it was not wanted any more before it could begin.
+        """
+        if self._container_bytes is None:
+            return read()
+        with self._hold(job, splits, self._container_bytes):
+            with self._changed:
+                reader = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "read")
+            try:
+                return reader.submit(read).result()
+            finally:
+                with self._changed:
+                    self._idle.append(reader)
+
+    def close(self) -> None:
+        """Ends the threads; after the last `run`."""
+        for reader in self._idle:
+            reader.shutdown()
+
+    @contextmanager
+    def _hold(self, job: Job, splits: Sequence[Split], container_bytes: int) -> Iterator[None]:
+        if wanted := [*splits, *loading.whole_splits(job)]:
+            largest = max(wanted, key=attrgetter("group_bytes"))
+            self._refuse_if_too_large(largest, container_bytes)
+        num_bytes = loading.memory_bytes(job, splits)
+        self._wait(job, num_bytes, loading_bytes(container_bytes))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_bytes -= num_bytes
+                self._changed.notify_all()
+
+    def _wait(self, job: Job, num_bytes: int, limit_bytes: int) -> None:
+        with self._changed:
+            self._queue.append(job)
+            try:
+                while self._queue[0] is not job or (
+                    self._held_bytes and self._held_bytes + num_bytes > limit_bytes
+                ):
+                    if job.cancelled.is_set():
+                        raise CancelledError
+                    self._changed.wait(_LOOK_S)
+                self._held_bytes += num_bytes
+            finally:
+                self._queue.remove(job)
+                self._changed.notify_all()
+
+    def _refuse_if_too_large(self, split: Split, container_bytes: int) -> None:
+        """Raises a `LoadError` for a row group that would have the kernel end this process."""
+        needed = least_load_bytes(split.group_bytes)
+        if needed <= loading_bytes(container_bytes):
+            return
+        left = max(0, loading_bytes(container_bytes, self._shard_bytes()))
+        if needed > left:
+            raise LoadError(
+                f"cannot load {split}: a row group of {size(split.group_bytes)} takes at least "
+                f"{size(needed)} of memory while it is read, and the container of "
+                f"{size(container_bytes)} leaves {size(left)} beside the shards: give it more "
+                "memory, or write smaller row groups"
+            )

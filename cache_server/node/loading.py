@@ -1,0 +1,313 @@
+"""What a node does to come by a shard: read its splits, run a whole query, or copy its file.
+
+Runs in the node's loading threads; each function does one job to its end, or leaves nothing behind.
+It knows no heartbeats: what is to be done is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import uuid
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+
+from cache_protocol.errors import LoadError, NodeUnavailableError
+from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.storage.shard_files import SealedShard
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node import peer_files, staging
+from cache_server.plan.shard_plan import load_memory_bytes, max_rows
+from cache_server.plan.version import split_from_proto, table_from_proto
+from cache_server.shards.packing import ShardBuilder
+from cache_server.shards.store import ShardStore
+from cache_server.shards.version_key import VersionKey
+from cache_server.source.pinned import PinnedTable, Split
+from cache_server.sql import loader
+from cache_server.sql.quoting import identifier
+
+logger = logging.getLogger(__name__)
+
+
+class CancelledError(Exception):
+    """What is being loaded is not wanted any more."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One load under way; equal to itself alone.
+
+    Attributes:
+        index: of the shard; None for the run of a whole query.
+        cancelled: set when it is not wanted any more.
+        rows: so far, for progress; written by the loading thread.
+    """
+
+    key: VersionKey
+    plan: pb.LoadPlan
+    secrets: pb.Secrets
+    index: int | None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    rows: int = 0
+
+    def secrets_of(self, table: PinnedTable) -> Mapping[str, str]:
+        """The secrets of one table of the plan."""
+        if table.name not in self.secrets.tables:
+            return {}
+        return dict(self.secrets.tables[table.name].values)
+
+
+def whole_splits(job: Job) -> list[Split]:
+    """The splits of the tables that a job reads whole."""
+    return [split_from_proto(split) for table in job.plan.tables for split in table.splits]
+
+
+def memory_bytes(job: Job, splits: Sequence[Split]) -> int:
+    """What a job takes of the memory of its node: see `planning.load_memory_bytes`.
+
+    Args:
+        splits: of the shard; none of a whole query.
+    """
+    placed = 0
+    if job.plan.keeps_every_row:
+        placed = Layout(schema_from_bytes(job.plan.logical_schema)).fixed_row_bytes
+    return load_memory_bytes(splits, whole_splits(job), placed)
+
+
+class WholeTables:
+    """Tables that a query reads whole, as Arrow files of this node; written when first needed.
+
+    Thread-safe; `close` removes them.
+
+    Args:
+        directory: a folder of their own.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._paths: dict[str, Path] = {}
+        self._is_used = False
+
+    def paths(self, job: Job, wanted: list[PinnedTable]) -> dict[str, Path]:
+        """The files of these tables.
+
+        Raises:
+            LoadError: naming table, file, split and reason.
+        """
+        with self._lock:
+            self._is_used = self._is_used or bool(wanted)
+            for table in wanted:
+                if table.name not in self._paths:
+                    path = self._directory / f"{table.name}.arrow"
+                    _spool(job, table, table.splits, path)
+                    self._paths[table.name] = path
+            return {table.name: self._paths[table.name] for table in wanted}
+
+    def close(self) -> None:
+        """Removes the files; costs nothing where there are none."""
+        with self._lock:
+            if self._is_used:
+                self._paths.clear()
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._is_used = False
+
+
+def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: WholeTables) -> None:
+    """Reads the splits of one shard with the query, and seals it.
+
+    Args:
+        whole: the other tables of the query.
+
+    Raises:
+        LoadError: naming the file, the split and the reason. CancelledError.
+    """
+    table, *others = [table_from_proto(table) for table in job.plan.tables]
+    splits = [split_from_proto(split) for split in shard.splits]
+    logical = schema_from_bytes(job.plan.logical_schema)
+    expected = max_rows(splits)
+    with ExitStack() as stack:
+        draft = None
+        layout = Layout(logical)
+        if job.plan.keeps_every_row and expected and layout.fixed_row_bytes:
+            draft = stack.enter_context(store.draft(job.key, shard.index, layout, expected))
+        builder = ShardBuilder(logical, expected, draft)
+        if job.plan.joined:
+            rows = _joined_rows(job, table, splits, whole.paths(job, others), store.scratch)
+        else:
+            rows = _rows(job, table, splits, job.plan.sql, store.scratch)
+        for what, batch in rows:
+            _append(builder, batch, what)
+            job.rows = builder.num_rows
+        store.seal(job.key, shard.index, _finish(builder, ", ".join(map(str, splits))), draft)
+
+
+def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> int:
+    """Runs a whole query and cuts its result into shards.
+
+    The same tables give the same rows in the same order, so that lost shards can be made again.
+
+    Args:
+        missing: seal these shards only; None: all of them, whatever lies there.
+
+    Returns:
+        the number of shards of the result.
+
+    Raises:
+        LoadError: with the reason. CancelledError.
+    """
+    if missing is None:
+        store.drop_version(job.key)
+    pinned = [table_from_proto(table) for table in job.plan.tables]
+    logical = schema_from_bytes(job.plan.logical_schema)
+    builder = ShardBuilder(logical)
+    num_shards = done = 0
+
+    def seal() -> None:
+        nonlocal num_shards, builder
+        if missing is None or num_shards in missing:
+            store.seal(job.key, num_shards, _finish(builder, f"the result of {job.plan.sql!r}"))
+        num_shards += 1
+        builder = ShardBuilder(logical)
+
+    with closing(WholeTables(store.scratch / uuid.uuid4().hex)) as whole:
+        for batch in loader.run_whole(job.plan.sql, whole.paths(job, pinned)):
+            _check_wanted(job)
+            for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
+                if builder.num_rows and (
+                    builder.num_bytes + builder.num_bytes // builder.num_rows * rows
+                    > job.plan.target_shard_bytes
+                ):
+                    seal()
+                _append(builder, batch.slice(start, rows), f"the result of {job.plan.sql!r}")
+                done += rows
+                job.rows = done
+        if builder.num_rows:
+            seal()
+    _check_wanted(job)
+    return num_shards
+
+
+def copy_shard(store: ShardStore, job: Job, shard: pb.DesiredShard) -> None:
+    """Copies the file of a sealed shard from another node.
+
+    Raises:
+        NodeUnavailableError, CacheError: no node gave it; the coordinator will say what is next.
+        LoadError: it does not fit here. CancelledError.
+    """
+    sealed = SealedShard(shard.index, shard.num_rows, shard.num_bytes, shard.checksum)
+    for location in list(shard.copy_from)[:-1]:
+        try:
+            _copy(store, job, sealed, location)
+            return
+        except NodeUnavailableError as error:
+            logger.warning("copy failed dataset=%s %s", job.key.dataset, error)
+    _copy(store, job, sealed, shard.copy_from[-1])
+
+
+def _copy(store: ShardStore, job: Job, sealed: SealedShard, location: str) -> None:
+    with closing(peer_files.shard_file(location, job.key, sealed.index)) as chunks:
+        store.receive(job.key, sealed, _while_wanted(job, chunks))
+
+
+def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
+    for chunk in chunks:
+        _check_wanted(job)
+        yield chunk
+
+
+def _rows(
+    job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
+) -> Generator[tuple[str, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table, in row order, and whose they are."""
+    with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
+        for files in groups:
+            if len(files) == 1:
+                what = str(files[0].split)
+                batches = loader.read_split(files[0], sql, table)
+            else:
+                what = f"{files[0].split} to {files[-1].split}"
+                batches = loader.read_together(files, sql, table)
+            for batch in batches:
+                _check_wanted(job)
+                yield what, batch
+
+
+def _joined_rows(
+    job: Job,
+    table: PinnedTable,
+    splits: Sequence[Split],
+    others: Mapping[str, Path],
+    scratch: Path,
+) -> Generator[tuple[str, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table and the whole of others, and whose."""
+    for split in splits:
+        path = scratch / f"{uuid.uuid4().hex}.arrow"
+        try:
+            _spool(job, table, [split], path)
+            for batch in _run_over(split, job.plan.sql, {**others, table.name: path}):
+                _check_wanted(job)
+                yield str(split), batch
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
+    """The rows of a query of which one table holds the rows of ``split``."""
+    try:
+        yield from loader.run_whole(sql, tables)
+    except LoadError as error:
+        raise LoadError(f"cannot load {split}: {error}") from None
+
+
+def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) -> None:
+    """Writes what a query reads of some splits as one Arrow file, all of it or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = ", ".join(map(identifier, table.read_schema.names))
+    rows = _rows(job, table, splits, f"SELECT {names} FROM {identifier(table.name)}", path.parent)
+    with closing(rows):
+        try:
+            first = next(rows, None)
+            schema = table.read_schema if first is None else first[1].schema
+            batches = (batch for _, batch in rows)
+            staging.write_arrow(
+                path, schema, batches if first is None else chain([first[1]], batches)
+            )
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise LoadError(f"cannot write {path}: {error.strerror}") from None
+            raise
+
+
+def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows of a batch, each about a sixteenth of a shard at most: start and rows."""
+    row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), layout.fixed_row_bytes)
+    step = max(1, target_bytes // 16 // row_bytes)
+    for start in range(0, batch.num_rows, step):
+        yield start, min(step, batch.num_rows - start)
+
+
+def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: str) -> None:
+    try:
+        builder.append(batch)
+    except pa.ArrowInvalid as error:
+        raise LoadError(f"cannot store {what}: {error}") from None
+
+
+def _finish(builder: ShardBuilder, what: str) -> pa.RecordBatch:
+    try:
+        return builder.finish()
+    except LoadError as error:
+        raise LoadError(f"{what}: {error}") from None
+
+
+def _check_wanted(job: Job) -> None:
+    if job.cancelled.is_set():
+        raise CancelledError

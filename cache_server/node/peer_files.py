@@ -1,0 +1,64 @@
+"""A node's way to the shard files of other nodes: Flight, with a deadline and signs of life."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.control import DIRECT
+from cache_server.shards.version_key import VersionKey
+
+_TIMEOUT_S = 600.0  # of one file
+
+
+def shard_file(
+    location: str,
+    key: VersionKey,
+    index: int,
+    *,
+    quiet_s: float = 10.0,
+    answer_s: float = 10.0,
+) -> Generator[pa.Buffer, None, None]:
+    """The bytes of a sealed shard's file, in order.
+
+    Args:
+        quiet_s: after so long without a byte the peer is asked for a sign of life.
+        answer_s: for that sign, and to connect. A slow disk of the peer does not count, a process
+            that is stopped and a network that is cut do.
+
+    Raises:
+        NodeUnavailableError: the node does not give it; names node, dataset and shard.
+    """
+    ticket = pb.ReadTicket(dataset=key.dataset, fingerprint=key.fingerprint, shard_file=index)
+    options = flight.FlightCallOptions(timeout=_TIMEOUT_S)
+    try:
+        with flight.FlightClient(
+            location, generic_options=_signs_of_life(quiet_s, answer_s)
+        ) as client:
+            reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
+            for chunk in reader:
+                yield chunk.data.column(0)[0].as_buffer()
+    except (flight.FlightError, pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise NodeUnavailableError(
+            f"node {location} did not give shard {index} of {key.dataset!r}: {reason}"
+        ) from None
+
+
+def _signs_of_life(quiet_s: float, answer_s: float) -> list[tuple[str, int]]:
+    """Settings of gRPC.
+
+    Pings without data stay as few as it has them by default: a server takes more for an attack.
+    """
+    answer_ms = round(answer_s * 1000)
+    return [
+        DIRECT,
+        ("grpc.keepalive_time_ms", round(quiet_s * 1000)),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise a minute, whatever the other says
+        ("grpc.min_reconnect_backoff_ms", answer_ms),  # which is the time to connect
+    ]

@@ -1,0 +1,1 @@
+"""From a spec to a version: pinned, fingerprinted and cut into shards."""

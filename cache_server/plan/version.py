@@ -1,0 +1,328 @@
+"""From a spec to a version: what exactly is to be loaded, pinned, fingerprinted and cut.
+
+Looks at sources through `tables` and at the query through `queries`; knows no node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import pyarrow as pa
+
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server import tables
+from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows
+from cache_server.shards.packing import storage_schema, storage_type
+from cache_server.shards.version_key import VersionKey
+from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
+from cache_server.sql import loader, queries
+
+_STORAGE_FORMAT = 8  # part of every fingerprint: a change of the stored bytes is another version
+# Tables that every node reads whole, all of them together, beside one that is read by splits.
+_SMALL_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class VersionPlan:
+    """One version of a dataset, as planned from its pinned source.
+
+    Attributes:
+        spec: as last asked for; `replicas` and secrets may differ between two of one version.
+        sql: over ``tables``.
+        tables: unless ``whole``, the first is read split by split, the others whole.
+        logical: schema of the stored columns.
+        shards: in row order; None of a whole query, whose result is cut when it is there.
+        why: how the query goes, and why, for a person.
+        keeps_every_row: the splits tell the number of rows exactly.
+        comparable: planning it again tells whether the source changed.
+        joined: the query also reads other tables, or the same ones in subqueries.
+        has_secrets: without those of its spec it cannot be loaded.
+        guessed_columns: strings and lists that the query makes, whose bytes nobody can tell. Not
+            kept: where it matters, the plan is new.
+    """
+
+    spec: DatasetSpec
+    key: VersionKey
+    sql: str
+    tables: tuple[PinnedTable, ...]
+    logical: pa.Schema
+    shards: tuple[ShardPlan, ...] | None
+    keeps_every_row: bool
+    comparable: bool = True
+    joined: bool = False
+    has_secrets: bool = False
+    why: str = field(default="", compare=False)
+    guessed_columns: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows before any filter, of the shards whose format tells."""
+        return sum(shard.max_rows or 0 for shard in self.shards or ())
+
+    def to_load_plan(self, attempt: int, *, with_splits: bool = True) -> pb.LoadPlan:
+        """What a node needs to load any shard of this version.
+
+        Args:
+            attempt: see the message.
+            with_splits: of the tables that are read whole; may be many, and needed by readers only.
+        """
+        return pb.LoadPlan(
+            dataset=self.key.dataset,
+            fingerprint=self.key.fingerprint,
+            sql=self.sql,
+            tables=[
+                table_to_proto(table if with_splits else replace(table, splits=()))
+                for table in self.tables
+            ],
+            logical_schema=self.logical.serialize().to_pybytes(),
+            attempt=attempt,
+            keeps_every_row=self.keeps_every_row,
+            whole=self.shards is None,
+            target_shard_bytes=self.spec.target_shard_bytes,
+            has_secrets=self.has_secrets,
+            comparable=self.comparable,
+            joined=self.joined,
+        )
+
+    @classmethod
+    def from_catalogue(cls, entry: pb.CatalogueEntry) -> VersionPlan:
+        """The plan that a catalogue entry keeps."""
+        shards = tuple(
+            ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
+            for index, shard in enumerate(entry.shards)
+        )
+        return cls(
+            DatasetSpec.from_proto(entry.spec),
+            VersionKey(entry.plan.dataset, entry.plan.fingerprint),
+            entry.plan.sql,
+            tuple(table_from_proto(table) for table in entry.plan.tables),
+            schema_from_bytes(entry.plan.logical_schema),
+            None if entry.plan.whole else shards,
+            entry.keeps_every_row,
+            entry.plan.comparable,
+            entry.plan.joined,
+            entry.plan.has_secrets,
+        )
+
+
+@dataclass(frozen=True)
+class PlannedVersion:
+    """A plan, and what keeps its source as it was planned; `close` once nothing is read any more.
+
+    Attributes:
+        pins: by the name of the table.
+        table_splits: how each table would be cut, for forecasts.
+        query: as it was checked.
+        rows_before: of the table that is read split by split, before anything was pruned.
+    """
+
+    plan: VersionPlan
+    pins: Mapping[str, Pin]
+    table_splits: Mapping[str, tuple[Split, ...]]
+    query: queries.Query
+    rows_before: int | None
+
+    def close(self) -> None:
+        """Lets go of the sources."""
+        for pin in self.pins.values():
+            pin.close()
+
+
+def plan_version(spec: DatasetSpec) -> PlannedVersion:
+    """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
+
+    Raises:
+        LoadError: a source cannot be read.
+        RequestError: the query cannot be run.
+    """
+    with ExitStack() as stack:
+        pins: dict[str, Pin] = {}
+        formats: dict[str, str] = {}
+        for table in spec.tables:
+            formats[table.name], pins[table.name] = tables.pin(table)
+            stack.callback(pins[table.name].close)
+        planned = _plan(spec, formats, pins)
+        stack.pop_all()
+        return planned
+
+
+def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> PlannedVersion:
+    text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
+    schemas = {name: pin.schema for name, pin in pins.items()}
+    query = queries.check_query(
+        text, schemas, allow_unordered=spec.allow_unordered, is_shortcut=spec.sql is None
+    )
+    logical = storage_schema(query.schema)
+    splits = {}
+    for name, pin in pins.items():
+        if query.conditions and pin.prune is not None:
+            pin = pin.prune(query.conditions)
+        read = pa.schema([pin.schema.field(column) for column in query.columns[name]])
+        alone = len(pins) == 1 and query.drivers
+        stored = _made_of(logical, query, name) if alone else _storable(read)
+        splits[name] = pin.cut(stored, spec.target_shard_bytes)
+    driver, why = _driver(query, splits)
+    if driver is not None and len(pins) > 1:  # what is stored has columns of the other tables, too
+        splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
+    rows_before = max_rows(splits[driver]) if driver is not None else None
+    if driver is not None and not query.joins:
+        by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
+        splits[driver] = tuple(loader.with_rows(splits[driver], text, by_split))
+    if driver is not None and not query.only_drops_rows:
+        # An unnest or a join may make any number of rows of one: the footer is no upper bound.
+        splits[driver] = tuple(replace(split, num_rows=None) for split in splits[driver])
+    for name, pin in pins.items():
+        if pin.with_groups is not None:
+            splits[name] = pin.with_groups(splits[name], query.columns[name])
+    pinned = []
+    for table in sorted(spec.tables, key=lambda table: table.name != driver):
+        every = len(query.columns[table.name]) == len(pins[table.name].schema)
+        pinned.append(
+            PinnedTable(
+                table.name,
+                formats[table.name],
+                pins[table.name].schema,
+                table.options,
+                pins[table.name].snapshot,
+                None if every else query.columns[table.name],
+                () if table.name == driver else splits[table.name],
+            )
+        )
+    plan = VersionPlan(
+        spec,
+        VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
+        text,
+        tuple(pinned),
+        logical,
+        cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None,
+        driver is not None and query.keeps_every_row and pins[driver].exact_rows,
+        all(pin.comparable for pin in pins.values()),
+        query.joins,
+        any(table.secrets for table in spec.tables),
+        why,
+        _guessed_columns(logical, query, driver),
+    )
+    return PlannedVersion(plan, dict(pins), splits, query, rows_before)
+
+
+def _driver(
+    query: queries.Query, splits: Mapping[str, tuple[Split, ...]]
+) -> tuple[str | None, str]:
+    """The table to read split by split, or None to run the query whole; and why."""
+    if not query.drivers:
+        return None, f"{query.why_whole} has one answer for the whole table"
+    sizes = {name: sum(split.estimated_bytes for split in of) for name, of in splits.items()}
+    largest = max(sorted(query.drivers), key=lambda name: sizes[name])
+    others = sum(size for name, size in sizes.items() if name != largest)
+    if len(sizes) == 1:
+        return largest, "each row is handled by itself"
+    if others > _SMALL_BYTES:
+        return None, (
+            f"the tables beside {largest!r} are {others} bytes, too many for every node to read"
+        )
+    names = ", ".join(repr(name) for name in sizes if name != largest)
+    return largest, f"each row of {largest!r} is handled by itself; every node reads {names} whole"
+
+
+def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
+    """What is stored, with the columns of ``table`` that it stands for."""
+    return with_origins(
+        logical, {name: path for name, (of, path) in query.origins.items() if of == table}
+    )
+
+
+def _guessed_columns(
+    logical: pa.Schema, query: queries.Query, driver: str | None
+) -> tuple[str, ...]:
+    """Strings and lists that stand for none of the table that is read split by split."""
+    if driver is None:
+        return ()
+    known = {name for name, (table, _) in query.origins.items() if table == driver}
+    return tuple(f.name for f in Layout(logical).plain_fields if f.name not in known)
+
+
+def _storable(schema: pa.Schema) -> pa.Schema:
+    """What of ``schema`` could be stored, to estimate by; a query may read what nobody stores."""
+    kept = [field for field in schema if storage_type(field.type) is not None]
+    return storage_schema(pa.schema(kept)) if kept else pa.schema([])
+
+
+def table_to_proto(table: PinnedTable) -> pb.PinnedTable:
+    """The message of a pinned table."""
+    return pb.PinnedTable(
+        name=table.name,
+        format=table.format,
+        schema=table.schema.serialize().to_pybytes(),
+        options=table.options,
+        snapshot=table.snapshot,
+        columns=table.columns or (),
+        splits=[split_to_proto(split) for split in table.splits],
+    )
+
+
+def table_from_proto(table: pb.PinnedTable) -> PinnedTable:
+    """The pinned table of a message."""
+    return PinnedTable(
+        table.name,
+        table.format,
+        schema_from_bytes(table.schema),
+        dict(table.options),
+        table.snapshot,
+        tuple(table.columns) or None,
+        tuple(split_from_proto(split) for split in table.splits),
+    )
+
+
+def split_to_proto(split: Split) -> pb.Split:
+    """The message of a planner's split."""
+    return pb.Split(
+        file=pb.SourceFile(
+            path=split.file.path,
+            size=split.file.size,
+            mtime_ns=split.file.mtime_ns,
+            etag=split.file.etag,
+        ),
+        part=split.part,
+        parts=split.parts,
+        num_rows=split.num_rows or 0,
+        num_rows_known=split.num_rows is not None,
+        estimated_bytes=split.estimated_bytes,
+        piece=split.piece,
+        group_bytes=split.group_bytes,
+    )
+
+
+def split_from_proto(split: pb.Split) -> Split:
+    """The planner's split of a message."""
+    file = SourceFile(split.file.path, split.file.size, split.file.mtime_ns, split.file.etag)
+    rows = split.num_rows if split.num_rows_known else None
+    sizes = split.estimated_bytes, split.piece, split.group_bytes
+    return Split(file, split.part, split.parts, rows, *sizes)
+
+
+def _fingerprint(
+    spec: DatasetSpec,
+    formats: Mapping[str, str],
+    pins: Mapping[str, Pin],
+    sql: str,
+    driver: str | None,
+) -> str:
+    """Of everything that decides the stored bytes and how they are cut; not of replicas."""
+    content = {
+        "storage_format": _STORAGE_FORMAT,
+        "sql": sql,
+        "target_shard_bytes": spec.target_shard_bytes,
+        "driver": driver,
+        "tables": [
+            [table.name, formats[table.name], table.missing_columns, pins[table.name].content]
+            for table in spec.tables
+        ],
+    }
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

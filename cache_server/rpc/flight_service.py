@@ -1,0 +1,372 @@
+"""The Flight verbs. Each parses, calls one function, encodes. The only importer of pyarrow.flight.
+
+Any Flight client can read a dataset through GetFlightInfo and DoGet and sees logical columns; the
+training path is DoExchange, which answers row ids with packed rows. Everything is checked before
+the first batch, because an error inside a running DoGet stream loses its code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
+from google.protobuf.message import DecodeError, Message
+
+from cache_protocol.errors import (
+    CacheError,
+    InvalidRowsError,
+    InvalidTicketError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+    require_ready,
+    to_proto,
+)
+from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.storage.shard_files import Selection, shard_file_name
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.node import Node
+from cache_server.node.traffic import Read, Traffic
+from cache_server.rpc.flight_messages import header_size, padding
+from cache_server.secrets import error_text
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS_ACTION = "endpoints"
+_MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
+_M = TypeVar("_M", bound=Message)
+_FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
+_REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
+
+
+class FlightService(flight.FlightServerBase):
+    """Serves from construction on, in gRPC's own threads.
+
+    Args:
+        bind: host to listen on.
+        port: 0 picks a free one; see ``.port``.
+        traffic: counts what is served and refused.
+    """
+
+    def __init__(self, bind: str, port: int, traffic: Traffic) -> None:
+        super().__init__(f"grpc://{bind}:{port}")
+        self._traffic = traffic
+        self._node: Node | None = None
+
+    def attach(self, node: Node) -> None:
+        """Gives the service its node, which needs the port first; calls before that are refused."""
+        self._node = node
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def get_flight_info(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.FlightInfo:
+        """One endpoint per shard, in row order."""
+        with self._named_errors():
+            info, columns, part = self._resolve(descriptor)
+            return _flight_info(descriptor, require_ready(info), columns, part)
+
+    def get_schema(
+        self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
+    ) -> flight.SchemaResult:
+        """The logical schema; known before the dataset is ready."""
+        with self._named_errors():
+            info, columns, _ = self._resolve(descriptor)
+            return flight.SchemaResult(_layout(info).select(columns).logical)
+
+    def list_flights(
+        self, context: flight.ServerCallContext, criteria: bytes
+    ) -> Iterator[flight.FlightInfo]:
+        """Every ready dataset; ``criteria`` may be the beginning of their names."""
+        with self._named_errors():
+            prefix = criteria.decode("utf-8", "replace")
+            infos = [
+                _flight_info(flight.FlightDescriptor.for_path(info.spec.name), info, [], None)
+                for info in self._ready_node().datasets()
+                if info.state == pb.DATASET_STATE_READY and info.spec.name.startswith(prefix)
+            ]
+        return iter(infos)
+
+    def do_get(
+        self, context: flight.ServerCallContext, ticket: flight.Ticket
+    ) -> flight.FlightDataStream:
+        """Logical columns of a row range that this node holds."""
+        with self._named_errors():
+            request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
+            if request.HasField("shard_file"):
+                key = VersionKey(request.dataset, request.fingerprint)
+                chunks = self._ready_node().shard_file(key, request.shard_file, _MESSAGE_BYTES)
+                copied = self._counted(Read(key.dataset, "file"), map(_file_chunk, chunks))
+                return flight.GeneratorStream(_FILE_SCHEMA, copied)
+            rows = self._ready_node().rows(request.dataset, request.fingerprint)
+            start, stop = request.rows.start, request.rows.stop
+            selection = Selection(rows.layout, list(request.columns))
+            rows.check_range(start, stop)
+            layout = selection.layout
+            batches = rows.slices(start, stop, _rows_per_message(layout), selection)
+            unpacked = (layout.unpack(batch) for batch in batches)
+            return flight.GeneratorStream(
+                layout.logical, self._counted(Read(request.dataset, "get"), unpacked)
+            )
+
+    def do_put(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.FlightMetadataWriter,
+    ) -> None:
+        """Refused: a dataset is loaded from its source, so that it can be loaded again."""
+        with self._named_errors():
+            raise RequestError(
+                "DoPut is not served: a cache loads a dataset from its source (CreateDataset)"
+            )
+
+    def do_exchange(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """Answers each batch of row ids with those rows, in that order, in packed columns."""
+        with self._named_errors():
+            if descriptor.descriptor_type != flight.DescriptorType.CMD:
+                raise InvalidTicketError("DoExchange takes a GatherRequest as its command")
+            request = _parse(pb.GatherRequest, descriptor.command, "gather request")
+            node = self._ready_node()
+            selection: Selection | None = None
+            read = Read(request.dataset, "exchange")
+            header = 0
+            for chunk in reader:
+                row_ids = _row_ids(chunk.data)
+                # Looked up for each request: shards come and go while a stream lives.
+                rows = node.rows(request.dataset, request.fingerprint)
+                if selection is None:
+                    selection = Selection(rows.layout, list(request.columns))
+                    writer.begin(selection.layout.schema)
+                for batch in rows.gather(row_ids, selection, request.rows_per_message):
+                    if batch.num_rows and not header:
+                        header = header_size(batch)
+                    num_bytes = batch.nbytes
+                    writer.write_with_metadata(batch, padding(header, num_bytes))
+                    self._traffic.note(read, rows=batch.num_rows, num_bytes=num_bytes)
+
+    def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
+        """The one action."""
+        return [(ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints")]
+
+    def do_action(
+        self, context: flight.ServerCallContext, action: flight.Action
+    ) -> Iterator[flight.Result]:
+        """``endpoints``: where the coordinator of this node is."""
+        with self._named_errors():
+            if action.type != ENDPOINTS_ACTION:
+                raise RequestError(f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}")
+            endpoints = self._ready_node().coordinator
+            if not endpoints.control_location:
+                raise NotReadyError("this node has not reached its coordinator yet")
+            return iter([flight.Result(endpoints.SerializeToString())])
+
+    def _counted(self, read: Read, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield batch
+            rows = batch.num_rows if read.verb != "file" else 0
+            self._traffic.note(read, rows=rows, num_bytes=batch.nbytes)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Turns the error tree into Flight errors that carry its codes, without a traceback."""
+        try:
+            yield
+        except CacheError as error:
+            self._traffic.note_error(type(error).__name__)
+            raise _flight_error(error) from None
+        except (flight.FlightError, pa.ArrowException, *error_text.NO_DEFECTS):
+            raise
+        except BaseException as error:
+            self._traffic.note_error("defect")
+            secrets = pb.Secrets()  # no verb of Flight has any
+            logger.error("defect in a Flight verb\n%s", error_text.trace(error, secrets))
+            reason = error_text.reason(error, secrets)
+            raise _flight_error(CacheError(f"defect in the cache node: {reason}")) from None
+
+    # -- parsing -----------------------------------------------------------------------------------
+
+    def _ready_node(self) -> Node:
+        if self._node is None:
+            raise NotReadyError("this node is starting")
+        return self._node
+
+    def _resolve(
+        self, descriptor: flight.FlightDescriptor
+    ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
+        """The dataset, columns and part (index, total) that a descriptor asks for."""
+        node = self._ready_node()
+        if descriptor.descriptor_type == flight.DescriptorType.CMD:
+            request = _parse(pb.ReadRequest, descriptor.command, "read request")
+            info = node.describe(request.dataset, request.fingerprint)
+            return info, list(request.columns), None
+        if descriptor.descriptor_type != flight.DescriptorType.PATH:
+            raise InvalidTicketError("the descriptor has neither a command nor a path")
+        path = [part.decode("utf-8", "replace") for part in descriptor.path]
+        if len(path) == 1:
+            return node.describe(path[0]), [], None
+        if len(path) == 2:
+            part = _part(path[0], path[1])
+            only = self._only_dataset()
+            return node.describe(only.spec.name, only.fingerprint), [], part
+        if len(path) == 3:
+            return node.describe(path[0]), [], _part(path[1], path[2])
+        raise InvalidTicketError(
+            f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
+        )
+
+    def _only_dataset(self) -> pb.DatasetInfo:
+        datasets = self._ready_node().datasets()
+        if len(datasets) == 1:
+            return datasets[0]
+        names = ", ".join(info.spec.name for info in datasets) or "none"
+        raise RequestError(
+            f"a path of [index, total] needs exactly one dataset, there are: {names}; "
+            "ask for [dataset, index, total]"
+        )
+
+
+def _flight_error(error: CacheError) -> flight.FlightError:
+    retryable = isinstance(error, NotReadyError | NodeUnavailableError)
+    kind = flight.FlightUnavailableError if retryable else flight.FlightServerError
+    return kind(str(error), to_proto(error).SerializeToString())
+
+
+def _parse(message: type[_M], data: bytes, what: str) -> _M:
+    try:
+        parsed = message.FromString(bytes(data))
+    except DecodeError:
+        raise InvalidTicketError(f"not a {what} of this cache: {bytes(data)[:64]!r}") from None
+    if not parsed.dataset:  # type: ignore[attr-defined]  # every request has one
+        raise InvalidTicketError(f"the {what} names no dataset: {bytes(data)[:64]!r}")
+    return parsed
+
+
+def _part(index_text: str, total_text: str) -> tuple[int, int]:
+    try:
+        index, total = int(index_text), int(total_text)
+    except ValueError:
+        raise InvalidTicketError(
+            f"index and total must be numbers, got {index_text[:64]!r} and {total_text[:64]!r}"
+        ) from None
+    if total < 1 or not 0 <= index < total:
+        raise InvalidTicketError(f"index must be in [0, total), got {index} of {total}")
+    return index, total
+
+
+def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if batch is None:
+        raise _bad_row_ids("no data")
+    if not batch.schema.equals(_REQUEST_SCHEMA):
+        raise _bad_row_ids(str(batch.schema).replace("\n", ", "))
+    if nulls := batch.column(0).null_count:
+        raise _bad_row_ids(f"{nulls} {'null' if nulls == 1 else 'nulls'}")
+    ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
+    return ids
+
+
+def _bad_row_ids(found: str) -> InvalidRowsError:
+    return InvalidRowsError(f"row ids come as one int64 column 'row' without nulls, got {found}")
+
+
+def _layout(info: pb.DatasetInfo) -> Layout:
+    return Layout(schema_from_bytes(info.schema))
+
+
+def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
+    """Some bytes of a file, as they are."""
+    offsets = pa.py_buffer(np.array([0, len(chunk)], np.int64))
+    values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
+    return pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
+
+
+def _rows_per_message(layout: Layout) -> int:
+    return max(1, _MESSAGE_BYTES // max(1, layout.guessed_row_bytes))
+
+
+def _flight_info(
+    descriptor: flight.FlightDescriptor,
+    info: pb.DatasetInfo,
+    columns: Sequence[str],
+    part: tuple[int, int] | None,
+) -> flight.FlightInfo:
+    layout = _layout(info).select(columns)
+    start, stop = 0, info.num_rows
+    if part is not None:
+        index, total = part
+        start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
+    return flight.FlightInfo(
+        layout.logical,
+        descriptor,
+        list(_endpoints(info, columns, start, stop, alone=part is not None)),
+        stop - start,
+        _total_bytes(info, layout, stop - start),
+        ordered=True,
+        app_metadata=pb.ReadPlan(
+            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
+        ).SerializeToString(),
+    )
+
+
+def _endpoints(
+    info: pb.DatasetInfo, columns: Sequence[str], start: int, stop: int, *, alone: bool
+) -> Iterator[flight.FlightEndpoint]:
+    """One for each shard with some of the rows ``[start, stop)``.
+
+    Args:
+        alone: with one location. Who asks for a part reads every location of every endpoint, as the
+            ancestor's clients do; others choose between its nodes and their files.
+    """
+    locations = {node.id: node.flight_location for node in info.nodes}
+    directories = {
+        node.id: Path(node.cache_dir, info.spec.name, info.fingerprint).as_uri()
+        for node in info.nodes
+    }
+    for shard in info.shards:
+        first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
+        if first >= last:
+            continue
+        rows = pb.RowRange(start=first, stop=last)
+        ticket = pb.ReadTicket(
+            dataset=info.spec.name, fingerprint=info.fingerprint, rows=rows, columns=columns
+        )
+        uris = [locations[node_id] for node_id in shard.node_ids]
+        if alone:
+            del uris[1:]
+        else:
+            file = shard_file_name(shard.index)
+            uris += [f"{directories[node_id]}/{file}" for node_id in shard.node_ids]
+        placement = pb.ShardPlacement(
+            index=shard.index,
+            rows=rows,
+            num_bytes=shard.num_bytes,
+            checksum=shard.checksum,
+            node_ids=shard.node_ids[: 1 if alone else None],
+        )
+        yield flight.FlightEndpoint(
+            ticket.SerializeToString(), uris, None, placement.SerializeToString()
+        )
+
+
+def _total_bytes(info: pb.DatasetInfo, layout: Layout, num_rows: int) -> int:
+    """Of the shard files for the whole dataset, else of the values; -1 of columns that vary."""
+    if num_rows == info.num_rows and layout.logical.equals(_layout(info).logical):
+        return info.num_bytes
+    if num_rows and any(column.kind == "plain" for column in layout.columns):
+        return -1
+    return num_rows * layout.fixed_row_bytes

@@ -1,0 +1,1 @@
+"""Removes secrets from texts that users and logs may see."""

@@ -1,0 +1,117 @@
+"""The first records of a CSV, written so that nothing stands in quotes. Pure.
+
+DataFusion infers the types of a CSV from chunks that object_store cuts at line ends, also at those
+inside of quotes (arrow-rs-object-store#650). Of these records every chunk is sound: what only
+quotes allow in a value, and what would begin some, is an underscore, as which neither is part of a
+number, a truth value, a date or a time. So each column gets the type that it would get of the file.
+
+The dialect is that of the reader, DataFusion's default: a comma, double quotes that count at the
+beginning of a value only and are doubled inside, any line end, blank lines passed over.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cache_server.source.pinned import check_names
+
+MOST_RECORDS = 1001  # the names and 1000 rows, as DataFusion does by itself
+
+_QUOTED = re.compile(r'(?<![^,])"((?:[^"]++|"")*+)("?)')  # a value, and its end if that is there
+_QUOTED_ON = re.compile(r'(?:[^"]++|"")*+("?)')  # of one that began in a line before
+_BOM = "\xef\xbb\xbf"
+_OUTSIDE = str.maketrans(dict.fromkeys('"\\', "_"))
+_INSIDE = str.maketrans(dict.fromkeys('"\\,\r\n', "_"))
+
+
+@dataclass(frozen=True)
+class CsvSample:
+    """The beginning of a CSV.
+
+    Attributes:
+        names: of the columns.
+        records: one a line, as Latin-1 text of the file's bytes; instead of the names the first one
+            has the numbers of the columns.
+    """
+
+    names: tuple[str, ...]
+    records: tuple[str, ...]
+
+
+def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
+    """Reads up to `MOST_RECORDS` records.
+
+    Of a long value in quotes only the first line is kept, so that no more than that is in memory.
+
+    Args:
+        lines: of the file's bytes as Latin-1, with their ends, cut after any kind of line end.
+        is_whole: otherwise they break off, maybe in a record, which is left out.
+
+    Raises:
+        ValueError: with the reason: there are no names, or two are the same, or not UTF-8; quotes
+            are not closed.
+    """
+    header: list[str] = []  # the lines of the first record
+    records: list[str] = []
+    record = ""
+    is_open, opened, num_records = False, 0, 0
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(_BOM)
+        if not is_open and not line.strip("\r\n"):
+            continue
+        if not num_records:
+            header.append(line)
+        was_open = is_open
+        text, is_open = _without_quotes(line, is_open)
+        record += text
+        if is_open:
+            opened = number if text or not was_open else opened
+            continue
+        num_records += 1
+        record = record.strip("\r\n")
+        if num_records > 1 and record:  # a single null would be a blank line, and tells nothing
+            records.append(f"{record}\n")
+        record = ""
+        if num_records == MOST_RECORDS:
+            break
+    if is_open and is_whole:
+        raise ValueError(f"the quotes that are opened in line {opened} are never closed")
+    if not num_records:
+        raise ValueError("it does not name its columns")
+    names = _names(header)
+    numbers = ",".join(map(str, range(len(names))))
+    return CsvSample(names, (f"{numbers}\n", *records))
+
+
+def _without_quotes(line: str, is_open: bool) -> tuple[str, bool]:
+    """What of a line is kept, and whether its last value goes on in the next one."""
+    if is_open:
+        rest = _QUOTED_ON.match(line)
+        if rest is None or not rest[1]:
+            return "", True
+        line = line[rest.end() :]
+    if '"' not in line:
+        return line.translate(_OUTSIDE) if "\\" in line else line, False
+    is_open = False
+
+    def unquoted(value: re.Match[str]) -> str:
+        nonlocal is_open
+        is_open = not value[2]
+        return value[1].translate(_INSIDE)
+
+    return _QUOTED.sub(unquoted, line).translate(_OUTSIDE), is_open
+
+
+def _names(header: Iterable[str]) -> tuple[str, ...]:
+    try:
+        names = next(csv.reader([line.encode("latin-1").decode() for line in header]))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the names of its columns are not UTF-8: {error.reason}") from None
+    except csv.Error as error:
+        raise ValueError(f"the names of its columns cannot be read: {error}") from None
+    check_names(names)
+    return tuple(names)

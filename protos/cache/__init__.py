@@ -1,1 +1,0 @@
-"""The protobuf package ``cache``, one subpackage for each version of the wire contract."""

@@ -1,0 +1,1 @@
+"""What both commands show in the same way: sizes, loads, output, ``--version``."""

@@ -1,0 +1,166 @@
+"""Ranges of addresses of this process, and which pages of files stand in them.
+
+`mmap` of Python's library neither takes an address nor gives one, so the C library is called; this
+is the only place that does. Pages of a file are shown at another address without opening it again,
+by `mremap` of nothing (its manual page has it), so it does not matter whether the file still has a
+name. That is Linux; elsewhere every call is an `OSError`.
+
+A processor finds a huge page by one entry of its tables, where it needs 512 for small ones. What
+lies in huge pages is found so only where it is shown at a multiple of their size, as in the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cache_protocol.storage.layout import Matrix
+
+_PROT_NONE = 0
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
+_MADV_COLLAPSE = 25
+_HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_FAILED = ctypes.c_void_p(-1).value
+_POINTER, _SIZE, _INT, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
+
+
+@functools.cache
+def huge_page_bytes() -> int:
+    """Size of a huge page, such as 2 MiB; that of any page where there are none."""
+    try:
+        return int(_HUGE_PAGE_SIZE.read_text())
+    except (OSError, ValueError):
+        return mmap.PAGESIZE
+
+
+class MappedFile:
+    """All of a file, read-only; lives as long as whoever was given its addresses holds it.
+
+    Args:
+        handle: of the open file, which may be closed afterwards.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self.size = os.fstat(handle).st_size
+        self.start = _mmap(self.size, mmap.PROT_READ, mmap.MAP_SHARED, handle)
+        _unmap_with(self, self.start, self.size)
+
+
+class AddressRange:
+    """Addresses that nobody else uses, and that lead to memory only where something is shown.
+
+    It lives as long as its views. To look where nothing is shown ends the process. One as long as a
+    huge page begins at a multiple of its size.
+
+    Args:
+        size: in bytes.
+
+    Raises:
+        OSError: there are not so many addresses.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = max(size, mmap.PAGESIZE)
+        page = huge_page_bytes() if self.size >= huge_page_bytes() else mmap.PAGESIZE
+        reserved = self.size + page - mmap.PAGESIZE
+        start = _mmap(reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        self._unmapping = _unmap_with(self, start, reserved)
+        self.start = -(-start // page) * page
+
+    def show(self, at: int, file: MappedFile, offset: int, size: int) -> None:
+        """Shows ``size`` bytes of a file at byte ``at`` of this range.
+
+        Args:
+            at, offset: in this range and in the file; multiples of the page size.
+
+        Raises:
+            OSError: this process has too many maps.
+        """
+        if at + size > self.size or offset + size > file.size:
+            raise ValueError(
+                f"{size} bytes, from {offset} of {file.size}, do not fit at {at} of {self.size}"
+            )
+        mremap = _c_function("mremap", _POINTER, _SIZE, _SIZE, _INT, _POINTER)
+        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        try:
+            _checked(mremap(file.start + offset, 0, size, flags, self.start + at), size)
+        except OSError:
+            # It may have left a hole, which whoever maps something may get: so it is not unmapped.
+            self._unmapping.detach()
+            raise
+
+    def collapse(self, at: int, size: int) -> None:
+        """Moves what is shown in some of this range into huge pages, for all who have it mapped.
+
+        Contents and addresses stay; whoever looks there meanwhile waits for some milliseconds at
+        most. See MADV_COLLAPSE in madvise(2).
+
+        Args:
+            at, size: multiples of the size of a huge page.
+
+        Raises:
+            OSError: EINVAL, where the kernel cannot (before Linux 6.1, or without huge pages);
+                others, where it could not now, as for want of memory in one piece.
+        """
+        madvise = _c_function("madvise", _POINTER, _SIZE, _INT)
+        if madvise(self.start + at, size, _MADV_COLLAPSE):
+            code = ctypes.get_errno()
+            raise OSError(code, f"cannot make huge pages of {size} bytes: {os.strerror(code)}")
+
+    def rows(self, at: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
+        """Everything from byte ``at`` on as a ``[rows, width]`` array, read-only."""
+        count = (self.size - at) // (width * dtype.itemsize)
+        return np.asarray(_View(self, self.start + at, (count, width), dtype))
+
+
+class _View:
+    """Tells numpy of an array at an address, and keeps its memory alive."""
+
+    def __init__(
+        self, owner: object, address: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
+    ) -> None:
+        self._owner = owner
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (address, True),  # read-only
+        }
+
+
+def _mmap(size: int, protection: int, flags: int, handle: int) -> int:
+    mmap_ = _c_function("mmap", _POINTER, _SIZE, _INT, _INT, _INT, _OFFSET)
+    return _checked(mmap_(None, size, protection, flags, handle, 0), size)
+
+
+def _unmap_with(owner: object, start: int, size: int) -> weakref.finalize[..., object]:
+    """Gives the addresses back when ``owner`` is gone; at exit, never."""
+    unmapping = weakref.finalize(owner, _c_function("munmap", _POINTER, _SIZE), start, size)
+    unmapping.atexit = False
+    return unmapping
+
+
+def _checked(address: int | None, size: int) -> int:
+    if address is None or address == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {size} bytes: {os.strerror(code)}")
+    return address
+
+
+@functools.cache
+def _c_function(name: str, *arguments: Any) -> Any:
+    try:
+        return ctypes.CFUNCTYPE(_POINTER, *arguments, use_errno=True)((name, ctypes.CDLL(None)))
+    except (AttributeError, OSError):
+        raise OSError(errno.ENOSYS, f"{name} is not there on this system") from None

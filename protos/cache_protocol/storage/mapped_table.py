@@ -1,0 +1,203 @@
+"""Shard files mapped next to each other, so that the rows of all of them are one matrix a column.
+
+Random rows are then gathered by one call for each stored column, in the order that they are wanted
+in, whatever shards they are of: no grouping by shard, no second copy to bring them into order, and
+no call of Python a shard.
+
+    files       |hdr| 2 000 rows |    |hdr| 1 500 rows |    |hdr| 2 000 rows |
+    addresses   [ 2 000 rows | gap | 1 500 rows | gap | 2 000 rows ]     one range for each column
+
+A file can be mapped at multiples of the page size only, and rows of one matrix stand at multiples
+of their size only. So each file has a gap before it, long enough that both hold: fewer pages than a
+row has bytes. A gap costs addresses, no memory. The layout guarantees such a place: it puts first
+the columns whose row size has the most factors of two (see `cache_protocol.storage.layout`).
+
+Pages are those of the system or, where a shard is large enough to have some, huge ones: a file that
+lies in huge pages is then found by them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from cache_protocol.storage.addresses import AddressRange, MappedFile, huge_page_bytes
+from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
+from cache_protocol.storage.row_index import Ids, Indices, group_rows
+from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive
+
+MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
+_MOST_ADDRESSES = 2**44  # of a column; a process has 2**47, and more than one column
+
+
+class MappedTable:
+    """Shards of one version, of which rows are gathered.
+
+    Any number of threads may gather while one attaches.
+
+    Args:
+        layout: of the stored batches.
+        starts: first row id of each shard.
+        num_rows: of each shard; 0 of those that are never attached.
+        only: stored columns that may be asked for; None for all.
+
+    Raises:
+        OSError: there are not enough addresses.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        starts: Ids,
+        num_rows: Sequence[int],
+        *,
+        only: Collection[int] | None = None,
+    ) -> None:
+        self._starts = starts
+        self._shards: list[MappedShard | None] = [None] * len(starts)
+        self._columns = {
+            index: _AdjacentColumn(column, starts, num_rows)
+            for index, column in enumerate(layout.columns)
+            if column.kind != "plain" and (only is None or index in only)
+        }
+
+    def attach(self, position: int, shard: MappedShard) -> None:
+        """Makes the rows of a shard ready to be gathered.
+
+        Args:
+            position: of the shard in ``starts``.
+
+        Raises:
+            OSError: this process has too many maps.
+            ValueError: columns do not lie where they should.
+        """
+        if shard.sealed.num_rows:
+            for index, column in self._columns.items():
+                column.attach(position, shard.file, shard.offset(index))
+        self._shards[position] = shard
+
+    def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
+        """Rows as one stored batch: numbers in memory of their own.
+
+        Strings and lists may be views of the files, where rows stand together there.
+
+        Args:
+            row_ids: in the order wanted.
+            shard_of: position of the shard of each row, all of them attached.
+        """
+        plain = any(column.kind == "plain" for column in selection.layout.columns)
+        by_shard = self._by_shard(row_ids, shard_of) if plain else None
+        arrays: list[pa.Array] = []
+        for pick, (index, _) in enumerate(selection.picks):
+            wanted = selection.layout.columns[pick]
+            if wanted.kind == "plain":
+                assert by_shard is not None
+                arrays.append(by_shard.gather(index))
+                continue
+            rows = self._columns[index].gather(row_ids, shard_of)
+            arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
+        return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
+
+    def _by_shard(self, row_ids: Ids, shard_of: Indices) -> _RowsByShard:
+        grouped = group_rows(row_ids, shard_of)
+        parts = []
+        for position, start, stop in grouped.runs():
+            shard = self._shards[position]
+            assert shard is not None
+            rows = grouped.rows[start:stop] - self._starts[position]
+            run = slice(int(rows[0]), int(rows[-1]) + 1)
+            parts.append((shard, run if are_consecutive(rows) else pa.array(rows)))
+        inverse = grouped.inverse
+        return _RowsByShard(parts, None if inverse is None else pa.array(inverse))
+
+
+class _RowsByShard(NamedTuple):
+    """Rows of a request as plain columns are gathered: shard by shard, then brought into order.
+
+    Attributes:
+        parts: shards, and rows in each of them: a slice of those that stand together.
+        inverse: where in the joined parts each row of the request stands; None where as they come.
+    """
+
+    parts: list[tuple[MappedShard, pa.Array | slice]]
+    inverse: pa.Array | None
+
+    def gather(self, index: int) -> pa.Array:
+        """The rows of one plain column."""
+        taken = [_taken(shard.batch.column(index), rows) for shard, rows in self.parts]
+        joined = taken[0] if len(taken) == 1 else pa.concat_arrays(taken)
+        return joined if self.inverse is None else joined.take(self.inverse)
+
+
+def _taken(column: pa.Array, rows: pa.Array | slice) -> pa.Array:
+    if isinstance(rows, slice):
+        return column.slice(rows.start, rows.stop - rows.start)
+    return column.take(rows)
+
+
+class _AdjacentColumn:
+    """One packed or matrix column of all shards."""
+
+    def __init__(self, column: StoredColumn, starts: Ids, num_rows: Sequence[int]) -> None:
+        assert column.dtype is not None
+        self._dtype, self._width = column.dtype, column.width
+        self._starts, self._num_rows = starts, num_rows
+        self._row_bytes = column.width * column.dtype.itemsize
+        self._page = huge_page_bytes()
+        first_pages = self._places()
+        has_huge = max(num_rows, default=0) * self._row_bytes >= self._page
+        if not has_huge or first_pages[-1] * self._page > _MOST_ADDRESSES:
+            self._page = mmap.PAGESIZE
+            first_pages = self._places()
+        self._unit = math.gcd(self._page, self._row_bytes)
+        self._first_pages = first_pages[:-1]
+        self._addresses = AddressRange(first_pages[-1] * self._page)
+        self._lead: int | None = None  # bytes before the first row, once a shard is attached
+        self._matrix: Matrix | None = None
+        self._shift = np.zeros(len(num_rows), np.int64)  # row id -> row of the matrix
+
+    def _places(self) -> list[int]:
+        """The first page that each shard may take, and the end of the last one."""
+        gap_pages = self._row_bytes // math.gcd(self._page, self._row_bytes)
+        pages = [
+            gap_pages + 1 + math.ceil(rows * self._row_bytes / self._page) if rows else 0
+            for rows in self._num_rows
+        ]
+        return list(itertools.accumulate(pages, initial=0))
+
+    def attach(self, position: int, file: MappedFile, offset: int) -> None:
+        """Shows the rows of a shard, which begin at ``offset`` in the file."""
+        page, row_bytes = self._page, self._row_bytes
+        before = offset % page  # in their first page
+        first_page = self._first_pages[position]
+        if self._lead is None or self._matrix is None:
+            self._lead = (first_page * page + before) % row_bytes
+            self._matrix = self._addresses.rows(self._lead, self._width, self._dtype)
+        if (before - self._lead) % self._unit:
+            raise ValueError(f"a column at byte {offset} cannot lie next to the same of others")
+        # page * first_page + before = lead, modulo row_bytes
+        modulus = row_bytes // self._unit
+        wanted = (self._lead - before) // self._unit * pow(page // self._unit, -1, modulus)
+        first_page += (wanted - first_page) % modulus
+        start = first_page * page
+        size = before + self._num_rows[position] * row_bytes
+        self._addresses.show(start, file, offset - before, size)
+        self._shift[position] = (start + before - self._lead) // row_bytes - self._starts[position]
+
+    def gather(self, row_ids: Ids, shard_of: Indices) -> Matrix:
+        """Rows in memory of their own."""
+        assert self._matrix is not None
+        if len(self._shift) == 1:
+            rows = row_ids + self._shift[0]
+        else:
+            rows = np.take(self._shift, shard_of)
+            rows += row_ids
+        found = pool_matrix(len(rows), self._width, self._dtype)
+        np.take(self._matrix, rows, axis=0, out=found, mode="clip")  # clip spares a hidden copy
+        return found

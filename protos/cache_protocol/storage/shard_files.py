@@ -1,0 +1,143 @@
+"""Sealed shard files, as a node and a client on the same machine read them.
+
+    <cache_dir>/.node-id                                      the lasting name of the node
+    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
+    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
+
+A file counts only as the manifest names it. Nothing is written here: see
+`cache_server.shards.store`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cache_protocol.storage.addresses import MappedFile
+from cache_protocol.storage.layout import Layout, Matrix, as_matrix, pool_matrix
+from cache_protocol.storage.row_index import Ids
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.jsonl"
+NODE_ID_FILE = ".node-id"
+
+
+@dataclass(frozen=True)
+class SealedShard:
+    """A line of the manifest. ``num_bytes`` is the size of the file."""
+
+    index: int
+    num_rows: int
+    num_bytes: int
+    checksum: str
+
+
+MAPS_PER_SHARD = 2  # of a `MappedShard`
+
+
+class MappedShard:
+    """A sealed shard, mapped: its columns without a copy. Immutable, any thread.
+
+    It is mapped twice. gRPC's threads let go of slices of Arrow's own map without the interpreter's
+    lock, and the pages of the other one can be shown side by side with those of other shards.
+
+    Args:
+        path: of the file, which may go away afterwards.
+
+    Attributes:
+        batch: all of its rows, as stored.
+        layout: of the batch.
+        matrices: stored column -> ``[rows, width]`` view, for packed and matrix columns.
+        file: the second map.
+
+    Raises:
+        OSError: the file is not there, or cannot be mapped.
+        ValueError, pa.ArrowException: it is not one of a stored batch.
+    """
+
+    def __init__(self, sealed: SealedShard, path: Path) -> None:
+        self.sealed = sealed
+        self.path = path
+        with pa.memory_map(str(path)) as file:  # the pages stay mapped without a file descriptor
+            self.file = MappedFile(file.fileno())
+            address: int = file.read_buffer(1).address
+            self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
+        self.layout = Layout.of_stored(self.batch.schema)
+        self.matrices: dict[int, Matrix] = {
+            index: as_matrix(self.batch.column(index))
+            for index, column in enumerate(self.layout.columns)
+            if column.kind != "plain"
+        }
+        self._offsets = {
+            index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
+        }
+
+    def offset(self, index: int) -> int:
+        """Where in the file the rows of packed or matrix column ``index`` begin."""
+        return self._offsets[index]
+
+
+class Selection:
+    """Which stored columns, and which positions in them, give the wanted logical columns."""
+
+    def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
+        self.layout = stored.select(columns)
+        self.picks: list[tuple[int, list[int] | None]] = []
+        for column in self.layout.columns:
+            index = stored.place(column.names[0])[0]
+            positions = [stored.place(name)[1] for name in column.names]
+            whole = positions == list(range(len(stored.columns[index].names)))
+            self.picks.append((index, None if whole else positions))
+
+    def narrow(self, pick: int, matrix: Matrix) -> Matrix:
+        """The wanted columns of rows of stored column ``pick``; contiguous."""
+        positions = self.picks[pick][1]
+        if positions is None:
+            return matrix
+        narrow = pool_matrix(len(matrix), len(positions), matrix.dtype)
+        np.take(matrix, positions, axis=1, out=narrow, mode="clip")
+        return narrow
+
+
+def are_consecutive(rows: Ids) -> bool:
+    """Whether each of these numbers, of which there is at least one, is the one before plus 1."""
+    return bool(rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all())
+
+
+def shard_file_name(index: int) -> str:
+    """The file name of shard ``index`` in its version's directory."""
+    return f"shard-{index:05d}.arrow"
+
+
+def empty_batch(layout: Layout) -> pa.RecordBatch:
+    """No rows of a layout."""
+    return pa.RecordBatch.from_arrays(
+        [pa.array([], field.type) for field in layout.schema], schema=layout.schema
+    )
+
+
+def read_manifest(path: Path) -> list[SealedShard]:
+    """The last line of each shard; a torn line is a shard that was never sealed."""
+    found: dict[int, SealedShard] = {}
+    if not path.exists():
+        return []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            sealed = SealedShard(**json.loads(line))
+        except (ValueError, TypeError):
+            logger.warning("manifest line ignored path=%s line=%r", path, line)
+            continue
+        found[sealed.index] = sealed
+    return list(found.values())
+
+
+def manifest_line(sealed: SealedShard) -> str:
+    """The line of a manifest that names a shard."""
+    return json.dumps(asdict(sealed)) + "\n"

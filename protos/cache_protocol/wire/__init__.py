@@ -1,0 +1,1 @@
+"""Channels, states, retries and progress: what both ends of the control plane agree on."""

@@ -1,0 +1,76 @@
+"""``python -m cache_runtimes.initializer``: the only place here that reads environment and signals.
+
+It takes no arguments. Exit codes: 143 after SIGTERM or SIGINT, with everything removed, or, by an
+eviction of its pod, with the cache left for the pod that comes in its place; 78 (EX_CONFIG) for
+settings and 65 (EX_DATAERR) for data, its own or of a cache pod that exited so; 1 for the rest.
+Never 0. The last line on standard error is the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from cache_protocol.errors import CacheError, ConfigError, LoadError
+from cache_runtimes.initializer.cache_health import EXIT_CONFIG, EXIT_DATA
+from cache_runtimes.initializer.cluster import Cluster, connect
+from cache_runtimes.initializer.program import run
+from cache_runtimes.initializer.settings import from_env
+
+EXIT_FAILURE = 1
+EXIT_TERMINATED = 128 + signal.SIGTERM
+_NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def main() -> None:
+    """Entry point: an error of the tree becomes the last line and an exit code."""
+    stop = _stop_on_signals()
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    try:
+        own = _NAMESPACE_FILE.read_text().strip() if _NAMESPACE_FILE.exists() else None
+        settings = from_env(os.environ, own_namespace=own)
+        api = connect(os.environ.get("KUBECONFIG") or None)
+        ending = run(settings, Cluster(api, settings.namespace), stop)
+    except CacheError as error:
+        message = " ".join(str(error).split("\n"))
+        print(f"initializer: {type(error).__name__}: {message}", file=sys.stderr)
+        if isinstance(error, ConfigError):
+            sys.exit(EXIT_CONFIG)
+        sys.exit(EXIT_DATA if isinstance(error, LoadError) else EXIT_FAILURE)
+    print(f"initializer: {ending.value}", file=sys.stderr)
+    # Never 0: whoever deletes this pod, its Job would count it as done, and not replace it.
+    sys.exit(EXIT_TERMINATED)
+
+
+def _stop_on_signals() -> threading.Event:
+    """An event that is set by the first signal.
+
+    A thread waits for it, and no handler does: a handler that sets an event may run while the main
+    thread holds the lock of that event. Threads that start later block the signals too.
+    """
+    stop = threading.Event()
+    for number in _SIGNALS:
+        # The first process of a container is sent no signal that it leaves to the default.
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def wait() -> None:
+        number = signal.sigwait(_SIGNALS)
+        logging.getLogger(__name__).info("told to end: %s", signal.Signals(number).name)
+        stop.set()
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    return stop
+
+
+if __name__ == "__main__":
+    main()

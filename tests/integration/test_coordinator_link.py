@@ -1,0 +1,99 @@
+"""A node's way to a coordinator whose name is not known yet: a DNS server that learns it later."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.node import coordinator_link
+from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.rpc.control_service import ControlService
+from tests.waiting import wait_until
+
+_A, _ANSWER, _NO_SUCH_NAME = 1, 0x8580, 0x8583
+
+
+class NameServer:
+    """Knows no name before `learn`; then 127.0.0.1 for every one."""
+
+    def __init__(self) -> None:
+        self.questions = 0
+        self._knows = False
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve)
+
+    def __enter__(self) -> NameServer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.sendto(b"", ("127.0.0.1", self.port))
+        self._thread.join()
+        self._socket.close()
+
+    def learn(self) -> None:
+        self._knows = True
+
+    def _serve(self) -> None:
+        while message := self._socket.recvfrom(2048):
+            question, sender = message
+            if not question:
+                return
+            end = question.index(0, 12) + 5
+            (kind,) = struct.unpack(">H", question[end - 4 : end - 2])
+            self.questions += kind == _A
+            found = self._knows and kind == _A
+            flags = _ANSWER if self._knows else _NO_SUCH_NAME
+            answer = question[:2] + struct.pack(">HHHHH", flags, 1, int(found), 0, 0)
+            answer += question[12:end]
+            if found:
+                answer += b"\xc0\x0c" + struct.pack(">HHIH", _A, 1, 1, 4) + bytes([127, 0, 0, 1])
+            self._socket.sendto(answer, sender)
+
+
+@pytest.fixture
+def control(tmp_path) -> Iterator[ControlService]:
+    coordinator = Coordinator(
+        Catalogue(tmp_path),
+        endpoints=pb.CoordinatorEndpoints(),
+        heartbeat_interval_s=1.0,
+        node_timeout_s=10.0,
+    )
+    service = ControlService("127.0.0.1", 0)
+    service.start(coordinator)
+    yield service
+    service.stop(0.0)
+
+
+def test_a_coordinator_whose_name_comes_late_is_found_soon_after(
+    control: ControlService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_link, "_CONNECT_ANEW_S", 0.2)
+    beat = pb.HeartbeatRequest(node=pb.Node(id="one"))
+
+    def answered() -> bool:
+        try:
+            link.heartbeat(beat)
+        except NodeUnavailableError as error:
+            assert f"127.0.0.1:{names.port}/cache-0.job" in str(error)
+            return False
+        return True
+
+    with (
+        NameServer() as names,
+        RemoteCoordinator(f"dns://127.0.0.1:{names.port}/cache-0.job:{control.port}") as link,
+    ):
+        # By itself gRPC would ask this often in ten seconds, and then wait for seven more.
+        wait_until(lambda: answered() or names.questions >= 6, 6.0, "six questions")
+        names.learn()
+        wait_until(answered, 3.0, "the coordinator answers")

@@ -1,0 +1,93 @@
+"""`CallThreads`: an interrupt ends the waiting for a call, and not the call."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cache_client.grpc_guard.call_threads import CallThreads
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+
+
+def test_an_interrupt_ends_the_waiting_at_once_and_reaches_nothing_of_the_call() -> None:
+    let_end, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert let_end.wait(WAIT_S)
+        ended.set()
+
+    with CallThreads() as aside:
+        with pytest.raises(KeyboardInterrupt):
+            aside.call(call)
+        assert not ended.is_set()
+        aside.call(let_end.set)  # as a channel is closed, to end a call that was left
+    assert ended.wait(WAIT_S)
+
+
+def test_what_a_call_returns_or_raises_is_what_the_caller_gets() -> None:
+    with CallThreads() as aside:
+        assert aside.call(divmod, 7, 2) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            aside.call(divmod, 7, 0)
+
+
+def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
+    class Failure(Exception):
+        pass
+
+    def fail() -> None:
+        raise Failure
+
+    gc.disable()  # its traceback would keep what the call used, until the next collection
+    try:
+        with CallThreads() as aside:
+            with pytest.raises(Failure) as caught:
+                aside.call(fail)
+            failure = weakref.ref(caught.value)
+            del caught
+            wait_until(lambda: failure() is None, WAIT_S, "nobody holds what the call raised")
+    finally:
+        gc.enable()
+
+
+def test_a_thread_that_no_interrupt_reaches_makes_its_calls_itself() -> None:
+    with CallThreads() as aside, ThreadPoolExecutor(1) as pool:
+        assert aside.call(threading.get_ident) != threading.get_ident()
+        other = pool.submit(threading.get_ident).result(WAIT_S)
+        assert pool.submit(aside.call, threading.get_ident).result(WAIT_S) == other
+
+
+def test_calls_are_still_made_where_no_thread_begins_any_more() -> None:
+    with CallThreads() as aside:
+        pass
+    assert aside.call(threading.get_ident) == threading.get_ident()
+
+
+def test_a_call_for_which_no_thread_begins_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_end, calls = threading.Event(), list[int]()
+
+    def left() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert let_end.wait(WAIT_S)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with CallThreads() as aside:
+        with pytest.raises(KeyboardInterrupt):
+            aside.call(left)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            aside.call(calls.append, threading.get_ident())
+        let_end.set()  # the thread that was left takes what waits for one
+        aside.call(calls.append, 0)
+    assert calls == [threading.get_ident(), 0]

@@ -1,0 +1,41 @@
+"""`Call`: made once, by whoever comes first, and waited for by another thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cache_client.grpc_guard.calls import Call
+from tests.interrupts import interrupt_conditions
+
+
+def test_what_a_call_returns_or_raises_in_another_thread_is_what_the_waiting_one_gets() -> None:
+    good, bad = Call(divmod, 7, 2), Call(divmod, 7, 0)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(bad.make)
+        pool.submit(good.make)
+        assert good.wait() == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            bad.wait()
+
+
+def test_a_call_is_made_once_whoever_tries_to() -> None:
+    made: list[int] = []
+    call = Call(made.append, 1)
+    call.make()
+    call.make()
+    call.wait()
+    assert made == [1]
+
+
+def test_to_wait_for_a_call_takes_no_lock_that_an_interrupt_could_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = Call(divmod, 7, 2)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(call.make)
+        with monkeypatch.context() as patch:
+            interrupt_conditions(patch)
+            assert call.wait() == (3, 1)
+        made.result()

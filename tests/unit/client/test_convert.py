@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from cache_client.convert import Converter
+from cache_client.reader import Rows
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import Layout
+
+LOGICAL = pa.schema(
+    [
+        ("a", pa.float32()),
+        ("n", pa.int32()),
+        ("b", pa.float32()),
+        ("c", pa.float32()),
+        ("image", pa.list_(pa.list_(pa.uint8(), 3), 2)),
+        ("text", pa.string()),
+        ("ragged", pa.list_(pa.float64())),
+    ]
+)
+
+
+def rows(count: int = 4) -> Rows:
+    layout = Layout(LOGICAL)
+    matrices, arrays = {}, {}
+    for index, column in enumerate(layout.columns):
+        if column.dtype is not None:
+            values = np.arange(count * column.width).reshape(count, column.width)
+            matrices[index] = values.astype(column.dtype)
+    arrays[layout.place("text")[0]] = pa.array(["x", None, "z", "w"][:count])
+    arrays[layout.place("ragged")[0]] = pa.array([[1.0], [], None, [2.0, 3.0]][:count])
+    return Rows(layout, matrices, arrays, count)
+
+
+def test_columns_become_tensors_of_their_shapes_and_types() -> None:
+    batch = Converter(Layout(LOGICAL))(rows())
+    assert list(batch) == LOGICAL.names
+    assert batch["a"].tolist() == [0, 3, 6, 9] and batch["a"].dtype == torch.float32
+    assert batch["b"].tolist() == [1, 4, 7, 10]
+    assert batch["n"].dtype == torch.int32
+    assert batch["image"].shape == (4, 2, 3) and batch["image"].dtype == torch.uint8
+    assert batch["text"] == ["x", None, "z", "w"]
+    assert [None if v is None else v.tolist() for v in batch["ragged"]] == [[1], [], None, [2, 3]]
+
+
+def test_neighbouring_columns_stack_without_a_copy_and_others_with_one() -> None:
+    some = rows()
+    batch = Converter(Layout(LOGICAL), {"x": ["a", "b"], "y": ["c", "n"]}, "numpy")(some)
+    assert list(batch) == ["x", "y", "image", "text", "ragged"]
+    assert np.shares_memory(batch["x"], some.matrices[0])
+    assert batch["x"].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
+    assert batch["y"].dtype == np.float64  # holds every int32 and every float32
+    assert batch["y"].tolist() == [[2, 0], [5, 1], [8, 2], [11, 3]]
+    backwards = Converter(Layout(LOGICAL), {"x": ["b", "a"]}, "numpy")(some)["x"]
+    assert backwards.tolist() == [[1, 0], [4, 3], [7, 6], [10, 9]]
+
+
+@pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
+def test_the_columns_of_a_batch_share_one_storage_of_its_own_rows_alone(
+    stack: dict[str, list[str]] | None,
+) -> None:
+    window = rows()
+    batch = Converter(Layout(LOGICAL), stack)(window.slice(1, 3))
+    # DataLoader workers send whole storages.
+    found = {
+        (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
+        for value in batch.values()
+        if isinstance(value, torch.Tensor)
+    }
+    own = [matrix[1:3] for matrix in window.matrices.values()]
+    assert found == {(matrix.ctypes.data, matrix.nbytes) for matrix in own}
+
+
+@pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
+def test_a_column_that_is_changed_in_place_does_not_mark_the_others(
+    stack: dict[str, list[str]] | None,
+) -> None:
+    batch = Converter(Layout(LOGICAL), stack)(rows())
+    changed, other = batch["c"], batch["x" if stack else "a"]
+    weight = torch.ones((), requires_grad=True)
+    loss = (weight * other).sum()
+    changed += 1
+    loss.backward()  # torch would refuse, had it seen a change of `other`
+    changed *= weight
+    assert changed.requires_grad and not other.requires_grad
+
+
+def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
+    layout = Layout(pa.schema([(name, pa.uint16()) for name in "abcde"]))
+    some = Rows(layout, {0: np.arange(10, dtype=np.uint16).reshape(2, 5)}, {}, 2)
+    batch = Converter(layout, {"x": ["b", "c"], "y": ["e", "d"]})(some)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "a": [0, 5],
+        "x": [[1, 2], [6, 7]],
+        "y": [[4, 3], [9, 8]],
+    }
+    assert {value.dtype for value in batch.values()} == {torch.uint16}
+    empty = Converter(Layout(LOGICAL))(rows().slice(1, 1))
+    assert {name: len(value) for name, value in empty.items()} == dict.fromkeys(LOGICAL.names, 0)
+    assert empty["image"].shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])
+def test_the_type_of_a_list_is_a_matter_of_its_own_row(value_type: pa.DataType) -> None:
+    values = [[1, 2], None, [3, None], [], [4]]
+    layout = Layout(pa.schema([("some", pa.large_list(value_type))]))
+    whole = Rows(layout, {}, {0: pa.array(values, layout.logical.field("some").type)}, 5)
+    convert = Converter(layout)
+    dtype = torch.int64 if value_type == pa.int64() else torch.float32
+    for start, stop in itertools.combinations(range(6), 2):
+        batch = convert(whole.slice(start, stop))["some"]
+        for found, expected in zip(batch, values[start:stop], strict=True):
+            if expected is None or None in expected:
+                assert found == expected
+            else:
+                assert found.tolist() == expected and found.dtype == dtype
+
+
+def test_arrow_batches_have_the_logical_columns() -> None:
+    batch = Converter(Layout(LOGICAL), None, "arrow")(rows().slice(1, 3))
+    assert batch.schema.names == LOGICAL.names
+    assert batch["c"].to_pylist() == [5, 8]
+    assert batch["image"].to_pylist()[0] == [[6, 7, 8], [9, 10, 11]]
+    assert batch["ragged"].to_pylist() == [[], None]
+
+
+def test_an_arrow_batch_that_is_sent_is_its_own_rows_and_not_those_of_its_window() -> None:
+    count = 3_000
+    numbers = range(count)
+    window = pa.table(
+        {
+            "packed": np.arange(count, dtype=np.float32),
+            "beside": np.arange(count, dtype=np.float32),
+            "image": pa.FixedSizeListArray.from_arrays(np.arange(6 * count, dtype=np.int16), 6),
+            "text": [None if n % 3 == 1 else f"some text of row {n}" for n in numbers],
+            "lists": [None if n % 3 == 1 else [[n] * (n % 4), None] for n in numbers],
+            "pairs": pa.array([[f"a {n}", None] for n in numbers], pa.list_(pa.string(), 2)),
+        }
+    ).combine_chunks()
+    layout = Layout(window.schema)
+    matrices = {
+        layout.place("packed")[0]: np.column_stack([window["packed"], window["beside"]]),
+        layout.place("image")[0]: np.arange(6 * count, dtype=np.int16).reshape(count, 6),
+    }
+    names = ("text", "lists", "pairs")
+    arrays = {layout.place(name)[0]: window[name].chunk(0) for name in names}
+    batch = Converter(layout, None, "arrow")(
+        Rows(layout, matrices, arrays, count).slice(1_003, 1_013)
+    )
+
+    sent = pickle.dumps(batch)
+
+    assert len(sent) < 4_000
+    assert pickle.loads(sent).to_pylist() == window.slice(1_003, 10).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("stack", "batch_format", "words"),
+    [
+        ({"x": ["nope"]}, "torch", "'nope'"),
+        ({"x": ["a", "text"]}, "torch", "'text'"),
+        ({"x": ["a"], "y": ["a"]}, "torch", "'a'"),
+        ({"x": []}, "torch", "'x'"),
+        ({"b": ["a"]}, "torch", "'b'"),
+        ({"x": ["a"]}, "arrow", "arrow"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_by_name(
+    stack: dict[str, list[str]], batch_format: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Converter(Layout(LOGICAL), stack, batch_format)  # type: ignore[arg-type]
+
+
+WIDE = Layout(
+    pa.schema([("i", pa.int64()), ("u", pa.uint64()), ("s", pa.int8()), ("f", pa.float32())])
+)
+
+
+@pytest.mark.parametrize("columns", [["i", "u"], ["u", "s"]])
+def test_integers_that_no_integer_dtype_holds_are_not_stacked(columns: list[str]) -> None:
+    first, second = columns
+    types = {name: WIDE.logical.field(name).type for name in columns}
+    words = f"'x'.*'{first}' {types[first]}, '{second}' {types[second]}"
+    with pytest.raises(ConfigError, match=words):
+        Converter(WIDE, {"x": columns})
+
+
+def test_integers_are_stacked_with_floats_and_with_narrower_ones() -> None:
+    matrices = {i: np.full((1, 1), 3, column.dtype) for i, column in enumerate(WIDE.columns)}
+    some = Rows(WIDE, matrices, {}, 1)
+    for columns, dtype in (
+        (["i", "f"], torch.float64),
+        (["u", "f"], torch.float64),
+        (["s", "i"], torch.int64),
+    ):
+        batch = Converter(WIDE, {"x": columns})(some)
+        assert batch["x"].dtype == dtype and batch["x"].tolist() == [[3, 3]]

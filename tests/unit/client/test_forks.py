@@ -1,0 +1,93 @@
+"""The gate that forks wait at: what they wait for, and who waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from cache_client.grpc_guard import forks
+from cache_client.grpc_guard.forks import ForkGate
+from tests.interrupts import interrupt_conditions
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> ForkGate:
+    monkeypatch.setattr(forks, "_grpc_threads", lambda: False)  # of other tests
+    return ForkGate()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as running:
+        yield running
+
+
+def call(gate: ForkGate) -> None:
+    with gate.call():
+        pass
+
+
+def test_a_fork_does_not_wait_for_a_call_that_an_interrupt_kept_its_own_thread_from_ending(
+    gate: ForkGate, pool: ThreadPoolExecutor
+) -> None:
+    never_ended = gate.call()
+
+    def fork() -> None:
+        never_ended.__enter__()
+        gate.before_fork()
+        gate.after_fork_in_parent()
+
+    pool.submit(fork).result(WAIT_S)
+    pool.submit(call, gate).result(WAIT_S)
+
+
+def test_an_interrupt_at_the_gate_leaves_it_open(
+    gate: ForkGate, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_conditions(patch)
+        call(gate)
+        with gate.closing():
+            pass
+        gate.before_fork()
+        gate.after_fork_in_parent()
+    pool.submit(call, gate).result(WAIT_S)
+
+
+def test_a_fork_waits_for_the_calls_of_other_threads(
+    gate: ForkGate, pool: ThreadPoolExecutor
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def long_call() -> None:
+        with gate.call():
+            begun.set()
+            assert go_on.wait(WAIT_S)
+
+    running = pool.submit(long_call)
+    assert begun.wait(WAIT_S)
+    fork = pool.submit(gate.before_fork)
+    with pytest.raises(TimeoutError):
+        fork.result(0.1)
+    go_on.set()
+    running.result(WAIT_S)
+    fork.result(WAIT_S)
+
+
+def test_calls_begin_again_after_the_last_of_the_forks_that_run(
+    gate: ForkGate, pool: ThreadPoolExecutor
+) -> None:
+    forks_begun: list[Future[None]] = [pool.submit(gate.before_fork) for _ in range(2)]
+    for fork in forks_begun:
+        fork.result(WAIT_S)
+    gate.after_fork_in_parent()
+    waiting = pool.submit(call, gate)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.1)
+    gate.after_fork_in_parent()
+    waiting.result(WAIT_S)

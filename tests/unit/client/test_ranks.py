@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_client.ranks import SOURCES, Rank, Source, find_endpoint, find_rank, find_rank_in
+from cache_protocol.errors import ConfigError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
+TRAINER = {"PET_NODE_RANK": "1", "PET_NNODES": "2"}
+JAX = {"JAX_PROCESS_ID": "5", "JAX_NUM_PROCESSES": "8"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+PMI = {"PMI_RANK": "6", "PMI_SIZE": "7"}
+STEP = {"SLURM_STEP_ID": "0"}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "6"}
+
+# What is there when a source speaks, beside its pair.
+BESIDE = {"SLURM_PROCID": STEP}
+
+by_pair = pytest.mark.parametrize("source", SOURCES, ids=lambda s: f"{s.rank}-{s.world_size}")
+
+
+def environ_of(source: Source, rank: str | None, world_size: str | None) -> dict[str, str]:
+    pair = {source.rank: rank, source.world_size: world_size}
+    present = {name: value for name, value in pair.items() if value is not None}
+    return {**BESIDE.get(source.rank, {}), **present}
+
+
+# -- arguments, torch.distributed, environment, default --------------------------------------------
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one, without a file or a port."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_arguments_beat_the_environment_which_beats_the_default() -> None:
+    assert find_rank(1, 2, TORCHRUN) == Rank(1, 2)
+    assert find_rank(environ=TORCHRUN) == Rank(3, 4)
+    assert find_rank(environ={}) == Rank(0, 1)
+    assert find_rank_in({}) is None
+
+
+def test_torch_distributed_beats_the_environment_and_loses_to_arguments(
+    process_group: None,
+) -> None:
+    assert find_rank(environ=TORCHRUN) == Rank(0, 1)
+    assert find_rank(environ={"RANK": "nonsense"}) == Rank(0, 1)
+    assert find_rank(1, 2, TORCHRUN) == Rank(1, 2)
+
+
+def test_the_environment_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "CACHE_ENDPOINT": "grpc://a:1"}.items():
+        monkeypatch.setenv(name, value)
+    assert find_rank() == Rank(3, 4)
+    assert find_endpoint(None) == "grpc://a:1"
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0), (None, 2), (1, None)])
+def test_arguments_that_do_not_fit_are_quoted(rank: int | None, world_size: int | None) -> None:
+    with pytest.raises(ConfigError, match=rf"rank={rank} world_size={world_size}"):
+        find_rank(rank, world_size, TORCHRUN)
+
+
+# -- sources ---------------------------------------------------------------------------------------
+
+
+def test_the_order_of_the_sources_is_what_is_documented() -> None:
+    assert [(source.rank, source.world_size) for source in SOURCES] == [
+        ("RANK", "WORLD_SIZE"),
+        ("PET_NODE_RANK", "PET_NNODES"),
+        ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("SLURM_PROCID", "SLURM_NTASKS"),
+    ]
+
+
+@given(st.sampled_from(SOURCES), st.integers(1, 2**31 - 1), st.data())
+def test_every_pair_of_every_source_is_found(
+    source: Source, world_size: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    environ = environ_of(source, str(rank), str(world_size))
+    assert find_rank(environ=environ) == Rank(rank, world_size)
+
+
+@given(st.data())
+def test_the_first_source_wins_whatever_the_others_say(data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, len(SOURCES) - 1))
+    taken = {SOURCES[first].rank, SOURCES[first].world_size}
+    environ = environ_of(SOURCES[first], "1", "4")
+    for source in SOURCES[first + 1 :]:
+        for name in {source.rank, source.world_size} - taken:
+            value = data.draw(st.sampled_from([None, "", "0", "1", "2", "-1", "nonsense"]))
+            if value is not None:
+                environ[name] = value
+    assert find_rank(environ=environ) == Rank(1, 4)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**TORCHRUN, **OPEN_MPI}, Rank(3, 4)),
+        # A process of torchrun in a pod of Kubeflow Trainer.
+        ({**TORCHRUN, **TRAINER, "PET_NPROC_PER_NODE": "2"}, Rank(3, 4)),
+        ({**TORCHRUN, **TRAINER, "PET_NPROC_PER_NODE": "auto"}, Rank(3, 4)),
+        # torchrun started by srun, mpirun inside a Slurm job.
+        ({**TORCHRUN, **SLURM, **STEP}, Rank(3, 4)),
+        ({**OPEN_MPI, **SLURM, **STEP}, Rank(1, 2)),
+        ({**TRAINER, **JAX}, Rank(1, 2)),
+        ({**JAX, **OPEN_MPI}, Rank(5, 8)),
+        ({**OPEN_MPI, **PMI}, Rank(1, 2)),
+        ({**PMI, **SLURM, **STEP}, Rank(6, 7)),
+    ],
+)
+def test_where_sources_disagree_the_first_one_wins(environ: dict[str, str], expected: Rank) -> None:
+    assert find_rank(environ=environ) == expected
+
+
+BAD_PAIRS = [
+    ("3", None), ("3", ""), (None, "4"), ("", "4"), ("x", "4"), ("1", "x"), ("1.0", "4"),
+    ("0", "1:4"), ("4", "4"), ("5", "4"), ("-1", "4"), ("0", "0"), ("0", "-4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("source", "rank", "world_size"),
+    [
+        (source, rank, world_size)
+        for source in SOURCES
+        for rank, world_size in BAD_PAIRS
+        # Without it, SLURM_NTASKS goes with SLURM_PROCID.
+        if world_size or source.world_size != "SLURM_STEP_NUM_TASKS"
+    ],
+    ids=lambda value: value.world_size if isinstance(value, Source) else repr(value),
+)
+def test_a_bad_pair_is_quoted_and_no_other_source_is_asked(
+    source: Source, rank: str | None, world_size: str | None
+) -> None:
+    later = {
+        name: value
+        for other in SOURCES[SOURCES.index(source) + 1 :]
+        for name, value in environ_of(other, "1", "2").items()
+        if name != source.rank
+    }
+    with pytest.raises(ConfigError) as caught:
+        find_rank(environ={**later, **environ_of(source, rank, world_size)})
+    for name, value in ((source.rank, rank), (source.world_size, world_size)):
+        assert (f"{name} is not set" if value is None else f"{name}={value!r}") in str(caught.value)
+
+
+@by_pair
+def test_an_empty_pair_counts_as_absent(source: Source) -> None:
+    assert find_rank(environ=environ_of(source, "", "")) == Rank(0, 1)
+
+
+def test_a_source_that_does_not_speak_leaves_it_to_the_next() -> None:
+    assert find_rank(environ={"RANK": "", "WORLD_SIZE": "", **JAX}) == Rank(5, 8)
+
+
+# -- nodes that are processes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one", [{}, {"PET_NPROC_PER_NODE": "1"}, {"PET_NPROC_PER_NODE": ""}])
+def test_a_node_of_one_process_is_a_rank(one: dict[str, str]) -> None:
+    assert find_rank(environ={**TRAINER, **one}) == Rank(1, 2)
+    assert find_rank(environ=one) == Rank(0, 1)
+
+
+@pytest.mark.parametrize("processes", ["8", "auto", "gpu", "cpu", "0", "-1", "many", " 1"])
+@pytest.mark.parametrize("later", [{}, JAX, OPEN_MPI])
+@pytest.mark.parametrize("nodes", [TRAINER, {"PET_NODE_RANK": "0", "PET_NNODES": "1"}, {}])
+def test_several_processes_a_node_need_torchrun(
+    processes: str, later: dict[str, str], nodes: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match="start the program through torchrun") as caught:
+        find_rank(environ={**later, **nodes, "PET_NPROC_PER_NODE": processes})
+    for name, value in {**nodes, "PET_NPROC_PER_NODE": processes}.items():
+        assert f"{name}={value!r}" in str(caught.value)
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({"SLURM_NTASKS": "8"}, id="shell of salloc on the login node"),
+        pytest.param({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, id="batch script"),
+        pytest.param(
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)},
+            id="batch script by its step",
+        ),
+        pytest.param(
+            {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFA),
+             "SLURM_STEP_NUM_TASKS": "8"},
+            id="shell of salloc on a compute node",
+        ),
+        pytest.param({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"}, id="no step"),
+        pytest.param({**SLURM, "SLURM_STEP_ID": ""}, id="an empty step"),
+        pytest.param(STEP, id="nothing but a step"),
+    ],
+)  # fmt: skip
+def test_slurm_does_not_speak_of_what_srun_did_not_start(environ: dict[str, str]) -> None:
+    assert find_rank(environ=environ) == Rank(0, 1)
+
+
+def test_the_tasks_of_the_step_count_and_not_those_of_the_job() -> None:
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3"}
+    assert find_rank(environ={**SLURM, **step}) == Rank(2, 3)
+    assert find_rank(environ={**SLURM, **STEP, "SLURM_STEP_NUM_TASKS": ""}) == Rank(2, 6)
+
+
+def test_a_step_that_is_no_number_is_quoted() -> None:
+    with pytest.raises(ConfigError, match="SLURM_STEP_ID must be a number, got 'batch'"):
+        find_rank(environ={**SLURM, "SLURM_STEP_ID": "batch"})
+
+
+# -- endpoint --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "environ", "expected"),
+    [
+        ("grpc://a:1", {"CACHE_ENDPOINT": "grpc://b:2", "TRAIN_JOB_NAME": "j"}, "grpc://a:1"),
+        (None, {"CACHE_ENDPOINT": "grpc://b:2", "TRAIN_JOB_NAME": "j"}, "grpc://b:2"),
+        ("", {"CACHE_ENDPOINT": "grpc://b:2"}, "grpc://b:2"),
+        # What comes later is not looked at.
+        ("grpc://a:1", {"CACHE_ENDPOINT": "b", "TRAIN_JOB_NAME": "No"}, "grpc://a:1"),
+        (None, {"CACHE_ENDPOINT": "grpc://b:2", "TRAIN_JOB_NAME": "No"}, "grpc://b:2"),
+        (None, {"TRAIN_JOB_NAME": "job-1"}, "grpc://job-1-dataset-initializer-0-0.job-1:50051"),
+        (None, {"CACHE_ENDPOINT": "", "TRAIN_JOB_NAME": "j"},
+         "grpc://j-dataset-initializer-0-0.j:50051"),
+        ("grpc+tcp://cache.prod.svc:65535", {}, "grpc+tcp://cache.prod.svc:65535"),
+        ("grpc://[::1]:50051/", {}, "grpc://[::1]:50051/"),
+    ],
+)  # fmt: skip
+def test_an_endpoint_is_the_argument_the_environment_or_that_of_the_train_job(
+    argument: str | None, environ: dict[str, str], expected: str
+) -> None:
+    assert find_endpoint(argument, environ) == expected
+
+
+@pytest.mark.parametrize("environ", [{}, {"CACHE_ENDPOINT": "", "TRAIN_JOB_NAME": ""}, TORCHRUN])
+def test_no_endpoint_is_an_error_that_says_all_three_ways(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_endpoint(None, environ)
+    for words in ("endpoint='grpc://HOST:PORT'", "CACHE_ENDPOINT", "TRAIN_JOB_NAME"):
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["eighty", "host:50051", "http://host:50051", "grpc://", "grpc://host", "grpc://host:",
+     "grpc://:50051", "grpc://host:port", "grpc://host:0", "grpc://host:65536", "grpc://host:1 ",
+     "grpc://host:1\n", "grpc://a b:1", "grpc://host:1/path", "grpc://user@host:1",
+     "grpc://::1:50051"],
+)  # fmt: skip
+def test_a_bad_endpoint_is_quoted_with_where_it_comes_from(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_endpoint(value, {"CACHE_ENDPOINT": "grpc://b:2"})
+    assert str(caught.value) == f"endpoint must be grpc://HOST:PORT, got {value!r}"
+    with pytest.raises(ConfigError) as caught:
+        find_endpoint(None, {"CACHE_ENDPOINT": value, "TRAIN_JOB_NAME": "job"})
+    assert str(caught.value) == f"CACHE_ENDPOINT must be grpc://HOST:PORT, got {value!r}"
+
+
+def test_tls_which_nodes_do_not_serve_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint .* no TLS, got 'grpc\+tls://host:1'"):
+        find_endpoint("grpc+tls://host:1", {})
+
+
+@pytest.mark.parametrize("name", ["Job", "1job", "-job", "job-", "a.b", "a b", "job\n", "a" * 64])
+def test_a_bad_name_of_a_train_job_is_quoted(name: str) -> None:
+    with pytest.raises(ConfigError, match="TRAIN_JOB_NAME") as caught:
+        find_endpoint(None, {"TRAIN_JOB_NAME": name})
+    assert repr(name) in str(caught.value)

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache_client.rows import Answer, Rows, cut, in_order, join
+from cache_protocol.storage.layout import Layout, from_matrix
+
+LAYOUT = Layout(
+    pa.schema(
+        [
+            pa.field("a", pa.int64(), nullable=False),
+            pa.field("b", pa.int64(), nullable=False),
+            pa.field("text", pa.string()),
+        ]
+    )
+)
+
+
+def stored(numbers: list[int]) -> pa.RecordBatch:
+    column = np.array([[n, -n] for n in numbers], np.int64).reshape(-1, 2)
+    return pa.RecordBatch.from_arrays(
+        [from_matrix(column, LAYOUT.columns[0].field), pa.array([str(n) for n in numbers])],
+        schema=LAYOUT.schema,
+    )
+
+
+def numbers_of(rows: Rows) -> list[int]:
+    batch = rows.to_batch()
+    found: list[int] = batch.column("a").to_pylist()
+    assert batch.column("b").to_pylist() == [-n for n in found]
+    assert batch.column("text").to_pylist() == [str(n) for n in found]
+    assert rows.num_rows == len(found)
+    return found
+
+
+def pieces_of(*parts: list[int]) -> list[Rows]:
+    return [Rows.of_batch(LAYOUT, stored(part)) for part in parts]
+
+
+def test_an_answer_that_is_the_whole_window_is_a_piece_a_message_without_a_copy() -> None:
+    batches = [stored([1, 2]), stored([3])]
+    pieces = in_order(LAYOUT, 3, [Answer(None, batches)])
+    assert [numbers_of(piece) for piece in pieces] == [[1, 2], [3]]
+    values = batches[0].column(0).values.buffers()[1]
+    assert pieces[0].matrices[0].ctypes.data == values.address
+
+
+def test_what_was_received_may_be_written_to() -> None:
+    (piece,) = pieces_of([1, 2])
+    piece.matrices[0][0, 0] = 7
+    assert piece.matrices[0][:, 0].tolist() == [7, 2]
+
+
+@given(data=st.data())
+def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> None:
+    numbers = data.draw(st.lists(st.integers(0, 99), max_size=30))
+    owner = np.array([data.draw(st.integers(0, 2)) for _ in numbers], np.int64)
+    answers = []
+    for node in {*owner.tolist()}:
+        positions = np.flatnonzero(owner == node)
+        mine = [numbers[at] for at in positions]
+        middle = data.draw(st.integers(0, len(mine)))
+        answers.append(Answer(positions, [stored(mine[:middle]), stored(mine[middle:])]))
+
+    (rows,) = in_order(LAYOUT, len(numbers), answers)
+
+    assert numbers_of(rows) == numbers
+
+
+def test_an_answer_without_positions_beside_another_is_a_defect() -> None:
+    with pytest.raises(ValueError, match="all rows of a window"):
+        in_order(LAYOUT, 2, [Answer(None, [stored([1])]), Answer(np.array([1]), [stored([2])])])
+
+
+@given(data=st.data())
+def test_pieces_are_cut_at_any_place(data: st.DataObject) -> None:
+    numbers = list(range(data.draw(st.integers(0, 40))))
+
+    def sizes_of(count: int) -> list[int]:
+        bounds = sorted(data.draw(st.lists(st.integers(0, count), max_size=5)))
+        return np.diff([0, *bounds, count]).tolist()
+
+    ends = np.cumsum([0, *sizes_of(len(numbers))])
+    pieces = pieces_of(*(numbers[a:b] for a, b in itertools.pairwise(ends)))
+    sizes = sizes_of(len(numbers))
+
+    runs = [numbers_of(run) for run in cut(pieces, sizes)]
+
+    assert [len(run) for run in runs] == sizes
+    assert [number for run in runs for number in run] == numbers
+
+
+def test_a_run_inside_a_piece_is_a_view() -> None:
+    (piece,) = pieces_of([1, 2, 3, 4])
+    first, second = cut([piece], [2, 2])
+    assert np.shares_memory(first.matrices[0], piece.matrices[0])
+    assert np.shares_memory(second.matrices[0], piece.matrices[0])
+
+
+def test_pieces_are_joined() -> None:
+    assert numbers_of(join(pieces_of([1], [], [2, 3]))) == [1, 2, 3]

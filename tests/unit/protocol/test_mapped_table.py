@@ -1,0 +1,202 @@
+import mmap
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
+from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
+from cache_server.shards.packing import ShardBuilder
+from tests.stored_rows import LAYOUT, expected, logical, mapped
+
+TYPES = (pa.int8(), pa.uint16(), pa.float32(), pa.float64(), pa.int64())
+
+
+@st.composite
+def schemas(draw: st.DrawFn) -> pa.Schema:
+    """Columns with rows of odd sizes, of powers of two, and of more than a page."""
+    fields = []
+    for index in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(TYPES))
+        width = draw(st.sampled_from([0, 0, 1, 3, 8, 32, 768, 1024, 5000]))
+        fields.append(pa.field(f"c{index}", pa.list_(dtype, width) if width else dtype))
+    return pa.schema(fields)
+
+
+def shard_of(path: Path, index: int, batch: pa.RecordBatch) -> tuple[Layout, MappedShard]:
+    builder = ShardBuilder(batch.schema)
+    builder.append(batch)
+    stored = builder.finish()
+    with pa.ipc.new_file(str(path), stored.schema) as writer:
+        writer.write_batch(stored)
+    return builder.layout, MappedShard(
+        SealedShard(index, len(batch), path.stat().st_size, ""), path
+    )
+
+
+def rows_of(schema: pa.Schema, start: int, stop: int) -> pa.RecordBatch:
+    """Rows of which each value says the row and the place in it, as far as the type goes."""
+    arrays = []
+    for field in schema:
+        width = max(1, getattr(field.type, "list_size", 1))
+        dtype = getattr(field.type, "value_type", field.type)
+        values = (np.arange(start, stop)[:, None] * 7 + np.arange(width)) % 121
+        flat = pa.array(values.ravel().astype(dtype.to_pandas_dtype()))
+        is_list = pa.types.is_fixed_size_list(field.type)
+        arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if is_list else flat)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@pytest.mark.parametrize("huge_page", [mmap.PAGESIZE, 4 * mmap.PAGESIZE])
+@settings(deadline=None, max_examples=40)
+@given(schemas(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
+def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
+    tmp_path_factory: pytest.TempPathFactory,
+    huge_page: int,
+    schema: pa.Schema,
+    sizes: list[int],
+    data: st.DataObject,
+) -> None:
+    directory = tmp_path_factory.mktemp("adjacent")
+    starts = np.cumsum([0, *sizes])
+    shards = [
+        shard_of(directory / f"{i}.arrow", i, rows_of(schema, starts[i], starts[i + 1]))
+        for i in range(len(sizes))
+    ]
+    layout = shards[0][0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cache_protocol.storage.mapped_table.huge_page_bytes", lambda: huge_page)
+        adjacent = MappedTable(layout, starts[:-1], sizes)
+    for position in data.draw(st.permutations(range(len(sizes)))):
+        adjacent.attach(position, shards[position][1])
+    ids = np.array(data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=50)), np.int64)
+    if not len(ids):
+        return
+    shard_index = np.searchsorted(starts, ids, side="right") - 1
+
+    batch = adjacent.gather(ids, shard_index, Selection(layout, []))
+
+    every = rows_of(schema, 0, int(starts[-1]))
+    assert layout.unpack(batch).equals(every.take(pa.array(ids)))
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[list[MappedShard]]:
+    """Of 10 rows each, with every kind of column."""
+    yield [mapped(tmp_path, i, range(10 * i, 10 * i + 10)) for i in range(6)]
+
+
+def attached(shards: Sequence[MappedShard]) -> MappedTable:
+    adjacent = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
+    for position, shard in enumerate(shards):
+        adjacent.attach(position, shard)
+    return adjacent
+
+
+def gathered(adjacent: MappedTable, ids: Sequence[int], columns: Sequence[str]) -> list[object]:
+    selection = Selection(LAYOUT, columns)
+    rows = np.array(ids, np.int64)
+    return list(logical(adjacent.gather(rows, rows // 10, selection), selection))
+
+
+def test_columns_that_nobody_will_ask_for_are_not_mapped(shards: list[MappedShard]) -> None:
+    selection = Selection(LAYOUT, ["wide"])
+    maps = Path("/proc/self/maps")
+    before = len(maps.read_text().splitlines())
+    adjacent = MappedTable(
+        LAYOUT, np.arange(0, 60, 10), [10] * 6, only=[index for index, _ in selection.picks]
+    )
+    for position, shard in enumerate(shards):
+        adjacent.attach(position, shard)
+
+    assert len(maps.read_text().splitlines()) - before < 2 * MAPS_PER_COLUMN * len(shards)
+    assert gathered(adjacent, [3, 58], ["wide"]) == expected([3, 58], ["wide"])
+
+
+def test_only_the_columns_asked_for_come(shards: list[MappedShard]) -> None:
+    ids = [59, 0, 10, 9, 33, 33]
+    assert gathered(attached(shards), ids, ["wide", "text"]) == expected(ids, ["wide", "text"])
+
+
+def test_shards_may_be_attached_in_any_order_while_others_are_read(
+    shards: list[MappedShard],
+) -> None:
+    adjacent = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
+    adjacent.attach(4, shards[4])
+    ids = [45, 40, 49] * 200
+    with ThreadPoolExecutor(2) as pool:
+        readings = [pool.submit(gathered, adjacent, ids, ["a", "row"]) for _ in range(20)]
+        for position in (0, 5, 2, 1, 3):
+            adjacent.attach(position, shards[position])
+    assert all(reading.result() == expected(ids, ["a", "row"]) for reading in readings)
+    assert gathered(adjacent, [0, 59, 25], ["row"]) == expected([0, 59, 25], ["row"])
+
+
+def test_what_is_gathered_is_a_copy_that_outlives_the_files(
+    shards: list[MappedShard], tmp_path: Path
+) -> None:
+    adjacent = attached(shards)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shards.clear()
+    assert gathered(adjacent, [3, 58], ["a", "tags"]) == expected([3, 58], ["a", "tags"])
+
+
+def test_strings_of_rows_that_stand_together_are_no_copies_and_outlive_the_files_too(
+    shards: list[MappedShard], tmp_path: Path
+) -> None:
+    adjacent = attached(shards)
+    selection = Selection(LAYOUT, ["text", "tags"])
+    rows = np.arange(12, 18)
+    batch = adjacent.gather(rows, rows // 10, selection)
+    text = shards[1].batch.column(LAYOUT.place("text")[0])
+    assert batch.column("text").buffers()[2].address == text.buffers()[2].address
+
+    del adjacent, text
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shards.clear()
+    assert logical(batch, selection) == expected(rows.tolist(), ["text", "tags"])
+
+
+def test_shards_without_rows_and_those_that_are_elsewhere_take_no_addresses(
+    tmp_path: Path,
+) -> None:
+    adjacent = MappedTable(LAYOUT, np.array([0, 0, 4, 10]), [0, 4, 0, 3])
+    adjacent.attach(0, mapped(tmp_path, 0, []))
+    adjacent.attach(1, mapped(tmp_path, 1, range(4)))
+    adjacent.attach(3, mapped(tmp_path, 3, range(10, 13)))
+    selection = Selection(LAYOUT, [])
+
+    batch = adjacent.gather(np.array([12, 2]), np.array([3, 1], np.int8), selection)
+
+    assert logical(batch, selection) == expected([12, 2])
+
+
+class Shifted(MappedShard):
+    """A file whose columns lie a byte further than the layout would have them."""
+
+    def offset(self, index: int) -> int:
+        return super().offset(index) + 1
+
+
+def test_a_file_whose_columns_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+    first = mapped(tmp_path, 0, range(10))
+    second = mapped(tmp_path, 1, range(10, 20))
+    adjacent = MappedTable(LAYOUT, np.array([0, 10]), [10, 10])
+    adjacent.attach(0, first)
+
+    with pytest.raises(ValueError, match=r"a column at byte \d+ cannot lie next to the same"):
+        adjacent.attach(1, Shifted(second.sealed, second.path))
+
+
+def test_more_rows_than_there_are_addresses_for_are_an_error() -> None:
+    rows = 2**62 // mmap.PAGESIZE
+    with pytest.raises(OSError, match="cannot map"):
+        MappedTable(LAYOUT, np.array([0]), [rows])

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_protocol.storage.row_index import RowIndex, group_rows
+
+_SIZES = st.lists(
+    st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)), min_size=1, max_size=40
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(sizes=_SIZES, first=st.integers(0, 3_000), data=st.data())
+def test_the_run_of_a_row_is_found_whatever_the_sizes_of_runs(
+    sizes: list[int], first: int, data: st.DataObject
+) -> None:
+    starts = first + np.cumsum([0, *sizes[:-1]])
+    stop = first + sum(sizes)
+    edges = np.concatenate([starts, starts[1:] - 1, [0, stop - 1]])
+    rows = np.append(edges, np.array(data.draw(st.lists(st.integers(0, stop - 1))), np.int64))
+
+    found = RowIndex(starts, stop).find(rows)
+
+    assert found.tolist() == (np.searchsorted(starts, rows, side="right") - 1).tolist()
+
+
+def test_runs_of_very_different_sizes_are_searched_for() -> None:
+    starts = np.array([0, 1, 2, 10**9])
+    index = RowIndex(starts, 10**9 + 1)
+    assert index.find(np.array([0, 1, 2, 3, 10**9 - 1, 10**9])).tolist() == [0, 1, 2, 2, 2, 3]
+
+
+def test_rows_before_the_first_run_belong_to_none() -> None:
+    assert RowIndex(np.array([40, 50]), 60).find(np.array([0, 39, 40, 59])).tolist() == [
+        *(-1, -1, 0, 1)
+    ]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    shard_of=st.lists(st.integers(0, 9), min_size=1, max_size=60),
+    scale=st.sampled_from([1, 20, 3_000, 10**7]),
+)
+def test_grouped_rows_come_back_into_their_order(shard_of: list[int], scale: int) -> None:
+    shards = np.array(shard_of) * scale
+    short = shards.astype(np.min_scalar_type(-max(1, int(shards.max()))))
+    rows = np.arange(len(shards)) * 7
+
+    grouped = group_rows(rows, short)
+
+    assert (np.diff(grouped.group_of) >= 0).all()
+    back = slice(None) if grouped.inverse is None else grouped.inverse
+    assert grouped.rows[back].tolist() == rows.tolist()
+    assert grouped.group_of[back].tolist() == shards.tolist()
+    runs = list(grouped.runs())
+    assert [shard for shard, _, _ in runs] == sorted(set(shards.tolist()))
+    assert runs[0][1] == 0 and runs[-1][2] == len(rows)
+    for shard, start, stop in runs:
+        assert set(grouped.group_of[start:stop].tolist()) == {shard}
+
+
+def test_rows_of_one_shard_keep_their_order() -> None:
+    rows = np.array([3, 1, 2])
+    grouped = group_rows(rows, np.zeros(3, np.int8))
+    assert grouped.inverse is None and grouped.rows is rows
+    assert list(grouped.runs()) == [(0, 0, 3)]
+
+
+def test_more_shards_than_sixteen_bits_are_grouped_nearly() -> None:
+    shards = np.random.default_rng(0).integers(0, 200_000, 5_000).astype(np.int32)
+    grouped = group_rows(np.arange(5_000), shards)
+    assert (np.diff(grouped.group_of) > -8).all()  # neighbours may change places
+    assert grouped.inverse is not None
+    assert (grouped.group_of[grouped.inverse] == shards).all()

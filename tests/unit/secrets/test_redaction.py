@@ -1,0 +1,114 @@
+import base64
+import html
+import json
+import time
+from urllib.parse import quote
+
+import pytest
+
+from cache_server.secrets.redaction import hidden, redacted, secret_values
+
+PEM = "-----BEGIN-----\nabc/+=\n-----END-----"
+ODD = "hu/sh+ é%2=\\\"'<&>fin"
+
+
+@pytest.mark.parametrize(
+    ("secret", "text"),
+    [
+        ("p@ss", "password p@ss is wrong"),
+        ("p@ss", "cannot connect to postgresql://u:p%40ss@db"),
+        ("a/b+c d", "https://host/a%2Fb%2Bc%20d"),
+        ("a/b+c d", "https://host/a%2fb%2bc%20d"),
+        ("a/b+c d", "https://host/a/b%2Bc%20d"),
+        ("a/b+c d", "https://host?x=a%2Fb%2Bc+d"),
+        (PEM, f"key {PEM}"),
+        (PEM, f"key {PEM!r}"),
+        ("postgresql://u:p%40ss@db/shop", "password p@ss is wrong"),
+        ("postgresql://u:p%40ss@db/shop", "password p%40ss is wrong"),
+    ],
+)
+def test_a_secret_is_hidden_in_whatever_form_it_stands(secret: str, text: str) -> None:
+    for shown in (hidden(text, {secret}), redacted(text, [secret])):
+        assert "***" in shown or "?" in text
+        for part in ("p@ss", "p%40ss", "b+c", "b%2", "abc"):
+            assert part not in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ODD,
+        repr(ODD),
+        repr(ODD.encode()),
+        json.dumps(ODD),
+        json.dumps(ODD, ensure_ascii=False),
+        json.dumps(json.dumps(ODD)),
+        html.escape(ODD),
+        quote(ODD),
+        quote(quote(ODD, safe="")),
+        quote(ODD, safe="!#$%&'()*+,/:;=?@[]~"),
+        f"{ODD[:4]}\n    {ODD[4:]}",
+        base64.b64encode(ODD.encode()).decode(),
+        base64.b64encode(f"u:{ODD}".encode()).decode(),
+        base64.urlsafe_b64encode(f"me:{ODD}".encode()).decode(),
+        base64.urlsafe_b64encode(f"you:{ODD}.".encode()).decode(),
+    ],
+)
+def test_a_secret_is_hidden_however_a_library_writes_its_characters(text: str) -> None:
+    shown = redacted(f"denied to {text} at http://host:80/a", {ODD})
+
+    assert shown.startswith("denied to ") and shown.endswith(" at http://host:80/a")
+    assert set(shown.removeprefix("denied to ").partition(" at ")[0]) <= set("*b'\"\\")
+
+
+@pytest.mark.parametrize(
+    ("secret", "text"),
+    [
+        ("user:hush-hush", "client_id=user&client_secret=hush-hush"),
+        ("user:hush-hush@proxy:80", "password hush-hush is wrong"),
+        ("Bearer hush-hush", "token hush-hush has expired"),
+        ("sv=2021&sig=hush%2Dhush&se=2030", "signature hush-hush did not match sv=2021"),
+        ("AccountName=a;AccountKey=hush-hush", "key hush-hush did not match"),
+        ("sqlite:///x?token=hush-hush", "token hush-hush"),
+        ('{"private_key": "hush-hush", "token_uri": "https://t"}', "hush-hush at https://t"),
+    ],
+)
+def test_a_secret_that_is_a_part_of_one_is_hidden(secret: str, text: str) -> None:
+    expected = text.replace("hush-hush", "***")
+
+    assert redacted(text, {secret}) == expected
+
+
+def test_an_authorization_that_nobody_gave_here_is_hidden() -> None:
+    text = "sent {'Authorization': 'Bearer eyJ0eXAi.x-y_z'}: Basic authentication, Bearer tokens"
+
+    expected = "sent {'Authorization': 'Bearer ***'}: Basic authentication, Bearer tokens"
+    assert redacted(text, ()) == expected
+
+
+def test_what_is_no_secret_stays() -> None:
+    text = "cannot read s3://lake/a b.parquet at http://host:9000: 404 (NoSuchKey)"
+
+    assert redacted(text, {"", "sesame"}) == text
+
+
+def test_a_text_without_known_secrets_shows_no_key_password_or_query() -> None:
+    text = "AKIAABCDEFGHIJKLMNOP\n at http://u:pass@host:80/a?sig=abc postgres://v:w@x@y"
+
+    assert redacted(text, ()) == "*** at http://u:***@host:80/a postgres://v:***@y"
+
+
+def test_the_secrets_of_the_environment_are_told_by_their_names() -> None:
+    environ = {"AWS_SECRET_ACCESS_KEY": "hush-hush", "AWS_REGION": "eu-west-1", "SAS": "abc"}
+
+    assert secret_values({"token": "long enough", "pin": "123"}, environ) == {
+        "hush-hush",
+        "long enough",
+    }
+
+
+def test_a_long_answer_of_a_store_is_looked_through_at_once() -> None:
+    """From every character of it on, as a careless pattern does, it would take minutes."""
+    begun = time.process_time()
+    hidden("Ab0/" * 25_000, {"s3cr3t-CANARY", "x" * 400})
+    assert time.process_time() - begun < 5.0
