@@ -19,7 +19,7 @@ PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", 
 # Another change rewrites these.
 OTHERS = ("docs/kubernetes.md",)
 # Every docstring of these modules and folders.
-DOCSTRINGS: tuple[str, ...] = ("docs/site_hooks.py",)
+DOCSTRINGS = ("docs/site_hooks.py", "examples")
 
 
 def files_of(names: tuple[str, ...], suffix: str) -> list[Path]:
