@@ -22,7 +22,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format bench bench-quick proto venv clean
+.PHONY: help demo test soak check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,9 @@ check: $(STAMP)  ## lint, formatting, types, generated code
 format: $(STAMP)  ## sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)  ## build the site in build/site; a broken link fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 20 minutes
 	for name in shuffle load resume; do \

@@ -1,4 +1,4 @@
-"""The whole thing on one machine: a real table, a cache of two nodes, two training processes.
+"""Run everything on one machine: a real table, two cache nodes, two training processes.
 
 Writes TPC-H ``lineitem`` as Parquet, starts two cache nodes, loads the table through DataFusion
 with a SQL query, and trains with DistributedDataParallel, each rank streaming its own rows.
@@ -70,12 +70,12 @@ def main() -> None:
 
 
 def count(number: int, what: str) -> str:
-    """So many of something."""
+    """Returns a number with its noun, in the plural if needed."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def write_lineitem(data_dir: Path, scale_factor: float) -> Path:
-    """The folder of TPC-H lineitem as four Parquet files; written when it is not there yet."""
+    """Returns the folder of TPC-H lineitem, four Parquet files; writes it if it is missing."""
     target = data_dir / f"tpch-sf{scale_factor:g}" / "lineitem"
     if target.exists():
         print(f"data: using {target}", flush=True)
@@ -91,7 +91,7 @@ def write_lineitem(data_dir: Path, scale_factor: float) -> Path:
         check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    if sys.stderr.isatty():  # its progress ends without a line's end
+    if sys.stderr.isatty():  # its progress ends without a newline
         print(file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     (partial / "lineitem").rename(target)

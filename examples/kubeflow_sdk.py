@@ -1,6 +1,6 @@
 """Train on a cached table with the Kubeflow SDK: one call makes the trainers and their cache.
 
-TPC-H ``lineitem``, from wherever it lies:
+TPC-H ``lineitem``, from any of these places:
 
     python examples/kubeflow_sdk.py s3://warehouse/tpch/lineitem/ --endpoint https://minio:9000
     python examples/kubeflow_sdk.py hf://ORG/lineitem
@@ -8,8 +8,8 @@ TPC-H ``lineitem``, from wherever it lies:
 
 It needs a cluster with Kubeflow Trainer 2.3 and the runtimes of this project, and a kubeconfig that
 lets you create TrainJobs. Keys of S3 come from AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a token
-of the Hub from HF_TOKEN; the SDK writes them into the TrainJob, where whoever may read TrainJobs
-sees them. Without them the cache pods use their own identity (``--role-arn``).
+of the Hub from HF_TOKEN. The SDK writes them into the TrainJob: everyone who may read TrainJobs
+sees them. Without keys the cache pods use their identity (``--role-arn``).
 
 It follows the log of the first trainer, and exits with 0 when the TrainJob is complete.
 """
@@ -50,7 +50,7 @@ def train(
 
     import torch
     import torch.distributed as dist
-    import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+    import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +62,7 @@ def train(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpu else "gloo")
     torch.manual_seed(0)
-    # The cache is found by CACHE_ENDPOINT, which the runtime sets, and the rank by RANK.
+    # The runtime sets CACHE_ENDPOINT and RANK.
     rows = CacheIterableDataset(
         dataset, batch_size=batch_size, columns=[*key, *features, target], shuffle=True, seed=0
     )
@@ -81,7 +81,7 @@ def train(
             optimizer.step()
             loss_sum += float(loss.detach()) * len(y)
             seen.append(torch.stack([batch[name].long() for name in key], dim=1))
-        # What all ranks saw, together; for a table whose keys fit into memory.
+        # The keys of all ranks; they must fit into memory.
         gathered = [(torch.cat(seen), loss_sum)] * dist.get_world_size()
         dist.all_gather_object(gathered, gathered[0])
         keys = torch.cat([keys for keys, _ in gathered])
@@ -111,7 +111,7 @@ def main() -> None:
         trainer=CustomTrainer(
             func=train,
             func_args={
-                "dataset": spec_from_env(where).name,  # as the cache pods will call it
+                "dataset": spec_from_env(where).name,  # the name that the cache pods use
                 "key": arguments.key.split(","),
                 "features": arguments.features.split(","),
                 "target": arguments.target,
@@ -136,13 +136,13 @@ def main() -> None:
 def dataset_initializer(
     arguments: argparse.Namespace,
 ) -> S3DatasetInitializer | HuggingFaceDatasetInitializer | DataCacheInitializer:
-    """The class of the SDK for the kind of URI."""
+    """Returns the initializer of the SDK for this URI."""
     uri = arguments.storage_uri
     if uri.startswith("cache://"):
         return DataCacheInitializer(
             storage_uri=uri,
             metadata_loc=arguments.metadata_loc,
-            # Only the runtime torch-distributed-with-cache makes as many; others have their own.
+            # Only the runtime torch-distributed-with-cache uses this number.
             num_data_nodes=arguments.num_data_nodes,
             iam_role=arguments.role_arn,
         )
@@ -161,7 +161,7 @@ def dataset_initializer(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What is asked for."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Train on a cached table with Hugging Face Accelerate, and go on in the middle of an epoch.
+"""Train on a cached table with Hugging Face Accelerate, and resume inside an epoch.
 
     torchrun --nproc-per-node 2 examples/train_accelerate.py --endpoint grpc://127.0.0.1:50051
 
-or, where there are GPUs, by ``accelerate launch``. With ``--stop-after-steps 20`` it saves its
-state there and ends, as a job that is pre-empted does. Started again with the same ``--state-dir``,
-and any number of ranks, it goes on with the next row.
+With GPUs, use ``accelerate launch``. With ``--stop-after-steps 20`` it saves its state and ends, as
+a pre-empted job does. Start it again with the same ``--state-dir`` and any number of ranks: it
+continues with the next row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--stop-after-steps", type=int)
     arguments = parser.parse_args()
 
-    # Without cpu=True, accelerate trains every process for itself where there is no GPU.
+    # Without a GPU, accelerate trains each process alone unless cpu=True.
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     complete = train(arguments, accelerator)
     accelerator.free_memory()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
-    """Whether every row was seen exactly once in every epoch that came to its end."""
+    """Whether every row was seen exactly once in every finished epoch."""
     torch.manual_seed(0)
     dataset = CacheIterableDataset(
         arguments.dataset,
@@ -58,9 +58,8 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
     model: nn.Module = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     # Prepare the model and the optimizer, not a loader of this dataset. With `dispatch_batches`,
-    # which is the default for iterable datasets, rank 0 would read for all, and it reads its own
-    # rows only: those of the others would never be seen. Without, accelerate would divide among the
-    # ranks what is divided already. What is left of it, the copy to the device, is `device` above.
+    # the default for iterable datasets, rank 0 would read for all ranks, and it reads only its
+    # rows. Without it, accelerate would divide the rows again. `device` above does the copy.
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(dataset)
 
@@ -70,7 +69,7 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
         keys = load_keys(arguments.state_dir) if accelerator.is_main_process else []
     steps, complete = 0, True
     for epoch in range(dataset.epoch, arguments.epochs):
-        dataset.set_epoch(epoch)  # of the epoch that a state was loaded of: changes nothing
+        dataset.set_epoch(epoch)  # changes nothing in a resumed epoch
         losses: list[torch.Tensor] = []
         for batch in dataset:
             optimizer.zero_grad()
@@ -82,7 +81,7 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
             steps += 1
             if steps == arguments.stop_after_steps:
                 accelerator.save_state(str(arguments.state_dir))
-                # A stop after the last step is one before the first step of the next epoch.
+                # A stop after the last step is a stop before the next epoch.
                 keys = keys if dataset.state_dict()["rows_consumed"] else []
                 save_keys(keys, arguments.state_dir, accelerator)
                 accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
@@ -99,20 +98,20 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
 
 
 def count_seen_once(keys: list[torch.Tensor]) -> int:
-    """How many keys occur exactly once over all ranks together."""
+    """Counts the keys that occur exactly once over all ranks."""
     _, counts = torch.unique(torch.cat(gather_object(keys)), return_counts=True)
     return int((counts == 1).sum())
 
 
 def save_keys(keys: list[torch.Tensor], state_dir: Path, accelerator: Accelerator) -> None:
-    """Keeps the rows of the epoch that all ranks saw; only the check at its end needs them."""
+    """Saves the rows that all ranks saw in the epoch, for the check at its end."""
     everywhere = gather_object(keys)
     if accelerator.is_main_process:
         torch.save(everywhere, state_dir / "keys.pt")
 
 
 def load_keys(state_dir: Path) -> list[torch.Tensor]:
-    """The rows that all ranks saw before they stopped."""
+    """Returns the rows that all ranks saw before they stopped."""
     saved: list[torch.Tensor] = torch.load(state_dir / "keys.pt")
     return saved
 

@@ -1,6 +1,6 @@
 """Train a small regression model on a cached table with DistributedDataParallel.
 
-Start a cache, load a dataset called ``lineitem`` (see demo.py), then
+Start a cache, load a dataset ``lineitem`` (see demo.py), then run
 
     CACHE_ENDPOINT=grpc://127.0.0.1:50051 torchrun --nproc-per-node 2 examples/train_ddp.py
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ FEATURES = ["quantity", "discount", "tax", "part"]
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What one epoch came to."""
+    """The result of one epoch."""
 
     loss: float
     rows_per_s: float
@@ -126,7 +126,7 @@ def train_epoch(
 
 
 def count_seen_once(keys: torch.Tensor, rank: int, world_size: int) -> int:
-    """How many keys occur exactly once over all ranks together."""
+    """Counts the keys that occur exactly once over all ranks."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([len(keys)]))
     padded = torch.full((int(max(sizes)),), -1, dtype=torch.int64)

@@ -2,9 +2,9 @@
 
     mpirun -n 2 python examples/train_deepspeed.py --endpoint grpc://127.0.0.1:50051
 
-Needs DeepSpeed, mpi4py and Open MPI; all three are on the Python package index. mpirun tells each
-process its rank in ``OMPI_COMM_WORLD_RANK``; DeepSpeed asks MPI for it, and for the address of rank
-0. Started by torchrun or ``deepspeed`` the script works as well.
+Needs DeepSpeed, mpi4py and Open MPI, which are on the Python package index. mpirun sets the rank in
+``OMPI_COMM_WORLD_RANK``. DeepSpeed asks MPI for the rank and for the address of rank 0. torchrun
+and ``deepspeed`` can start the script too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import gc
 import deepspeed
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -36,12 +36,12 @@ def main() -> None:
     arguments = parser.parse_args()
 
     if not torch.cuda.is_available():
-        # Else DeepSpeed compiles a backend of its own for a minute. Between CPUs, gloo will do.
+        # Otherwise DeepSpeed compiles a backend for a minute. Gloo is enough for CPUs.
         deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(distributed_port=arguments.port, verbose=False)
     complete = train(arguments)
     gc.collect()  # the engine refers to itself
-    deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed its groups
+    deepspeed.comm.destroy_process_group()  # torch's function keeps DeepSpeed's groups
     if not complete:
         raise SystemExit("some rows were missed or repeated")
 
@@ -59,7 +59,7 @@ def train(arguments: argparse.Namespace) -> bool:
         device=get_accelerator().current_device_name(),
     )
     model = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
-    # Without training_data: DeepSpeed would divide among the ranks what is divided already.
+    # Without training_data: DeepSpeed would divide the rows again.
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=3e-3),
@@ -89,7 +89,7 @@ def train(arguments: argparse.Namespace) -> bool:
 
 
 def count_seen_once(keys: torch.Tensor) -> int:
-    """How many keys occur exactly once over all ranks together."""
+    """Counts the keys that occur exactly once over all ranks."""
     everywhere = [keys] * dist.get_world_size()
     dist.all_gather_object(everywhere, keys)
     _, counts = torch.unique(torch.cat(everywhere), return_counts=True)

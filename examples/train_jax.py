@@ -5,8 +5,8 @@
     export JAX_COORDINATOR_ADDRESS=127.0.0.1:29400 JAX_NUM_PROCESSES=2
     JAX_PROCESS_ID=0 python examples/train_jax.py & JAX_PROCESS_ID=1 python examples/train_jax.py
 
-Each process reads its own rows as numpy arrays; together they are one global array, of which XLA
-averages the gradients. The cache's client itself needs torch; a build without CUDA is enough.
+Each process reads different rows as numpy arrays. Together they are one global array, and XLA
+averages the gradients. The client needs torch; a build without CUDA is enough.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_KEY = -1
 
 
 def padded(batch: dict[str, np.ndarray[Any, Any]], size: int) -> dict[str, np.ndarray[Any, Any]]:
-    """``batch`` with ``size`` rows, of which those added have no weight.
+    """Pads ``batch`` to ``size`` rows; the added rows have no weight.
 
     The last step of an epoch may have fewer rows, and not as many on every rank. So no row is left
     out, each process has its equal part of the global array, and XLA compiles one shape.
@@ -46,7 +46,7 @@ def padded(batch: dict[str, np.ndarray[Any, Any]], size: int) -> dict[str, np.nd
 def as_global(
     by_rank: NamedSharding, batch: dict[str, np.ndarray[Any, Any]]
 ) -> dict[str, jax.Array]:
-    """The batches of all processes as one, of which each process holds its own part."""
+    """Joins the batches of all processes to one global array."""
     make: Any = jax.make_array_from_process_local_data
     return {name: make(by_rank, values) for name, values in batch.items()}
 
@@ -81,7 +81,7 @@ def main() -> None:
             int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         )
         jax.distributed.initialize(address, num_processes, process_id)
-    # Finds this rank's rows by JAX_PROCESS_ID and JAX_NUM_PROCESSES too.
+    # The rank comes from JAX_PROCESS_ID and JAX_NUM_PROCESSES.
     dataset = CacheIterableDataset(
         arguments.dataset,
         endpoint=arguments.endpoint,
@@ -122,8 +122,8 @@ def main() -> None:
 
 
 def count_seen_once(keys: np.ndarray[Any, Any]) -> int:
-    """How many keys occur exactly once over all processes together."""
-    halves = process_allgather(keys.view(np.int32))  # JAX has no int64 unless told so
+    """Counts the keys that occur exactly once over all processes."""
+    halves = process_allgather(keys.view(np.int32))  # JAX has no int64 by default
     unique, counts = np.unique(np.ravel(halves).view(np.int64), return_counts=True)
     return int(((counts == 1) & (unique != NO_KEY)).sum())
 

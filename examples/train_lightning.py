@@ -1,10 +1,10 @@
-"""Train on a cached table with Lightning, and go on in the middle of an epoch.
+"""Train on a cached table with Lightning, and resume inside an epoch.
 
     torchrun --nproc-per-node 2 examples/train_lightning.py --endpoint grpc://127.0.0.1:50051
 
-It saves a checkpoint after every tenth step. With ``--stop-after-steps 20`` it ends there, as a job
-that is pre-empted does. Started again with the same ``--output-dir`` and number of ranks, since
-Lightning counts in steps, it goes on with the next row.
+It saves a checkpoint after every tenth step. With ``--stop-after-steps 20`` it ends, as a
+pre-empted job does. Start it again with the same ``--output-dir`` and number of ranks, because
+Lightning counts steps: it continues with the next row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -29,36 +29,36 @@ FEATURES = ["quantity", "discount", "tax", "part"]
 
 
 class CacheLoader:
-    """What Lightning takes for a loader: it keeps the state of any that has `state_dict`."""
+    """A loader for Lightning, which saves the state of a loader with `state_dict`."""
 
     def __init__(self, cached: CacheIterableDataset) -> None:
         self.cached = cached
 
     def __len__(self) -> int:
-        """Of a whole epoch: Lightning counts from its start on, also where it resumes."""
+        """Counts a whole epoch, because Lightning counts from its start when it resumes."""
         return len(self.cached)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.cached)
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank: Lightning saves that of rank 0 and gives it to all."""
+        """Is the same on every rank: Lightning saves rank 0's and gives it to all."""
         return self.cached.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next pass go on from there."""
+        """Makes the next pass continue from there."""
         self.cached.load_state_dict(state)
 
 
 class CacheData(LightningDataModule):
-    """The table, and this rank's rows of it."""
+    """The rows of this rank."""
 
     def __init__(self, table: str, *, endpoint: str | None, batch_size: int) -> None:
         super().__init__()
         self.table, self.endpoint, self.batch_size = table, endpoint, batch_size
 
     def setup(self, stage: str) -> None:
-        """Not earlier: by now torch.distributed is initialised, and knows the rank."""
+        """Makes the dataset here, where torch.distributed is initialised."""
         self.dataset = CacheIterableDataset(
             self.table,
             endpoint=self.endpoint,
@@ -69,12 +69,12 @@ class CacheData(LightningDataModule):
         )
 
     def train_dataloader(self) -> CacheLoader:
-        """Not a DataLoader: the dataset itself makes the batches and fetches ahead."""
+        """Returns no DataLoader: the dataset makes the batches and fetches ahead."""
         return CacheLoader(self.dataset)
 
 
 class PriceModel(LightningModule):
-    """A small regression, which also notes the rows that it sees."""
+    """A small regression that also records the rows it sees."""
 
     def __init__(self, data: CacheData) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class PriceModel(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
     def on_train_epoch_start(self) -> None:
-        """Another order in every epoch. In the middle of one, Lightning does not call this."""
+        """Sets another order; Lightning does not call this when it resumes inside an epoch."""
         self.data.dataset.set_epoch(self.current_epoch)
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
@@ -112,13 +112,13 @@ class PriceModel(LightningModule):
         self.print(f"epoch {self.current_epoch}: loss {loss:.5f}, {done}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Called on every rank. Only the check above needs the keys."""
-        # After the last step of an epoch this is the start of the next, which has seen no rows.
+        """Saves the keys for the check above; every rank calls this."""
+        # After the last step of an epoch this is the start of the next epoch, without rows.
         keys = self.keys if self.data.dataset.state_dict()["rows_consumed"] else []
         checkpoint["keys"] = _of_all_ranks(keys)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Rank 0 answers for what all saw before."""
+        """Gives rank 0 the keys that all ranks saw."""
         self.keys = checkpoint["keys"] if self.global_rank == 0 else []
 
 
@@ -142,15 +142,15 @@ def main() -> None:
     arguments = parser.parse_args()
 
     complete = train(arguments)
-    if dist.is_initialized():  # by Lightning, where there is more than one rank
-        gc.collect()  # the Trainer and its model know each other
+    if dist.is_initialized():  # by Lightning, with more than one rank
+        gc.collect()  # the Trainer and its model refer to each other
         dist.destroy_process_group()
     if not complete:
         raise SystemExit("some rows were missed or repeated")
 
 
 def train(arguments: argparse.Namespace) -> bool:
-    """Whether every row was seen exactly once in every epoch that came to its end."""
+    """Whether every row was seen exactly once in every finished epoch."""
     torch.manual_seed(0)
     checkpoint = arguments.output_dir / "latest.ckpt"
     data = CacheData(
@@ -158,7 +158,7 @@ def train(arguments: argparse.Namespace) -> bool:
     )
     model = PriceModel(data)
     trainer = Trainer(
-        # As many as torchrun started.
+        # The number that torchrun started.
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         max_epochs=arguments.epochs,

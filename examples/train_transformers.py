@@ -1,10 +1,10 @@
-"""Train on a cached table with the Trainer of transformers, and go on in the middle of an epoch.
+"""Train on a cached table with the Trainer of transformers, and resume inside an epoch.
 
     torchrun --nproc-per-node 2 examples/train_transformers.py --endpoint grpc://127.0.0.1:50051
 
-With ``--stop-after-steps 20`` it saves a checkpoint there and ends, as a job that is pre-empted
-does. Started again with the same ``--output-dir`` and number of ranks, since the Trainer counts in
-steps, it goes on with the next row.
+With ``--stop-after-steps 20`` it saves a checkpoint and ends, as a pre-empted job does. Start it
+again with the same ``--output-dir`` and number of ranks, because the Trainer counts steps: it
+continues with the next row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from accelerate.utils import gather_object, is_deepspeed_available
 from torch import nn
 from torch.utils.data import DataLoader
@@ -27,13 +27,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from cache_client import CacheIterableDataset
 
 if is_deepspeed_available():
-    import deepspeed  # noqa: F401  # before the group too: accelerate imports it when it is there
+    import deepspeed  # noqa: F401  # before the group too: accelerate imports it if it is installed
 
 FEATURES = ["quantity", "discount", "tax", "part"]
 
 
 class CacheLoader(DataLoader[Any]):
-    """Tells the dataset the epoch: the Trainer calls `set_epoch` of a loader that has one."""
+    """A loader whose `set_epoch` the Trainer calls."""
 
     def __init__(self, dataset: CacheIterableDataset) -> None:
         super().__init__(dataset, batch_size=None)
@@ -41,7 +41,7 @@ class CacheLoader(DataLoader[Any]):
 
 
 class CacheTrainer(Trainer):
-    """A Trainer that takes the batches of the cache as they come."""
+    """A Trainer that takes the batches of the cache unchanged."""
 
     train_dataset: CacheIterableDataset
 
@@ -59,7 +59,7 @@ class CacheTrainer(Trainer):
         return CacheLoader(self.train_dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Rows, for the speeds that the Trainer prints. The length of the dataset is in steps."""
+        """Counts rows, for the speeds that the Trainer prints."""
         return self.train_dataset.num_rows
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
@@ -76,7 +76,7 @@ class CacheCallback(TrainerCallback):
         self.complete = True
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Goes on from the checkpoint. By now the Trainer has counted the steps of an epoch."""
+        """Continues from the checkpoint, after the Trainer counted the steps of an epoch."""
         if self.checkpoint:
             state = json.loads(Path(self.checkpoint, "dataset.json").read_text(encoding="utf-8"))
             self.trainer.train_dataset.load_state_dict(state)
@@ -88,14 +88,14 @@ class CacheCallback(TrainerCallback):
         position = self.trainer.train_dataset.state_dict()
         if state.is_world_process_zero:
             Path(checkpoint, "dataset.json").write_text(json.dumps(position), encoding="utf-8")
-        # After the last step of an epoch this is the start of the next, which has seen no rows.
+        # After the last step of an epoch this is the start of the next epoch, without rows.
         keys = self.trainer.keys if position["rows_consumed"] else []
         torch.save(keys, self._keys_file(checkpoint))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Saves and ends where that was asked for."""
+        """Saves and ends after the requested step."""
         if state.global_step == self.stop_after:
             control.should_save = control.should_training_stop = True
 
@@ -128,32 +128,33 @@ def main() -> None:
     arguments = parser.parse_args()
 
     complete = train(arguments)
-    if dist.is_initialized():  # by TrainingArguments, where there is more than one rank
-        gc.collect()  # the Trainer and its callbacks know each other
+    if dist.is_initialized():  # by TrainingArguments, with more than one rank
+        gc.collect()  # the Trainer and its callbacks refer to each other
         dist.destroy_process_group()
     if not complete:
         raise SystemExit("some rows were missed or repeated")
 
 
 def train(arguments: argparse.Namespace) -> bool:
-    """Whether every row was seen exactly once in every epoch that came to its end."""
+    """Whether every row was seen exactly once in every finished epoch."""
     torch.manual_seed(0)
     options = TrainingArguments(
         output_dir=arguments.output_dir,
         num_train_epochs=arguments.epochs,
         per_device_train_batch_size=arguments.batch_size,
         learning_rate=3e-3,
-        # The dataset goes on by itself; else the Trainer drops as many batches once more. Then it
-        # counts a resumed epoch from 0, so let gradient_accumulation_steps divide the steps.
+        # The dataset resumes; without this the Trainer would drop the same batches again. The
+        # Trainer counts a resumed epoch from 0, so gradient_accumulation_steps must divide the
+        # steps.
         ignore_data_skip=True,
         save_strategy="no",
         logging_strategy="epoch",
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
         report_to="none",
-        use_cpu=not torch.cuda.is_available(),  # else, without a GPU, each rank trains for itself
+        use_cpu=not torch.cuda.is_available(),  # without a GPU, each rank would train alone
     )
-    # After TrainingArguments, which initialise torch.distributed: this rank's rows, and no others.
+    # After TrainingArguments, which initialise torch.distributed.
     dataset = CacheIterableDataset(
         arguments.dataset,
         endpoint=arguments.endpoint,
@@ -169,7 +170,7 @@ def train(arguments: argparse.Namespace) -> bool:
     callback = CacheCallback(trainer, checkpoint, arguments.stop_after_steps)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.accelerator.wait_for_everyone()  # no rank leaves while another still needs it
+    trainer.accelerator.wait_for_everyone()  # no rank ends while another needs it
     return callback.complete
 
 

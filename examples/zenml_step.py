@@ -1,24 +1,25 @@
-"""A ZenML step that trains on a cached table, on as many pods as its settings say.
+"""A ZenML step that trains on a cached table, on the number of pods in its settings.
 
 ZenML's Kubeflow Trainer step operator makes a TrainJob of the step. Every pod runs the function
-once, without torchrun, and finds RANK, WORLD_SIZE and MASTER_ADDR in its environment. A TrainJob of
-ZenML has no initializer, so the cache of the runtime starts empty and the step says what it holds:
-rank 0 loads what STORAGE_URI and CACHE_* in ``trainer_env`` mean, and the others wait for it.
+once, without torchrun. Its environment has RANK, WORLD_SIZE and MASTER_ADDR. A TrainJob of ZenML
+has no initializer, so the cache of the runtime starts empty. Rank 0 loads what STORAGE_URI and
+CACHE_* in ``trainer_env`` describe, and the others wait for it.
 
     zenml step-operator register trainer --flavor kubeflow_trainer ...
     python examples/zenml_step.py
 
-Give ``num_proc_per_node``. Without it Trainer counts the CPUs of a pod and ZenML multiplies the
-world size by them, although each pod runs one process: everyone waits for ranks that never come.
-For n > 1 ZenML makes n times as many pods, of one process and as many GPUs as before each.
+Limits:
 
-What is in ``trainer_env`` can be read by whoever may read TrainJobs. Give the pods an identity, or
-pass ACCESS_KEY_ID and SECRET_ACCESS_KEY by ``@step(secrets=[...])``: ZenML puts them into the
-environment of the step while it runs.
-
-What could not be run here: the step operator itself, which is in ZenML's branch develop and in no
-release up to 0.98.0, and `main`, which needs a stack with it. The tests run the step as the
-operator would: in a TrainJob of its shape, with its mapping of variables.
+- You must give ``num_proc_per_node``. Without it Trainer counts the CPUs of a pod, and ZenML
+  multiplies the world size by them, although each pod runs one process: all ranks wait for ranks
+  that do not exist. For n > 1 ZenML makes n times as many pods, each with one process and as many
+  GPUs as before.
+- Everyone who may read TrainJobs can read ``trainer_env``. Give the pods an identity, or pass
+  ACCESS_KEY_ID and SECRET_ACCESS_KEY by ``@step(secrets=[...])``: ZenML puts them into the
+  environment of the running step.
+- The step operator is in ZenML's branch develop, and in no release up to 0.98.0. So the tests do
+  not run it, nor `main`, which needs a stack with it. They run the step in a TrainJob of the
+  operator's shape, with its mapping of variables.
 """
 
 import os
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the group is there: see "The end of a rank" in README.md
+import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -77,7 +78,7 @@ def train(epochs: int = 2, batch_size: int = 1024, load_timeout_s: float = 3600.
     torch.manual_seed(0)
     spec = spec_from_env(os.environ)
     if dist.get_rank() == 0:
-        CacheClient().load(spec, wait=False)  # one that is there already is attached to
+        CacheClient().load(spec, wait=False)  # attaches to an existing version
     dist.barrier()
     dataset = CacheIterableDataset(
         spec.name,
@@ -102,7 +103,7 @@ def train(epochs: int = 2, batch_size: int = 1024, load_timeout_s: float = 3600.
             keys.append(batch["row_key"])
             loss_sum += float(loss.detach()) * len(prediction)
         mean_loss = report(epoch, torch.cat(keys), loss_sum, dataset.num_rows)
-    dist.barrier()  # no launcher holds the ranks together: none leaves while another needs it
+    dist.barrier()  # there is no launcher: no rank ends while another needs it
     del model
     dist.destroy_process_group()
     return mean_loss

@@ -277,5 +277,5 @@ def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> No
 
 def test_the_table_of_the_examples_names_every_file() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".py", ".yaml")}
-    assert set(re.findall(r"\]\(([\w.]+\.(?:py|yaml))\)", page)) == files
+    files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".ipynb", ".py", ".yaml")}
+    assert set(re.findall(r"\]\(([\w.]+\.(?:ipynb|py|yaml))\)", page)) == files

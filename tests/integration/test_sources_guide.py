@@ -1,4 +1,4 @@
-"""Every spec of docs/sources.md is loaded by two real nodes, and says what the page says it does.
+"""Two real nodes load every spec of docs/sources, with the rows that the pages promise.
 
 Only the names of places and of secrets are replaced, see `Lake.substitutes`: servers by ones on
 loopback, ``/data`` by a folder, ids by those that the tables here have.
@@ -43,10 +43,13 @@ from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_s
 from tests.store_stubs import AzureStub, FilesStub, HubStub, Served
 from tests.waiting import wait_until
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/sources.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = "".join(
+    page.read_text(encoding="utf-8") for page in sorted((DOCS / "sources").glob("*.md"))
+)
 SPECS = {
     spec["name"]: spec
-    for spec in map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.M))
+    for spec in map(yaml.safe_load, re.findall(r"^```yaml\n(.*?)^```", PAGES, re.DOTALL | re.M))
 }
 NUM_HOUSES = 120
 WAIT_S = 30.0
@@ -389,15 +392,15 @@ def test_every_format_and_store_of_the_tables_has_a_spec() -> None:
     for scheme in ("s3", "gs", "az", "https", "hf", "postgresql"):
         assert f'"{scheme}://' in text
     for format in FORMATS:
-        assert re.search(rf"^\| `{format}`", PAGE, re.M), format
+        assert re.search(rf"^\| `{format}`", PAGES, re.M), format
 
 
 def test_every_key_of_a_spec_is_explained() -> None:
     for key in inspect.signature(DatasetSpec).parameters:
-        assert f"`{key}`" in PAGE, key
+        assert f"`{key}`" in PAGES, key
 
 
-# -- what is refused, by the message on the page --------------------------------------------------
+# -- what is refused, by the messages of docs/troubleshooting.md ----------------------------------
 
 
 def refusals(root: Path) -> dict[str, dict[str, Any]]:
@@ -481,8 +484,9 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
         stream.write_table(houses())
     (lake.root / "joined.arrow").write_bytes((lake.root / "one.arrow").read_bytes() * 2)
     client = CacheClient(nodes.endpoint)
-    section = PAGE.partition("## What is refused")[2]
-    on_page = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|$", section, re.M))
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    section = page.partition("## A load is refused")[2]
+    on_page = set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", section, re.M))
     cases = refusals(lake.root)
     assert on_page == {*cases, *ELSEWHERE}
     for message, arguments in cases.items():

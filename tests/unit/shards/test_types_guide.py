@@ -1,4 +1,4 @@
-"""The table of types in docs/sources.md, row by row, against what the code does."""
+"""The table of types in docs/sources/types.md, row by row, against what the code does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from cache_client.rows import Rows
 from cache_protocol.errors import LoadError
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "sources.md").read_text(encoding="utf-8")
-SECTION = PAGE.partition("\n## Types\n")[2].partition("\n## ")[0]
+PAGE = (Path(__file__).resolve().parents[3] / "docs/sources/types.md").read_text(encoding="utf-8")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in SECTION.splitlines()
+    for line in PAGE.splitlines()
     if line.startswith("| `")
 ]
 DAY, NOON = dt.date(1970, 1, 2), dt.time(12)
@@ -165,7 +164,7 @@ def test_the_types_that_the_page_refuses_are_refused_and_nested_lists_have_their
         "interval": pa.month_day_nano_interval(),
         "null": pa.null(),
     }
-    sentence = re.search(r"Other types,\s+such as (.*?) are\s+refused", SECTION, re.DOTALL)
+    sentence = re.search(r"Other types,\s+such as (.*?) are\s+refused", PAGE, re.DOTALL)
     assert sentence is not None and names_of(sentence[1]) == list(refused)
     assert all(storage_type(dtype) is None for dtype in refused.values())
     nested = batch_of(pa.list_(pa.list_(pa.float32(), 3), 2), [[[1, 2, 3], [4, 5, 6]]], "torch")
