@@ -40,10 +40,10 @@ from cache_protocol.spec.values import is_text
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.control import from_rpc_error, open_channel
+from cache_protocol.wire.dataset_states import state_name
+from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.states import state_name
-from cache_protocol.wire.watching import wait_until_settled
+from cache_protocol.wire.load_watch import wait_until_settled
 
 _LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
 _MOST_S = 1e9  # of a call: gRPC takes more for none at all

@@ -29,7 +29,7 @@ from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError,
 from cache_protocol.storage.layout import pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.control import DIRECT
+from cache_protocol.wire.grpc_channel import DIRECT
 
 REQUEST_TIMEOUT_S = 10.0
 # Until a connection is made nothing can break off what waits for it: neither the end of the program

@@ -202,7 +202,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._deadline_s = float(deadline_s)
         self._local = local
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
-        self._known: tuple[int, NodeHealth] | None = None  # likewise
+        self._health: tuple[int, NodeHealth] | None = None  # likewise
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
         Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
@@ -399,11 +399,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             self.endpoint,
             self._shards,
             columns=self._columns,
-            turn=self.rank,
+            replica_offset=self.rank,
             rows_per_message=self._sizes.rows_per_message(),
             deadline_s=self._deadline_s,
             local=self._local_shards(),
-            known=self._whereabouts(),
+            health=self._node_health(),
         ) as reader:
             batches = self._batches(this, reader)
             if self._device is not None:
@@ -501,15 +501,15 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._mapped = (os.getpid(), LocalShards(self._shards, self._columns))
         return self._mapped[1]
 
-    def _whereabouts(self) -> NodeHealth:
+    def _node_health(self) -> NodeHealth:
         """Kept over passes in each process: none waits again for a node that is gone."""
-        if self._known is None or self._known[0] != os.getpid():
-            newest = self._shards if self._known is None else self._known[1].shards
-            self._known = (os.getpid(), NodeHealth(newest))
-        return self._known[1]
+        if self._health is None or self._health[0] != os.getpid():
+            newest = self._shards if self._health is None else self._health[1].shards
+            self._health = (os.getpid(), NodeHealth(newest))
+        return self._health[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None, "_known": None}
+        return {**self.__dict__, "_mapped": None, "_health": None}
 
     def __copy__(self) -> Self:
         """Stands where this one does and goes on by itself, as any copy but that in a worker."""

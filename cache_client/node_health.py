@@ -1,61 +1,71 @@
-"""Which nodes have the rows of a version, and which of them did not answer lately."""
+"""The newest shard map of a version, and which nodes failed lately."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from cache_client.routing import ShardMap
 
-# A node that failed is passed over for so long where another replica is; longer at each failure.
+# How long a failed node is avoided where another replica is; twice as long at each failure.
 _FIRST_AVOID_S, _LONGEST_AVOID_S = 2.0, 120.0
 
 
 class NodeHealth:
-    """Where the rows of a version are, as far as a process knows: the map, and who did not answer.
+    """Which nodes of a version answer, as far as this process knows. Thread-safe.
 
-    Shared by the readers of a dataset, so that no pass waits for a node again that an earlier one
-    waited for in vain. Thread-safe.
+    The readers of a dataset share it, so that no pass waits for a node that failed in an earlier
+    one.
+
+    Args:
+        shards: the shard map to start with.
+        clock: monotonic seconds.
 
     Attributes:
         shards: the newest shard map.
     """
 
-    def __init__(self, shards: ShardMap) -> None:
+    def __init__(self, shards: ShardMap, clock: Callable[[], float] = time.monotonic) -> None:
         self.shards = shards
+        self._clock = clock
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
         self._avoid_until: dict[str, float] = {}
 
-    def note(self, location: str) -> bool:
-        """Counts a failure; whether it is the first one since the node answered."""
-        now = time.monotonic()
+    def record_failure(self, location: str) -> bool:
+        """Counts a failure of a node, and avoids it for a while.
+
+        Returns:
+            Whether it is the first failure since the node answered.
+        """
+        now = self._clock()
         with self._lock:
             if now < self._avoid_until.get(location, now):
                 return False  # of a request that was under way when the node failed
-            count = self._counts.get(location, 0)
-            self._counts[location] = count + 1
+            count = self._failures.get(location, 0)
+            self._failures[location] = count + 1
             self._avoid_until[location] = now + min(_FIRST_AVOID_S * 2**count, _LONGEST_AVOID_S)
         return count == 0
 
-    def forget(self, location: str) -> None:
-        """The node has answered with rows, or nobody asks it any more."""
+    def clear_failures(self, location: str) -> None:
+        """Forgets the failures of a node that sent rows, or that holds no shard any more."""
         with self._lock:
-            self._counts.pop(location, None)
+            self._failures.pop(location, None)
             self._avoid_until.pop(location, None)
 
-    def let_try(self, location: str) -> None:
-        """The node answers: it may be asked for rows. It is avoided for longer if that fails."""
+    def stop_avoiding(self, location: str) -> None:
+        """Lets a node be asked for rows again; its next failure still counts as one more."""
         with self._lock:
             self._avoid_until.pop(location, None)
 
-    def avoided(self) -> set[str]:
-        """Locations to pass over, until it is found that they answer."""
+    def nodes_to_avoid(self) -> set[str]:
+        """Locations of nodes that failed, until a probe finds that they answer."""
         with self._lock:
             return set(self._avoid_until)
 
-    def to_try(self) -> set[str]:
-        """Those that were passed over for long enough."""
-        now = time.monotonic()
+    def nodes_to_probe(self) -> set[str]:
+        """Locations of nodes that were avoided for long enough."""
+        now = self._clock()
         with self._lock:
             return {location for location, until in self._avoid_until.items() if until <= now}

@@ -259,7 +259,7 @@ class CacheDataset(Dataset[Any]):
             self.endpoint,
             self._shards,
             columns=self._columns,
-            turn=process,  # spreads processes over replicas
+            replica_offset=process,  # spreads processes over replicas
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
         )

@@ -75,6 +75,10 @@ class ShardMap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout(self.logical))
 
+    def locations(self, first: str) -> list[str]:
+        """``first``, then every node: each can answer questions about the version."""
+        return list(dict.fromkeys((first, *(node.location for node in self.nodes))))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -97,7 +101,7 @@ class Router:
 
     Args:
         shards: the map.
-        turn: which replica to prefer where there are several; ranks that differ spread the load.
+        replica_offset: which replica to prefer; ranks with different offsets spread the load.
         avoid: indices of nodes that did not answer lately, used only where no other replica is.
         local: shards to read from files of this machine instead.
 
@@ -106,7 +110,7 @@ class Router:
     """
 
     shards: ShardMap
-    turn: int = 0
+    replica_offset: int = 0
     avoid: Collection[int] = ()
     local: Collection[int] = ()
     num_nodes: int = field(init=False)
@@ -155,4 +159,4 @@ class Router:
         # In the order of the nodes: that of the replicas is one by chance for each shard, by which
         # a node could be asked for all of them, and its peer for none.
         reachable = sorted([node for node in replicas if node not in self.avoid] or replicas)
-        return reachable[(self.turn + shard) % len(reachable)]
+        return reachable[(self.replica_offset + shard) % len(reachable)]

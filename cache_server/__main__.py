@@ -23,7 +23,7 @@ from cache_protocol.cli.version_option import version_option
 from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
-from cache_protocol.storage.memory import may_keep_freed
+from cache_protocol.storage.memory_budget import may_keep_freed
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from cache_server.node.coordinator_link import RemoteCoordinator

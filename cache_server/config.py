@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec.dataset_spec import parse_bytes
-from cache_protocol.storage.memory import LEAST_SHARD_BYTES, shard_bytes
+from cache_protocol.storage.memory_budget import LEAST_SHARD_BYTES, shard_bytes
 
 _HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 _HOST = re.compile(r"[^\s:/\[\]]+")

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cache_protocol.errors import CacheError, ConfigError
 from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.storage.memory import loads_at_once
+from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.config import NodeConfig
 from cache_server.coordination.catalogue import Catalogue

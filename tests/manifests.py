@@ -16,7 +16,7 @@ import yaml
 from kubeflow_trainer_api import models as trainer_models
 from kubernetes.client import models as kubernetes_models
 
-from cache_protocol.storage.memory import shard_bytes
+from cache_protocol.storage.memory_budget import shard_bytes
 
 Json = dict[str, Any]
 Rule = Callable[[Json], Iterator[str]]

@@ -16,9 +16,9 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.control import from_rpc_error, open_channel
+from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.watching import wait_until_settled
+from cache_protocol.wire.load_watch import wait_until_settled
 
 _CALL_TIMEOUT_S = 10.0
 _CONNECT_ANEW_S = 5.0  # while heartbeats are not answered

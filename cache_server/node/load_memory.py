@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError
-from cache_protocol.storage.memory import least_load_bytes, loading_bytes
+from cache_protocol.storage.memory_budget import least_load_bytes, loading_bytes
 from cache_server.node import loading
 from cache_server.node.loading import CancelledError, Job
 from cache_server.source.pinned import Split

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache_protocol.storage.memory import load_bytes
+from cache_protocol.storage.memory_budget import load_bytes
 from cache_server.source.pinned import Split
 
 

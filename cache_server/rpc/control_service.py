@@ -33,7 +33,7 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.control import ERROR_TRAILER, MAX_MESSAGE_BYTES
+from cache_protocol.wire.grpc_channel import ERROR_TRAILER, MAX_MESSAGE_BYTES
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.secrets import error_text
 

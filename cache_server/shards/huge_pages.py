@@ -22,8 +22,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cache_protocol.storage.addresses import AddressRange, huge_page_bytes
 from cache_protocol.storage.shard_files import MappedShard
+from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from html import escape
 
 from cache_protocol.cli.sizes import size
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.states import state_name
+from cache_protocol.wire.dataset_states import state_name
 from cache_server.node.status import Cache, Status
 
 _REFRESH_S = 5

@@ -15,7 +15,7 @@ import pyarrow.flight as flight
 import pytest
 
 import cache_client.client
-import cache_protocol.wire.control
+import cache_protocol.wire.grpc_channel
 from cache_client import (
     CacheClient,
     CacheError,
@@ -338,7 +338,7 @@ def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_lim
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_protocol.wire.control, "_KEEPALIVE_MS", 1_000)
+    monkeypatch.setattr(cache_protocol.wire.grpc_channel, "_KEEPALIVE_MS", 1_000)
     errors: list[Exception] = []
 
     def watch() -> None:

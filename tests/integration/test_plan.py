@@ -24,7 +24,7 @@ from cache_client.forecast import LoadForecast
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
-from cache_protocol.storage.memory import load_bytes
+from cache_protocol.storage.memory_budget import load_bytes
 from cache_server import LocalCluster
 from cache_server.shards.packing import storage_schema
 from tests.conftest import write_numbered

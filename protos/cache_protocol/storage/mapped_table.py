@@ -27,10 +27,10 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.storage.addresses import AddressRange, MappedFile, huge_page_bytes
 from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
 from cache_protocol.storage.row_index import Ids, Indices, group_rows
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive
+from cache_protocol.storage.virtual_memory import AddressRange, MappedFile, huge_page_bytes
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
 _MOST_ADDRESSES = 2**44  # of a column; a process has 2**47, and more than one column

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.storage.addresses import MappedFile
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, pool_matrix
 from cache_protocol.storage.row_index import Ids
+from cache_protocol.storage.virtual_memory import MappedFile
 
 logger = logging.getLogger(__name__)
 

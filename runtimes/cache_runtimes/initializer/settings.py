@@ -37,7 +37,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec.job_settings import OF_ACCESS, VARIABLES, asks_for_dataset, spec_from_env
-from cache_protocol.storage.memory import LEAST_SHARD_BYTES, shard_bytes
+from cache_protocol.storage.memory_budget import LEAST_SHARD_BYTES, shard_bytes
 
 DEFAULT_CLUSTER_SIZE = 3
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, as for a TrainJob

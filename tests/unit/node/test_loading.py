@@ -9,7 +9,7 @@ import pytest
 
 from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.storage.memory import load_bytes
+from cache_protocol.storage.memory_budget import load_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.loading import CancelledError, Job, WholeTables, memory_bytes
 from cache_server.plan.version import VersionPlan, plan_version

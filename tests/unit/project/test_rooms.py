@@ -44,7 +44,7 @@ PURE_MODULES = (
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
-    "protos/cache_protocol/storage/memory.py",
+    "protos/cache_protocol/storage/memory_budget.py",
     "protos/cache_protocol/spec/values.py",
     "protos/cache_protocol/storage/row_index.py",
     "protos/cache_protocol/spec/secret_settings.py",
@@ -71,7 +71,7 @@ PURE_IMPORTS = (
         "cache_protocol.storage.layout",
     ),
     *("cache_client.permutation", "cache_server.source.pinned", "cache_server.sql.quoting"),
-    *("kubernetes.utils.quantity", "pathlib.PurePath", "cache_protocol.storage.memory"),
+    *("kubernetes.utils.quantity", "pathlib.PurePath", "cache_protocol.storage.memory_budget"),
     "cache_protocol.spec.values",
     "cache_protocol.storage.row_index",
     *("cache_runtimes.initializer.plan", "cache_runtimes.initializer.settings"),
@@ -130,7 +130,10 @@ BARRIERS = (
     ),
     Barrier("cache_client", "pyarrow.flight", ("cache_client/connections.py",)),
     Barrier("protos/cache_protocol", "pyarrow.flight"),
-    *(Barrier(room, "ctypes", ("protos/cache_protocol/storage/addresses.py",)) for room in ROOMS),
+    *(
+        Barrier(room, "ctypes", ("protos/cache_protocol/storage/virtual_memory.py",))
+        for room in ROOMS
+    ),
     Barrier(
         "cache_server",
         "grpc",

@@ -17,7 +17,7 @@ from kubernetes.client import (
 
 from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
 from cache_protocol.spec.job_settings import spec_from_env
-from cache_protocol.storage.memory import shard_bytes
+from cache_protocol.storage.memory_budget import shard_bytes
 from cache_runtimes.initializer.cache_health import Hope, is_disrupted, judge, lacks_pods
 from cache_runtimes.initializer.plan import (
     JOB_LABEL,

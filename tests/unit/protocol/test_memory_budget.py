@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_protocol.storage.memory import (
+from cache_protocol.storage.memory_budget import (
     least_load_bytes,
     load_bytes,
     loading_bytes,

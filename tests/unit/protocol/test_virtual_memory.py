@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_protocol.storage.addresses import AddressRange, MappedFile, huge_page_bytes
+from cache_protocol.storage.virtual_memory import AddressRange, MappedFile, huge_page_bytes
 
 PAGE = mmap.PAGESIZE
 
