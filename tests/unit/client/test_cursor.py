@@ -94,7 +94,7 @@ def test_a_second_pass_of_the_same_token_is_refused_where_it_would_use_the_offse
     cursor.set(1, 30)
     first = [copy_in_worker(cursor) for _ in range(2)]
     assert [worker.begin(7, worker=n) for n, worker in enumerate(first)] == [(1, 30)] * 2
-    with pytest.raises(ConfigError, match=r"seeded alike .*epoch 1 from row 30"):
+    with pytest.raises(ConfigError, match=r"same seed .*epoch 1 at row 30"):
         copy_in_worker(cursor).begin(7, worker=1)
     assert first[0].begin(7, worker=0) == (1, 0)
     cursor.set(1, 20)

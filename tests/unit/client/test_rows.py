@@ -74,7 +74,7 @@ def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> N
 
 
 def test_an_answer_without_positions_beside_another_is_a_defect() -> None:
-    with pytest.raises(ValueError, match="all rows of a window"):
+    with pytest.raises(ValueError, match="all rows of the window"):
         in_order(LAYOUT, 2, [Answer(None, [stored([1])]), Answer(np.array([1]), [stored([2])])])
 
 

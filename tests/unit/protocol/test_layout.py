@@ -229,7 +229,7 @@ def test_the_logical_metadata_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_a_foreign_schema_is_no_stored_batch() -> None:
-    with pytest.raises(ValueError, match="carries no logical schema"):
+    with pytest.raises(ValueError, match="has no logical schema"):
         Layout.of_stored(pa.schema([("a", pa.int64())]))
 
 

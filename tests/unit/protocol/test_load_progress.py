@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.load_progress import EachSecond, LoadMeter, LoadReport
+from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
 
 
 class Clock:
@@ -75,7 +75,7 @@ def test_a_line_comes_each_second_and_at_the_end() -> None:
     def say(report: LoadReport) -> None:
         said.append((round(clock.now - 100, 2), report.percent))
 
-    meter, each = LoadMeter("t", clock), EachSecond(say, clock=clock)
+    meter, each = LoadMeter("t", clock), OncePerSecond(say, clock=clock)
     for step in range(40):  # three seconds of readings, the last ten of them done
         clock.now = 100 + step * 0.075
         each(meter.read(progress(8 if step >= 30 else 1, 8)))
