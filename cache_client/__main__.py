@@ -155,7 +155,7 @@ def plan(
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Memory limit of each node, such as 8GiB.  [default: as it is]"),
+        typer.Option(help="Memory limit of each node, such as 8GiB.  [default: its own limit]"),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes of the job.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")] = 1024,
@@ -196,7 +196,7 @@ def _memory_limit(text: str | None) -> int | None:
 def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
-    """Show how the query of a spec runs, split by split or whole on one node, and why."""
+    """Show how the query of a spec runs, and why. It runs split by split, or whole on one node."""
     problems = seconds_problems("timeout_s", timeout_s)
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
     forecast = client.plan(wanted, timeout_s=timeout_s)

@@ -33,14 +33,14 @@ def test_an_interrupt_ends_the_waiting_at_once_and_reaches_nothing_of_the_call()
     assert ended.wait(WAIT_S)
 
 
-def test_what_a_call_returns_or_raises_is_what_the_caller_gets() -> None:
+def test_the_caller_gets_what_the_call_returns_or_raises() -> None:
     with CallThreads() as threads:
         assert threads.call(divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
             threads.call(divmod, 7, 0)
 
 
-def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
+def test_only_the_caller_keeps_the_error_of_a_call() -> None:
     class Failure(Exception):
         pass
 
@@ -54,12 +54,12 @@ def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
                 threads.call(fail)
             failure = weakref.ref(caught.value)
             del caught
-            wait_until(lambda: failure() is None, WAIT_S, "nobody holds what the call raised")
+            wait_until(lambda: failure() is None, WAIT_S, "only the caller has held the error")
     finally:
         gc.enable()
 
 
-def test_a_thread_that_no_interrupt_reaches_makes_its_calls_itself() -> None:
+def test_other_threads_than_the_main_thread_make_calls_themselves() -> None:
     with CallThreads() as threads, ThreadPoolExecutor(1) as pool:
         assert threads.call(threading.get_ident) != threading.get_ident()
         other = pool.submit(threading.get_ident).result(WAIT_S)

@@ -88,7 +88,7 @@ def nodes_needed(largest: int, limit: int, needed: int, on_node: int) -> str:
     return dict(forecast_facts(from_proto(forecast, 1, 1)))["nodes needed"]
 
 
-def test_a_plan_says_how_many_nodes_it_takes_or_why_none_is_enough() -> None:
+def test_a_plan_shows_how_many_nodes_it_takes_or_why_no_number_is_enough() -> None:
     mib = 2**20
     assert nodes_needed(mib, 4 * mib, 1, mib) == "1, of 4.0 MiB each"
     assert nodes_needed(mib, 4 * mib, 2, 5 * mib) == "2, of 4.0 MiB each; it does not fit"
@@ -139,7 +139,7 @@ def test_the_types_of_the_source_are_shown_where_a_column_was_stored_as_another(
         ({0: (), 1: ("b2",)}, "replicas     2; 2 shards of 2 with fewer"),
     ],
 )
-def test_a_dataset_with_fewer_replicas_than_asked_for_says_so(
+def test_a_dataset_with_fewer_replicas_than_requested_shows_it(
     capsys: pytest.CaptureFixture[str], placement: dict[int, tuple[str, ...]], shown: str
 ) -> None:
     schema = pa.schema([("price", pa.float64())])

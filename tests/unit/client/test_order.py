@@ -530,7 +530,7 @@ def test_the_number_of_steps_is_the_quotient_rounded_as_drop_last_says(plan: Ste
 
 @pytest.mark.parametrize("batch_size", [10**8, 2**32, sys.maxsize])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_step_that_is_longer_than_the_epoch_takes_no_memory_of_its_own(
+def test_a_step_longer_than_the_epoch_takes_no_extra_memory(
     batch_size: int, num_workers: int
 ) -> None:
     plan = StepPlan(2003, world_size=2, batch_size=batch_size)

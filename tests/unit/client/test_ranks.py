@@ -81,7 +81,7 @@ def test_arguments_that_do_not_fit_are_quoted(rank: int | None, world_size: int 
 # -- sources ---------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_sources_is_what_is_documented() -> None:
+def test_the_order_of_the_variables_is_the_documented_one() -> None:
     assert [(source.rank, source.world_size) for source in RANK_VARIABLES] == [
         ("RANK", "WORLD_SIZE"),
         ("PET_NODE_RANK", "PET_NNODES"),
@@ -219,7 +219,7 @@ def test_several_processes_a_node_need_torchrun(
         pytest.param(STEP, id="nothing but a step"),
     ],
 )  # fmt: skip
-def test_slurm_does_not_speak_of_what_srun_did_not_start(environ: dict[str, str]) -> None:
+def test_slurm_variables_do_not_apply_without_srun(environ: dict[str, str]) -> None:
     assert find_rank(environ=environ) == Rank(0, 1)
 
 
@@ -260,7 +260,7 @@ def test_an_endpoint_is_the_argument_the_environment_or_that_of_the_train_job(
 
 
 @pytest.mark.parametrize("environ", [{}, {"CACHE_ENDPOINT": "", "TRAIN_JOB_NAME": ""}, TORCHRUN])
-def test_no_endpoint_is_an_error_that_says_all_three_ways(environ: dict[str, str]) -> None:
+def test_a_missing_endpoint_is_an_error_that_names_all_three_ways(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         find_endpoint(None, environ)
     for words in ("endpoint='grpc://HOST:PORT'", "CACHE_ENDPOINT", "TRAIN_JOB_NAME"):

@@ -51,7 +51,7 @@ def test_an_answer_that_is_the_whole_window_is_a_piece_a_message_without_a_copy(
     assert pieces[0].matrices[0].ctypes.data == values.address
 
 
-def test_what_was_received_may_be_written_to() -> None:
+def test_received_rows_are_writable() -> None:
     (piece,) = pieces_of([1, 2])
     piece.matrices[0][0, 0] = 7
     assert piece.matrices[0][:, 0].tolist() == [7, 2]

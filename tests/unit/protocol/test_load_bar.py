@@ -39,7 +39,7 @@ def test_a_terminal_gets_a_bar_that_fits_it() -> None:
     assert len(last) <= 80
 
 
-def test_why_a_load_waits_is_said_once_above_its_bar() -> None:
+def test_the_reason_of_a_waiting_load_is_printed_once_above_its_bar() -> None:
     waits = replace(report(10, 1, 12), waits="shard 4 waits for room [1]")
     lines = shown(waits, waits, report(20, 2, 12))
     assert lines.count("shard 4 waits for room [1]") == 1
@@ -50,7 +50,7 @@ def test_the_bar_of_a_query_whose_shards_are_not_known_has_no_end() -> None:
     assert "0/? shards, 0 rows" in last
 
 
-def test_where_there_is_no_terminal_lines_are_said_and_nothing_is_drawn() -> None:
+def test_without_a_terminal_lines_are_printed_instead_of_a_bar() -> None:
     screen, lines = StringIO(), list[str]()
     console = Console(file=screen, force_terminal=False)
     with progress_bar("houses", lines.append, console) as show:

@@ -33,14 +33,14 @@ def progress(shards: int, of: int, rows: int = 0, estimated: int = 0) -> pb.Load
         (progress(0, 0, rows=500), None),  # a whole query
     ],
 )
-def test_the_percentage_never_says_too_much(given: pb.LoadProgress, percent: int | None) -> None:
+def test_the_percentage_is_never_too_high(given: pb.LoadProgress, percent: int | None) -> None:
     assert LoadMeter("t").read(given).percent == percent
 
 
 def test_the_time_left_is_by_the_rate_since_the_first_look() -> None:
     clock = Clock()
     meter = LoadMeter("t", clock)
-    assert meter.read(progress(4, 8)).remaining_s is None  # whoever did that, not in this time
+    assert meter.read(progress(4, 8)).remaining_s is None  # done before the first reading
 
     clock.now += 10
     assert meter.read(progress(6, 8)).remaining_s == pytest.approx(10)

@@ -105,7 +105,7 @@ def gathered(table: MappedTable, ids: Sequence[int], columns: Sequence[str]) -> 
     return list(logical(table.gather(rows, rows // 10, selection), selection))
 
 
-def test_columns_that_nobody_will_ask_for_are_not_mapped(shards: list[MappedShard]) -> None:
+def test_columns_that_are_not_read_are_not_mapped(shards: list[MappedShard]) -> None:
     selection = Selection(LAYOUT, ["wide"])
     maps = Path("/proc/self/maps")
     before = len(maps.read_text().splitlines())
@@ -138,7 +138,7 @@ def test_shards_may_be_attached_in_any_order_while_others_are_read(
     assert gathered(table, [0, 59, 25], ["row"]) == expected([0, 59, 25], ["row"])
 
 
-def test_what_is_gathered_is_a_copy_that_outlives_the_files(
+def test_gathered_rows_are_copies_that_outlive_the_files(
     shards: list[MappedShard], tmp_path: Path
 ) -> None:
     table = attached(shards)
@@ -148,7 +148,7 @@ def test_what_is_gathered_is_a_copy_that_outlives_the_files(
     assert gathered(table, [3, 58], ["a", "tags"]) == expected([3, 58], ["a", "tags"])
 
 
-def test_strings_of_rows_that_stand_together_are_no_copies_and_outlive_the_files_too(
+def test_strings_of_consecutive_rows_are_views_and_outlive_the_files(
     shards: list[MappedShard], tmp_path: Path
 ) -> None:
     table = attached(shards)
@@ -186,7 +186,7 @@ class Shifted(MappedShard):
         return super().offset(index) + 1
 
 
-def test_a_file_whose_columns_lie_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_columns_have_other_offsets_is_refused(tmp_path: Path) -> None:
     first = mapped(tmp_path, 0, range(10))
     second = mapped(tmp_path, 1, range(10, 20))
     table = MappedTable(LAYOUT, np.array([0, 10]), [10, 10])

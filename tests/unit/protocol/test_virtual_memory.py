@@ -21,7 +21,7 @@ def mapped(path: Path) -> MappedFile:
         return MappedFile(file.fileno())
 
 
-def test_pages_of_several_files_stand_side_by_side(tmp_path: Path) -> None:
+def test_pages_of_several_files_are_mapped_side_by_side(tmp_path: Path) -> None:
     first, second = file_of(tmp_path / "first", 2), file_of(tmp_path / "second", 3)
     addresses = AddressRange(5 * PAGE)
 
@@ -34,7 +34,7 @@ def test_pages_of_several_files_stand_side_by_side(tmp_path: Path) -> None:
     assert rows[3:].ravel().tolist() == first.tolist()
 
 
-def test_what_was_shown_stays_without_the_file_its_map_and_the_range(tmp_path: Path) -> None:
+def test_mapped_pages_outlive_the_file_its_map_and_the_range(tmp_path: Path) -> None:
     content = file_of(tmp_path / "file", 2)
     file, addresses = mapped(tmp_path / "file"), AddressRange(2 * PAGE)
     (tmp_path / "file").unlink()
@@ -66,7 +66,9 @@ def test_rows_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "offset", "size"), [(PAGE, 0, 2 * PAGE), (0, PAGE, 2 * PAGE)])
-def test_what_does_not_fit_is_refused(tmp_path: Path, at: int, offset: int, size: int) -> None:
+def test_a_map_that_does_not_fit_is_refused(
+    tmp_path: Path, at: int, offset: int, size: int
+) -> None:
     file_of(tmp_path / "file", 2)
     with pytest.raises(
         ValueError, match=rf"{size} bytes, from {offset} of \d+, do not fit at {at} of {2 * PAGE}"
@@ -98,7 +100,7 @@ def test_addresses_are_given_back(tmp_path: Path) -> None:
 
 
 def test_addresses_where_something_could_not_be_shown_are_kept(tmp_path: Path) -> None:
-    """The system may have left a hole, where somebody else's memory may stand by now."""
+    """The system may have left a hole, in which other memory may be mapped by now."""
     file_of(tmp_path / "file", 2)
     addresses = AddressRange(2 * PAGE)
     with pytest.raises(OSError, match="Invalid argument"):
