@@ -1,9 +1,11 @@
-"""Read a cached table: `CacheIterableDataset` in a training loop, `CacheClient` to load it.
+"""Client of the trainer data cache.
 
-`CacheDataset` reads rows by number, for samplers and libraries that bring their own order.
+    CacheClient              loads, lists and drops datasets
+    CacheIterableDataset     reads a dataset in a training loop
+    CacheDataset             reads rows by number, for samplers and libraries with their own order
 
-The two datasets need torch and are imported when they are first asked for: `CacheClient` and
-``cachectl`` work without it.
+The two datasets need torch and are imported at their first use. `CacheClient` and ``cachectl`` work
+without torch.
 """
 
 from importlib import import_module

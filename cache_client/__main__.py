@@ -1,4 +1,4 @@
-"""``cachectl``: the only place of this package that reads argv."""
+"""``cachectl``: the only module of this package that reads argv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from cache_client.arguments import seconds_problems
-from cache_client.client import MOST_MEMORY_BYTES, CacheClient
+from cache_client.client import MAX_MEMORY_BYTES, CacheClient
 from cache_client.display import (
     cell,
     console,
@@ -24,11 +24,11 @@ from cache_client.display import (
     json_value,
     print_json,
     printable,
+    query_facts,
     show_dataset,
     show_facts,
     show_line,
     show_rows,
-    way_facts,
 )
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.sizes import size
@@ -46,7 +46,8 @@ app = typer.Typer(
     name="cachectl",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # its tables cut long options off at 80 columns
+    rich_markup_mode=None,  # rich's tables would cut off long options at 80 columns
+    context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
 
@@ -76,33 +77,32 @@ def load(
         bool,
         typer.Option(
             "--from-env",
-            help="Instead of SPEC: the dataset that STORAGE_URI and the other variables of a "
-            "TrainJob describe.",
+            help="Instead of SPEC, use STORAGE_URI and the other variables of a TrainJob.",
         ),
     ] = False,
     allow_empty: Annotated[
         bool,
-        typer.Option("--allow-empty", help="With --from-env: do nothing where none is described."),
+        typer.Option("--allow-empty", help="With --from-env: do nothing if no dataset is set."),
     ] = False,
     endpoint: Endpoint = None,
     wait: Annotated[bool, typer.Option(help="Wait until the dataset is ready.")] = True,
     timeout_s: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the load; default: no limit.")
+        float | None, typer.Option(help="Seconds to wait for the load.  [default: no limit]")
     ] = None,
     refresh: Annotated[
         bool,
         typer.Option(
             "--refresh",
-            help="Load anew also where the source cannot tell whether it changed, as a database.",
+            help="Load again a source that cannot tell whether it changed, such as a database.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Load a dataset. Attaches at once when this version of it is there already."""
+    """Load a dataset. Attaches at once if the same version is already loaded."""
     if from_env and allow_empty and not asks_for_dataset(os.environ):
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
-    client, wanted = _what_to_load(spec, from_env, endpoint, timeout_s)
+    client, wanted = _load_arguments(spec, from_env, endpoint, timeout_s)
     with ExitStack() as stack:
         status = TrainJobStatus.from_env(os.environ) if from_env else None
         try:
@@ -116,15 +116,15 @@ def load(
             )
         except KeyboardInterrupt:
             name = printable(wanted.name)
-            print(f"a load that began goes on; it ends with: cachectl drop {name}", file=sys.stderr)
+            print(f"the load goes on; to cancel it: cachectl drop {name}", file=sys.stderr)
             raise
     show_dataset(info, as_json)
 
 
-def _what_to_load(
+def _load_arguments(
     path: Path | None, from_env: bool, endpoint: str | None, timeout_s: float | None
 ) -> tuple[CacheClient, DatasetSpec]:
-    """The cache and the spec; every bad setting of all is named at once."""
+    """The cache and the spec; one error names every bad setting."""
     if (path is None) != from_env:
         raise ConfigError("give either a SPEC file or --from-env")
     problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
@@ -150,10 +150,12 @@ def plan(
     spec: SpecFile,
     endpoint: Endpoint = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes of the cache; default: those that are alive.")
+        int | None,
+        typer.Option(min=1, help="Nodes of the cache.  [default: the nodes that are alive]"),
     ] = None,
     memory_limit: Annotated[
-        str | None, typer.Option(help="Memory limit of each node, such as 8GiB; default: theirs.")
+        str | None,
+        typer.Option(help="Memory limit of each node, such as 8GiB.  [default: its own limit]"),
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer processes of the job.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")] = 1024,
@@ -185,7 +187,7 @@ def _memory_limit(text: str | None) -> int | None:
         limit = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"--memory-limit {error}") from None
-    if not 1 <= limit <= MOST_MEMORY_BYTES:
+    if not 1 <= limit <= MAX_MEMORY_BYTES:
         raise ConfigError(f"--memory-limit must be at least 1 byte, below 16EiB, got {text!r}")
     return limit
 
@@ -194,14 +196,14 @@ def _memory_limit(text: str | None) -> int | None:
 def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
-    """Show how the query of a spec runs, and why. Split by split, or whole on one node."""
+    """Show how the query of a spec runs, and why. It runs split by split, or whole on one node."""
     problems = seconds_problems("timeout_s", timeout_s)
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
     forecast = client.plan(wanted, timeout_s=timeout_s)
     if as_json:
         print_json(forecast_json(forecast))
     else:
-        show_facts(forecast.name, way_facts(forecast))
+        show_facts(forecast.name, query_facts(forecast))
 
 
 @app.command("ls")
@@ -229,14 +231,14 @@ def list_datasets(
     )
     for info in datasets:
         if info.state == "failed":
-            show_line(f"{info.name} failed: cachectl describe {info.name} has the reason")
+            show_line(f"{info.name} failed; for the reason: cachectl describe {info.name}")
 
 
 @app.command()
 def describe(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
-    """Show one dataset: columns, size and where its shards are."""
+    """Show the columns, size and shards of a dataset."""
     show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
 
 
@@ -298,29 +300,25 @@ def head(
 def run_local(
     train_job: Annotated[
         Path,
-        typer.Argument(
-            metavar="TRAIN_JOB", help="YAML file with a TrainJob, and its Secrets if it has any."
-        ),
+        typer.Argument(metavar="TRAIN_JOB", help="YAML file with a TrainJob and its Secrets."),
     ],
     runtimes: Annotated[
         Path | None,
-        typer.Option(help="Folder or file of training runtimes; default: those of this package."),
+        typer.Option(help="Folder or file of training runtimes.  [default: the shipped ones]"),
     ] = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="For every container; may be repeated."),
+        typer.Option(metavar="NAME=VALUE", help="Set in every container; may be repeated."),
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=ADDRESS", help="Of a service outside of the job; may be repeated."
-        ),
+        typer.Option(metavar="NAME=ADDRESS", help="Service outside of the job; may be repeated."),
     ] = None,
     render: Annotated[
-        bool, typer.Option("--render", help="Print the JobSet that a cluster would make of it.")
+        bool, typer.Option("--render", help="Only print the JobSet that a cluster would create.")
     ] = False,
 ) -> None:
-    """Run a TrainJob with its runtime as processes of this machine. A tool for development."""
+    """Run a TrainJob as processes of this machine, for development."""
     try:
         import cache_runtimes as shipped
         from cache_runtimes import local
@@ -335,7 +333,7 @@ def run_local(
         return
     given = dict(_pair("--env must be NAME=VALUE", text) for text in env or ())
     hosts = dict(_pair("--host must be NAME=ADDRESS", text) for text in host or ())
-    print("run-local: a tool for development: no images, no isolation", file=sys.stderr)
+    print("run-local: for development only: no images, no isolation", file=sys.stderr)
 
     def event(text: str) -> None:
         print(f"run-local: {text}", file=sys.stderr, flush=True)
@@ -362,10 +360,10 @@ def _pair(rule: str, text: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Entry point: errors of the tree become one line and an exit code.
+    """Runs the command; turns a CacheError into one line and an exit code.
 
-    2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other arguments and specs, 65
-    (EX_DATAERR) for data and queries, 1 for the rest.
+    Exit codes: 2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other bad arguments
+    and specs, 65 (EX_DATAERR) for data and queries, 1 for other errors.
     """
     try:
         with checked_output():

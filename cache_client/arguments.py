@@ -1,6 +1,6 @@
-"""What is wrong with the arguments of a caller, each quoted; looked at before anything is asked.
+"""Checks arguments before any call to a node; every problem is quoted. Pure.
 
-Needs no torch: whoever only loads datasets has none.
+Needs no torch, because `CacheClient` works without it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def argument_problems(
     transform: object,
     local: object,
 ) -> list[str]:
-    """What is wrong with the arguments that every way of reading takes, each quoted."""
+    """The problems of the arguments that both datasets take; each is quoted."""
     problems: list[str] = []
     if not is_text(dataset) or not dataset:
         problems.append(f"dataset must be a name, got {dataset!r}")
     if columns is not None and not _are_names(columns):
         problems.append(f"columns must be a list of names, got {columns!r}")
     elif isinstance(columns, Collection) and len(columns) == 0:
-        problems.append(f"columns must name a column, or be left out for all, got {columns!r}")
+        problems.append(f"columns must name a column, or be omitted for all, got {columns!r}")
     elif isinstance(columns, Collection) and len(set(columns)) < len(columns):
         problems.append(f"columns must not repeat a name, got {columns!r}")
     if isinstance(stack, Mapping) and all(isinstance(name, str) for name in stack):
@@ -50,24 +50,24 @@ def argument_problems(
             f"batch_format must be one of {', '.join(_BATCH_FORMATS)}, got {batch_format!r}"
         )
     problems += function_problems("transform", transform)
-    problems += switch_problems("local", local)
+    problems += flag_problems("local", local)
     return problems
 
 
 def seconds_problems(name: str, value: object) -> list[str]:
-    """What is wrong with a time limit, quoted; empty where nothing is."""
+    """The problem of a time limit, quoted; empty if there is none."""
     if (as_number(value) or 0.0) > 0:
         return []
-    return [f"{name} must be a number, more than 0, got {value!r}"]
+    return [f"{name} must be a number greater than 0, got {value!r}"]
 
 
-def switch_problems(name: str, value: object) -> list[str]:
-    """What is wrong with what is to be True or False, quoted; empty where nothing is."""
+def flag_problems(name: str, value: object) -> list[str]:
+    """The problem of a boolean, quoted; empty if there is none."""
     return [] if isinstance(value, bool) else [f"{name} must be True or False, got {value!r}"]
 
 
 def function_problems(name: str, value: object) -> list[str]:
-    """What is wrong with a function that may be left out, quoted; empty where nothing is."""
+    """The problem of an optional function, quoted; empty if there is none."""
     if value is None or callable(value):
         return []
     return [f"{name} must be a function, got {value!r}"]
@@ -80,19 +80,19 @@ def integer_or_problem(
     minimum: int | None = None,
     maximum: int | None = None,
 ) -> int | None:
-    """The argument ``name``; one that is no integer in these bounds is one more problem instead."""
+    """The argument as an int; adds a problem and returns None if it is out of bounds."""
     return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)
 
 
 def _are_names(value: object) -> bool:
-    """Whether it is several texts in an order of theirs.
+    """Whether it is an ordered collection of strings.
 
-    One alone would be taken for its letters, and the order of a set differs from run to run; that
-    of the keys of a dict does not.
+    A single string would be read as its letters, and the order of a set differs from run to run.
+    The keys of a dict have an order.
     """
     return (
         isinstance(value, Collection)
-        and getattr(value, "ndim", 1) == 1  # an array of none cannot be gone through
+        and getattr(value, "ndim", 1) == 1  # a 0-d array cannot be iterated
         and (not isinstance(value, (str, Set, Mapping)) or isinstance(value, KeysView))
         and all(map(is_text, value))
     )

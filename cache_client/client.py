@@ -1,7 +1,7 @@
 """`CacheClient`: load, list and drop datasets. The only importer of grpc in the client.
 
-Each call opens a channel to the coordinator and closes it again: nothing is left open that a
-later fork could break.
+Each call opens a channel to the coordinator and closes it again, so that a later fork finds nothing
+open.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.arguments import (
+    flag_problems,
     function_problems,
     integer_or_problem,
     seconds_problems,
-    switch_problems,
 )
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
@@ -33,7 +33,7 @@ from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
-from cache_protocol.cli.load_bar import shown_progress
+from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.errors import ConfigError, LoadError, NotReadyError, checked
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.spec.values import is_text
@@ -43,18 +43,17 @@ from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.dataset_states import state_name
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.load_watch import wait_until_settled
+from cache_protocol.wire.load_watch import wait_for_load
 
-_LEAST_LOOK_UP_S = 1.0  # to find the coordinator: a tiny limit is one of its work
-_MOST_S = 1e9  # of a call: gRPC takes more for none at all
-
-_MOST_NODES = 100_000  # of a plan: the coordinator names each of them
-MOST_MEMORY_BYTES = 2**64 - 1  # on the wire
+_MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
+_MAX_TIMEOUT_S = 1e9  # of a call: gRPC takes a longer one as no limit
+_MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
+MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One version of a dataset, as the coordinator knows it.
+    """One version of a dataset, as the coordinator reports it.
 
     Attributes:
         num_rows: 0 until every shard is loaded.
@@ -62,9 +61,9 @@ class DatasetInfo:
         schema: logical columns in their storage types.
         state: ``loading``, ``ready`` or ``failed``.
         placement: shard -> ids of the nodes that hold it, in order of preference.
-        error: why it failed; None unless it did.
-        waits: why a part of its load cannot go on yet; None where it can.
-        replicas: that were asked for; ``placement`` has fewer where there are not so many nodes.
+        error: why the load failed; None unless it did.
+        waits: why a part of the load has to wait; None if none has to.
+        replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
     """
 
     name: str
@@ -82,7 +81,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One cache node. ``memory_limit_bytes`` is None without a limit."""
+    """One cache node; ``memory_limit_bytes`` is None if there is no limit."""
 
     id: str
     flight_location: str
@@ -95,24 +94,24 @@ class NodeInfo:
 
 
 class CacheClient:
-    """Talks to the coordinator of a cache. Thread-safe, holds no connection between calls.
+    """Loads, lists and drops datasets. Thread-safe; holds no connection between calls.
 
     Args:
         endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default:
-            ``CACHE_ENDPOINT``, else that of the TrainJob this runs in.
-        timeout_s: of each call but `load` and `plan`.
+            ``CACHE_ENDPOINT``, else the cache of this TrainJob.
+        timeout_s: of each call except `load` and `plan`.
 
     Raises:
-        ConfigError: quoting every bad argument; so do all calls. They raise NodeUnavailableError
-            where the node or its coordinator does not answer in time.
+        ConfigError: quotes every bad argument; calls raise it, too. Calls raise
+            NodeUnavailableError if the node or its coordinator does not answer in time.
     """
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
         problems = seconds_problems("timeout_s", timeout_s)
-        where = checked(problems, lambda: find_endpoint(endpoint))
-        if problems or where is None:
+        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
+        if problems or found_endpoint is None:
             raise ConfigError("; ".join(problems))
-        self.endpoint = where
+        self.endpoint = found_endpoint
         self._timeout_s = float(timeout_s)
 
     def __repr__(self) -> str:
@@ -128,31 +127,31 @@ class CacheClient:
         timeout_s: float | None = None,
         refresh: bool = False,
     ) -> DatasetInfo:
-        """Loads a dataset; attaches at once when the same version is there already.
+        """Loads a dataset; attaches at once if the same version is already loaded.
 
-        A source that changed meanwhile makes a new version. Readers of the old one go on; it is
-        dropped some time after the last of them has read a row.
+        If the source has changed, this makes a new version. Readers of the old version go on; it is
+        dropped some time after its last row was read.
 
         Args:
-            spec: a spec, or the path of one in YAML.
+            spec: a spec, or the path of a YAML file with one.
             wait: until the dataset is ready.
-            progress: show a progress bar on standard error, or a line a second where that is no
+            progress: show a progress bar on standard error, or one line a second if that is no
                 terminal.
-            on_progress: called in this thread with how far it is, a few times a second; every few
-                seconds where very many callers wait.
-            timeout_s: of the whole load; None for no limit. The load goes on after it.
-            refresh: make a new version also of a source that cannot tell whether it changed, such
-                as a database.
+            on_progress: called in this thread with the progress, a few times a second; every few
+                seconds if very many callers wait.
+            timeout_s: how long to wait; None for no limit. The load goes on afterwards.
+            refresh: load a new version even if the source cannot tell whether it changed, such as
+                a database.
 
         Raises:
             LoadError: the source cannot be read or does not fit; names file, split and reason.
-            RequestError: the query is wrong, or its rows have no order of their own.
+            RequestError: the query is wrong, or its rows have no fixed order.
             NotReadyError: not loaded within ``timeout_s``.
             NodeUnavailableError: the coordinator does not answer.
         """
         problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
         for name, value in {"wait": wait, "progress": progress, "refresh": refresh}.items():
-            problems += switch_problems(name, value)
+            problems += flag_problems(name, value)
         problems += function_problems("on_progress", on_progress)
         spec = _checked_spec(spec, problems)
         timeout_s = None if timeout_s is None else float(timeout_s)
@@ -162,16 +161,16 @@ class CacheClient:
             if wait:
                 watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
                 with ExitStack() as stack:
-                    take = [on_progress] if on_progress is not None else []
+                    listeners = [on_progress] if on_progress is not None else []
                     if progress:
-                        take.append(stack.enter_context(shown_progress(spec.name)))
+                        listeners.append(stack.enter_context(progress_bar(spec.name)))
 
                     def report(latest: LoadReport) -> None:
-                        for function in take:
-                            function(latest)
+                        for listener in listeners:
+                            listener(latest)
 
-                    info = wait_until_settled(
-                        lambda known: _watched(calls, watch, deadline, known),
+                    info = wait_for_load(
+                        lambda known: _watch_once(calls, watch, deadline, known),
                         info,
                         report,
                         deadline,
@@ -190,27 +189,28 @@ class CacheClient:
         batch_size: int = 1024,
         timeout_s: float = 600.0,
     ) -> LoadForecast:
-        """What loading ``spec`` would come to, from metadata alone; loads nothing.
+        """Forecasts a load from metadata; loads nothing.
 
         Args:
-            spec: a spec, or the path of one in YAML.
-            num_nodes: over which it is spread; None for the nodes that are alive.
-            memory_limit_bytes: of each node; None for the smallest of those alive.
+            spec: a spec, or the path of a YAML file with one.
+            num_nodes: of the cache; None for the nodes that are alive.
+            memory_limit_bytes: of each node; None for the smallest limit of the nodes alive.
             world_size: ranks of the job.
             batch_size: rows of a rank in a full step.
-            timeout_s: of the whole call: there may be many footers to read.
+            timeout_s: of the whole call, which may read many footers.
 
         Raises:
-            ConfigError: an argument is out of range. LoadError, RequestError: as for `load`.
+            ConfigError: an argument is out of range.
+            LoadError, RequestError: as for `load`.
         """
         problems = seconds_problems("timeout_s", timeout_s)
-        of_cache = {
-            "num_nodes": (num_nodes, _MOST_NODES),
-            "memory_limit_bytes": (memory_limit_bytes, MOST_MEMORY_BYTES),
+        limits = {
+            "num_nodes": (num_nodes, _MAX_NODES),
+            "memory_limit_bytes": (memory_limit_bytes, MAX_MEMORY_BYTES),
         }
-        for name, (value, most) in of_cache.items():
+        for name, (value, maximum) in limits.items():
             if value is not None:
-                integer_or_problem(problems, name, value, 1, most)
+                integer_or_problem(problems, name, value, 1, maximum)
         ranks = integer_or_problem(problems, "world_size", world_size, 1)
         rows = integer_or_problem(problems, "batch_size", batch_size, 1)
         spec = _checked_spec(spec, problems)
@@ -223,21 +223,21 @@ class CacheClient:
         deadline = time.monotonic() + float(timeout_s)
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.PlanDataset, request, deadline)
-        assert ranks is not None and rows is not None  # or there were problems
+        assert ranks is not None and rows is not None  # checked above
         return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
-        """One version of every dataset, by name: the newest that has not failed."""
+        """One version of every dataset, by name: the newest version that has not failed."""
         deadline = self._deadline()
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
         return [_dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
-        """The newest version of one dataset that has not failed; where there is none, why.
+        """The newest version of one dataset that has not failed, else the failed one.
 
         Raises:
-            DatasetNotFoundError: listing the datasets there are.
+            DatasetNotFoundError: lists the existing datasets.
         """
         request = pb.GetDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
@@ -246,10 +246,10 @@ class CacheClient:
         return _dataset_info(response.dataset)
 
     def drop(self, name: str) -> None:
-        """Forgets a dataset; its nodes remove it at their next heartbeat.
+        """Drops a dataset; its nodes remove it at their next heartbeat.
 
         Raises:
-            DatasetNotFoundError: listing the datasets there are.
+            DatasetNotFoundError: lists the existing datasets.
         """
         request = pb.DeleteDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
@@ -257,7 +257,7 @@ class CacheClient:
             calls.call(calls.stub.DeleteDataset, request, deadline)
 
     def nodes(self) -> list[NodeInfo]:
-        """Every node that the coordinator has heard of, by id."""
+        """Every node that the coordinator knows, by id."""
         deadline = self._deadline()
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
@@ -280,7 +280,7 @@ class CacheClient:
 
         Raises:
             DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
-            NotReadyError: it is loading; says how far.
+            NotReadyError: it is loading; has the progress.
         """
         name = _checked_name(name)
         try:
@@ -288,12 +288,12 @@ class CacheClient:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         deadline = self._deadline()
-        with CallThreads() as aside:
-            shards = aside.call(self._read_plan, name)
-            left = _left_s(deadline) or _LEAST_LOOK_UP_S
-            with Reader(self.endpoint, shards, deadline_s=left) as reader:
+        with CallThreads() as threads:
+            shards = threads.call(self._read_plan, name)
+            remaining_s = _remaining_s(deadline) or _MIN_LOOKUP_S
+            with Reader(self.endpoint, shards, deadline_s=remaining_s) as reader:
                 row_ids = np.arange(min(num_rows, shards.num_rows), dtype=np.int64)
-                pieces = aside.call(reader.fetch, row_ids)
+                pieces = threads.call(reader.fetch, row_ids)
         return join(pieces).to_batch()
 
     def _deadline(self) -> float:
@@ -305,19 +305,19 @@ class CacheClient:
 
     @contextmanager
     def _coordinator(self, deadline: float | None) -> Iterator[_Calls]:
-        left = _left_s(deadline)
-        look_up_s = self._timeout_s
-        if left is not None:
-            look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
-        with CallThreads() as aside:
-            location = aside.call(self._find_coordinator, look_up_s)
-            channel = aside.call(open_channel, location)
+        remaining_s = _remaining_s(deadline)
+        lookup_s = self._timeout_s
+        if remaining_s is not None:
+            lookup_s = min(lookup_s, max(remaining_s, _MIN_LOOKUP_S))
+        with CallThreads() as threads:
+            location = threads.call(self._find_coordinator, lookup_s)
+            channel = threads.call(open_channel, location)
             try:
-                yield _Calls(aside, cache_pb2_grpc.CoordinatorStub(channel))
+                yield _Calls(threads, cache_pb2_grpc.CoordinatorStub(channel))
             except grpc.RpcError as error:
                 raise from_rpc_error(error, location) from None
             finally:
-                aside.call(channel.close)  # which ends the call that an interrupt left
+                threads.call(channel.close)  # also ends a call that an interrupt left
 
     def _find_coordinator(self, timeout_s: float) -> str:
         with Connection(self.endpoint) as connection:
@@ -326,28 +326,28 @@ class CacheClient:
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of a coordinator, all of them made aside."""
+    """Calls to a coordinator, made in other threads."""
 
-    aside: CallThreads
+    threads: CallThreads
     stub: cache_pb2_grpc.CoordinatorStub
 
     def call(self, method: Callable[..., Any], request: object, deadline: float | None) -> Any:
-        """The answer to a request, by its deadline."""
-        return self.aside.call(partial(method, request, timeout=_left_s(deadline)))
+        """The answer to a request, before the deadline."""
+        return self.threads.call(partial(method, request, timeout=_remaining_s(deadline)))
 
-    def stream(self, method: Callable[..., Any], request: object, left_s: float | None) -> Any:
+    def stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
         """The answers to a request, one after the other."""
-        responses = self.aside.call(partial(method, request, timeout=left_s))
-        while (response := self.aside.call(next, responses, None)) is not None:
+        responses = self.threads.call(partial(method, request, timeout=timeout_s))
+        while (response := self.threads.call(next, responses, None)) is not None:
             yield response
 
 
 def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
-    """The spec that a caller means, if nothing else is wrong with the arguments.
+    """The spec of an argument.
 
     Raises:
-        ConfigError: of all problems, those of the spec among them. A mapping is not quoted: it may
-            hold secrets.
+        ConfigError: there are problems, with the spec or before. A mapping is not quoted, because
+            it may hold secrets.
     """
     found: DatasetSpec | None = None
     if isinstance(spec, DatasetSpec):
@@ -356,11 +356,11 @@ def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
         found = checked(problems, lambda: DatasetSpec.from_yaml(spec))
     elif isinstance(spec, Mapping):
         problems.append(
-            "spec must be a DatasetSpec or the path of one in YAML, got a "
-            f"{type(spec).__name__}: DatasetSpec.from_mapping makes a spec of it"
+            "spec must be a DatasetSpec or the path of a YAML file, got a "
+            f"{type(spec).__name__}: convert it with DatasetSpec.from_mapping"
         )
     else:
-        problems.append(f"spec must be a DatasetSpec or the path of one in YAML, got {spec!r}")
+        problems.append(f"spec must be a DatasetSpec or the path of a YAML file, got {spec!r}")
     if problems or found is None:
         raise ConfigError("; ".join(problems))
     return found
@@ -368,7 +368,7 @@ def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
 
 def _checked_name(name: object) -> str:
     if not is_text(name) or not name:
-        raise ConfigError(f"name must be that of a dataset, got {name!r}")
+        raise ConfigError(f"name must be the name of a dataset, got {name!r}")
     return name
 
 
@@ -394,31 +394,31 @@ def _create(
     return info
 
 
-def _watched(
+def _watch_once(
     calls: _Calls,
     watch: pb.WatchDatasetRequest,
     deadline: float | None,
     info: pb.DatasetInfo,
 ) -> Iterator[pb.DatasetInfo]:
-    """What one watch answers; ``info`` is what is known before.
+    """Yields the dataset at every change; ``info`` is its last known state.
 
     Raises:
-        NotReadyError: the deadline is over; no watch is begun after it.
+        NotReadyError: the deadline is over.
     """
-    left_s = _left_s(deadline)
-    if left_s == 0:
-        raise _not_in_time(watch, info)
+    remaining_s = _remaining_s(deadline)
+    if remaining_s == 0:
+        raise _timeout_error(watch, info)
     try:
-        for response in calls.stream(calls.stub.WatchDataset, watch, left_s):
+        for response in calls.stream(calls.stub.WatchDataset, watch, remaining_s):
             info = response.dataset
             yield info
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
-        raise _not_in_time(watch, info) from None
+        raise _timeout_error(watch, info) from None
 
 
-def _not_in_time(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotReadyError:
+def _timeout_error(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotReadyError:
     done = info.progress
     return NotReadyError(
         f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
@@ -426,8 +426,8 @@ def _not_in_time(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotRead
     )
 
 
-def _left_s(deadline: float | None) -> float | None:
-    return None if deadline is None else min(max(0.0, deadline - time.monotonic()), _MOST_S)
+def _remaining_s(deadline: float | None) -> float | None:
+    return None if deadline is None else min(max(0.0, deadline - time.monotonic()), _MAX_TIMEOUT_S)
 
 
 def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:

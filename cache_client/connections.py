@@ -1,12 +1,10 @@
 """Flight connections: the only importer of pyarrow.flight in the client.
 
-Every call and every stream has a deadline. A gather stream is opened with a time limit and used
-only in the first half of it, so a node that hangs is noticed after one to two request timeouts
-without a watchdog.
+Every call and stream has a deadline. A gather stream has a time limit and is used only in the first
+half of it. So a node that hangs is noticed after one to two request timeouts, without a watchdog.
 
 Before a fork of this process every stream and connection is closed: see
-`cache_client.grpc_guard.forks`. A caller that held one gets `ConnectionClosedError` and opens
-another.
+`cache_client.grpc_guard.forks`. Its user gets `ConnectionClosedError` and opens another.
 """
 
 from __future__ import annotations
@@ -32,48 +30,48 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.grpc_channel import DIRECT
 
 REQUEST_TIMEOUT_S = 10.0
-# Until a connection is made nothing can break off what waits for it: neither the end of the program
-# nor a fork. gRPC's own limit is 20 s. A SYN that was lost is sent again after 1 s and after 3 s.
+# Nothing can cancel a wait for a connection, neither the end of the program nor a fork. gRPC's
+# default is 20 s. TCP repeats a lost SYN after 1 s and after 3 s.
 _CONNECT_TIMEOUT_S = 5.0
-_MAX_MESSAGE_BYTES = -1  # Flight's own default: no limit
+_MAX_MESSAGE_BYTES = -1  # no limit, as is Flight's default
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
 
 class ConnectionClosedError(NodeUnavailableError):
-    """This process closed the connection, as it does before a fork: no fault of the node."""
+    """This process closed the connection, for example before a fork; the node did not fail."""
 
 
-class _Shared:
-    """An object of Flight's that threads use and any may close, which Flight itself does not allow.
+class _SharedHandle:
+    """A Flight object that any thread may use or close; Flight itself does not allow that.
 
-    Closing lets no use begin, breaks off those that run where that is possible, and leaves the
-    object to the last of them to drop.
+    Closing blocks new uses and cancels running ones where that is possible. The last use releases
+    the object.
 
     Args:
-        value: what is shared. Nobody may name it, not even by a local variable: the traceback of an
-            error, which somebody may keep, would hold it, and gRPC with it.
-        break_off: ends the running uses of ``value`` from another thread.
-        drop: ends ``value`` when nobody uses it.
+        value: the object. Do not assign it to a variable, not even to a local one: the traceback of
+            an error that is kept would keep the object, and gRPC, alive.
+        release: ends ``value`` when nothing uses it any more.
+        cancel: ends the running uses of ``value`` from another thread.
     """
 
     def __init__(
-        self, value: Any, *, drop: Callable[[Any], None], break_off: Callable[[Any], None] | None
+        self, value: Any, *, release: Callable[[Any], None], cancel: Callable[[Any], None] | None
     ) -> None:
         self.value = value
-        self._break_off = break_off
-        self._drop = drop
+        self._cancel = cancel
+        self._release = release
         self._lock = threading.Lock()
         self._uses = 0
         self.is_closed = False
 
     @contextmanager
-    def use(self, what: str) -> Iterator[None]:
-        """Around every use of ``value``; ``what`` is named when it is closed already."""
+    def use(self, name: str) -> Iterator[None]:
+        """Surrounds every use of ``value``; the error names it when it is closed already."""
         with self._lock:
             if self.is_closed:
-                raise ConnectionClosedError(f"{what} was closed")
+                raise ConnectionClosedError(f"{name} was closed")
             self._uses += 1
         try:
             yield
@@ -82,25 +80,25 @@ class _Shared:
                 self._uses -= 1
                 last = self.is_closed and not self._uses
             if last:
-                self._drop_value()
+                self._release_value()
 
     def close(self) -> None:
-        """Drops the value now, or when its last use ends."""
+        """Releases the value now, or when its last use ends."""
         with fork_gate.closing():
             with self._lock:
                 if self.is_closed:
                     return
                 self.is_closed = True
                 unused = not self._uses
-                if self._break_off is not None:
-                    self._break_off(self.value)
+                if self._cancel is not None:
+                    self._cancel(self.value)
             if unused:
-                self._drop_value()
+                self._release_value()
 
-    def _drop_value(self) -> None:
+    def _release_value(self) -> None:
         value, self.value = self.value, None
-        with suppress(pa.ArrowException, OSError):  # it says that it was cancelled
-            self._drop(value)
+        with suppress(pa.ArrowException, OSError):  # Flight reports the cancellation
+            self._release(value)
 
 
 class Connection:
@@ -108,22 +106,22 @@ class Connection:
 
     def __init__(self, location: str) -> None:
         self.location = location
-        self._what = f"the connection to {location}"
+        self._name = f"the connection to {location}"
         _keep_freed_memory()
-        with _calling(location):
+        with _flight_call(location):
             try:
-                self._client = _Shared(
+                self._client = _SharedHandle(
                     flight.connect(
                         location,
                         generic_options=[
                             DIRECT,
                             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-                            # Which is what gRPC takes this for.
+                            # gRPC takes this as the time limit for connecting.
                             ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
                         ],
                     ),
-                    break_off=None,  # its calls have deadlines; its streams break off themselves
-                    drop=lambda client: client.close(),
+                    cancel=None,  # calls have deadlines, and streams cancel themselves
+                    release=lambda client: client.close(),
                 )
             except (pa.ArrowException, TypeError) as error:
                 raise ConfigError(
@@ -139,17 +137,17 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by its holder or before a fork."""
+        """Whether it was closed, by its user or before a fork."""
         return self._client.is_closed
 
     def close(self) -> None:
-        """Closes the client, at the end of the calls that run; waits for none of them."""
+        """Closes the client when its running calls have ended; waits for none of them."""
         self._client.close()
 
     def read_plan(
         self, dataset: str, fingerprint: str, columns: Sequence[str], timeout_s: float
     ) -> ShardMap:
-        """Where the rows of a dataset are; the newest version when ``fingerprint`` is empty.
+        """Reads the shard map of a version; an empty ``fingerprint`` means the newest version.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError, RequestError,
@@ -158,40 +156,41 @@ class Connection:
         request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         asked_at = time.monotonic()
-        with self._running():
+        with self._in_use():
             info = self._client.value.get_flight_info(descriptor, _options(timeout_s))
         return _shard_map(info, asked_at)
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
-        """Tells the cache that somebody still reads this version; `read_plan` and reads do too.
+        """Tells the cache that this version is in use; `read_plan` and reads of rows do, too.
 
         Raises:
-            StaleVersionError, DatasetNotFoundError: it is gone. NodeUnavailableError.
+            StaleVersionError, DatasetNotFoundError: the version is gone.
+            NodeUnavailableError: the node did not answer.
         """
         self.read_schema(dataset, fingerprint, timeout_s)
 
     def read_schema(self, dataset: str, fingerprint: str, timeout_s: float) -> pa.Schema:
-        """The logical schema of a version, with all of its columns.
+        """The logical schema of a version, with all of its columns; also renews its lease.
 
         Raises:
-            as `renew_lease`, which this does, too.
+            StaleVersionError, DatasetNotFoundError, NodeUnavailableError: as for `renew_lease`.
         """
         request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint)
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
-        with self._running():
+        with self._in_use():
             try:
                 return self._client.value.get_schema(descriptor, _options(timeout_s)).schema
             except flight.FlightError:
                 raise
             except pa.ArrowException:
-                # Of GetSchema alone pyarrow sends a handler's error without its code, and with a
-                # traceback. The same request of another verb fails for the same reason.
+                # For GetSchema, pyarrow sends an error without its code and with a traceback
+                # (apache/arrow#43556). GetFlightInfo fails for the same reason, with the code.
                 self._client.value.get_flight_info(descriptor, _options(timeout_s))
                 raise
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""
-        with self._running():
+        with self._in_use():
             results = list(self._client.value.do_action(_ENDPOINTS_ACTION, _options(timeout_s)))
         return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
 
@@ -204,10 +203,11 @@ class Connection:
         *,
         rows_per_message: int = 0,
     ) -> GatherStream:
-        """A stream that answers row ids with rows, each request within ``timeout_s``.
+        """Opens a stream that answers row ids with rows.
 
         Args:
-            rows_per_message: into which a node cuts an answer; 0: one message.
+            timeout_s: of each request.
+            rows_per_message: the most rows in one message of an answer; 0: one message.
         """
         request = pb.GatherRequest(
             dataset=dataset,
@@ -217,7 +217,7 @@ class Connection:
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         usable_until = time.monotonic() + timeout_s
-        with self._running():
+        with self._in_use():
             stream = GatherStream(
                 self.location,
                 self._client.value.do_exchange(descriptor, _options(2 * timeout_s)),
@@ -225,92 +225,95 @@ class Connection:
             )
         try:
             stream.begin()
-        except BaseException:  # or Arrow complains on standard error when it is collected
+        except BaseException:  # unclosed, Arrow would print an error when it is collected
             stream.close()
             raise
         return stream
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        with _calling(self.location), self._client.use(self._what):
+    def _in_use(self) -> Iterator[None]:
+        with _flight_call(self.location), self._client.use(self._name):
             yield
 
 
 class GatherStream:
-    """One DoExchange: requests and answers in turn. One thread at a time; `close` from any."""
+    """One DoExchange call: a request, its answer, the next request. Used by one thread.
+
+    Thread-safety: only `close` may be called from other threads.
+    """
 
     def __init__(self, location: str, ends: tuple[Any, Any], usable_until: float) -> None:
         self._location = location
-        self._what = f"the stream from {location}"
-        self._ends = _Shared(
-            ends, break_off=lambda ends: ends[1].cancel(), drop=lambda ends: ends[0].close()
+        self._name = f"the stream from {location}"
+        self._ends = _SharedHandle(
+            ends, cancel=lambda ends: ends[1].cancel(), release=lambda ends: ends[0].close()
         )
         self._usable_until = usable_until
         fork_gate.add(self)
 
     @property
     def is_fresh(self) -> bool:
-        """Whether a request may still be begun on this stream."""
+        """Whether a new request may be sent on this stream."""
         return not self._ends.is_closed and time.monotonic() < self._usable_until
 
     def begin(self) -> None:
-        """Tells the node what requests look like."""
-        with self._running():
+        """Sends the schema of requests to the node."""
+        with self._in_use():
             self._ends.value[0].begin(_ROW_SCHEMA)
 
     def send(self, row_ids: Ids) -> None:
-        """Asks for rows; `receive` their answer before the next one is sent."""
+        """Asks for rows; `receive` the answer before you send the next request."""
         batch = pa.RecordBatch.from_arrays([pool_array(row_ids)], schema=_ROW_SCHEMA)
         try:
-            with self._running():
+            with self._in_use():
                 self._ends.value[0].write_batch(batch)
         except CacheError:
-            self.receive(len(row_ids))  # the reason stands in the answer, if there is one
+            self.receive(len(row_ids))  # the answer has the reason, if there is one
             raise
 
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
-        """The rows of the last request, which asked for so many: stored batches."""
+        """The answer to the last request, which asked for ``num_rows`` rows: stored batches."""
         batches: list[pa.RecordBatch] = []
         missing = num_rows
         while missing > 0:
-            with self._running():
+            with self._in_use():
                 batches.append(self._ends.value[1].read_chunk().data)
             missing -= batches[-1].num_rows
         if missing:
-            raise CacheError(f"{self._what} brought {-missing} rows more than {num_rows}")
+            raise CacheError(f"{self._name} brought {-missing} rows more than {num_rows}")
         return batches
 
     def close(self) -> None:
-        """Breaks the stream off, and waits for no node; a running `send` or `receive` fails."""
+        """Cancels the stream without waiting; a running `send` or `receive` fails."""
         self._ends.close()
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Around every call into Flight; tells a stream that was closed from one that broke."""
+    def _in_use(self) -> Iterator[None]:
+        """Surrounds every call into Flight; tells a closed stream from a broken one."""
         try:
-            with _calling(self._location), self._ends.use(self._what):
+            with _flight_call(self._location), self._ends.use(self._name):
                 yield
         except NodeUnavailableError:
             if self._ends.is_closed:
-                raise ConnectionClosedError(f"{self._what} was closed") from None
+                raise ConnectionClosedError(f"{self._name} was closed") from None
             raise
 
 
 def _keep_freed_memory() -> None:
-    """Lets glibc use the memory of a message again, as it does in whatever freed much at once.
+    """Makes glibc keep the freed memory of messages for the next ones.
 
-    Its limits are dynamic (mallopt(3), M_MMAP_THRESHOLD): until a program has freed a large block,
-    some MiB that are freed go back to the kernel, and each message would be made of fresh pages,
-    which cost as much as all else that is done with it. Afterwards up to twice the largest block
-    so freed, but no more than 64 MiB, stays with each of glibc's arenas. Other allocators ignore
-    it, and it does nothing where ``MALLOC_TRIM_THRESHOLD_`` is set.
+    Its limits are dynamic (mallopt(3), M_MMAP_THRESHOLD). At first glibc returns a few freed MiB to
+    the kernel, so each message would need fresh pages; they cost as much as all other work on the
+    message. Once a program has freed a large block, each arena of glibc keeps up to twice the size
+    of that block, at most 64 MiB. Has no effect on other allocators, or where
+    ``MALLOC_TRIM_THRESHOLD_`` is set.
     """
-    np.empty(_LARGEST_FREED_BYTES, np.uint8)  # never touched: an address range, freed at once
+    np.empty(_LARGEST_FREED_BYTES, np.uint8)  # untouched, so it takes addresses but no memory
 
 
 @contextmanager
-def _calling(location: str) -> Iterator[None]:
-    """Around every call into Flight: keeps forks out, and turns what it raises into the tree."""
+def _flight_call(location: str) -> Iterator[None]:
+    """Surrounds every call into Flight: keeps forks out, and translates errors."""
     with fork_gate.call():
         try:
             yield
@@ -318,11 +321,11 @@ def _calling(location: str) -> Iterator[None]:
             raise _cache_error(error, location) from None
         except pa.ArrowNotImplementedError:
             raise ConfigError(
-                f"what answers at {location} serves no Arrow Flight: give the Flight port of a "
-                "node, which is 50051 by default"
+                f"the server at {location} does not serve Arrow Flight: give the Flight port of a "
+                "node, by default 50051"
             ) from None
         except (pa.ArrowException, StopIteration, OSError) as error:
-            # Raised for a stream that broke, or a client that was closed.
+            # A broken stream, or a closed client.
             raise NodeUnavailableError(f"node at {location} did not answer: {error!r}") from None
 
 
@@ -378,6 +381,6 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
 
 
 def _path(uri: str) -> str:
-    """The path of a ``file:///`` location; there may be one a shard, so no parser is called."""
+    """The path of a ``file:///`` location; without a URI parser, as there is one per shard."""
     path = uri.removeprefix("file://")
     return unquote(path) if "%" in path else path

@@ -1,10 +1,9 @@
 """Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
 
-A scalar column is a strided view of its packed matrix; columns stacked in the order in which they
-lie side by side are a view too, any other stack is a copy. The views of a matrix share one storage,
-the rows of the batch: DataLoader workers send each storage of a batch once, and whole. Of an array
-torch takes all that it spans for its storage, so there arrays are copies. Knows neither nodes nor
-order.
+A scalar column is a strided view of its packed matrix. A stack of neighbouring columns in stored
+order is a view, too; any other stack is a copy. The views of a matrix share one storage, which
+DataLoader workers send once, as a whole. For an array, torch sends everything that it spans, so in
+workers arrays are copied. Knows neither nodes nor order.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
 class _View(NamedTuple):
-    """Where a column lies, or a stack of neighbours: which stored column, and what of it."""
+    """A column, or a stack of neighbours, inside a stored column."""
 
     stored: int
     part: int | slice
@@ -39,20 +38,20 @@ class _View(NamedTuple):
 class Converter:
     """Turns rows into batches of one format. Immutable, any thread.
 
-    A list of numbers becomes a 1-d tensor or array; one that holds a null becomes a Python list. It
-    depends on nothing but the row itself, so a batch may hold both.
+    A list of numbers becomes a 1-d tensor or array; a list with a null becomes a Python list. A
+    batch may hold both.
 
     Args:
         layout: of the rows.
-        stack: new name -> columns that it takes the place of; each becomes one ``[B, n]`` tensor.
-            Columns of several dtypes become the smallest dtype that holds them all. Integers of 64
-            bits with floats become float64, which is exact up to 2**53 only.
+        stack: new name -> columns that it replaces; each becomes one ``[B, n]`` tensor. Several
+            dtypes become the smallest dtype that holds them all. 64-bit integers with floats become
+            float64, which is exact up to 2**53.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch).
 
     Raises:
-        ConfigError: naming an unknown or used-up column, or one that cannot be stacked; integers
-            that no integer dtype holds, as ``int64`` with ``uint64``, are not stacked.
+        ConfigError: names a column that is unknown, used twice, or cannot be stacked. Integers
+            that have no common integer dtype, such as ``int64`` and ``uint64``, are not stacked.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ def _check_stacks(
     layout: Layout, stacks: Mapping[str, Sequence[str]], batch_format: BatchFormat
 ) -> None:
     if stacks and batch_format == "arrow":
-        raise ConfigError("stack makes tensors: it cannot be used with batch_format='arrow'")
+        raise ConfigError("stack cannot be used with batch_format='arrow': it makes tensors")
     used: set[str] = set()
     for name, columns in stacks.items():
         if not columns:
@@ -114,7 +113,7 @@ def _check_stacks(
                     f"{layout.logical.field(column).type}, only numbers can be stacked"
                 )
             if column in used:
-                raise ConfigError(f"stack {name!r}: column {column!r} is in another stack already")
+                raise ConfigError(f"stack {name!r}: column {column!r} is already in another stack")
             used.add(column)
         _check_dtypes(layout, name, columns)
     taken = [name for name in stacks if name in layout.logical.names and name not in used]
@@ -141,7 +140,7 @@ def _dtype(layout: Layout, name: str) -> np.dtype[np.generic]:
 
 
 def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _View]:
-    """What of a batch is a view of a packed matrix: columns, and stacks of neighbours in order."""
+    """What can be a view of a packed matrix: columns, and stacks of neighbours in order."""
     stacked = {column for columns in stacks.values() for column in columns}
     views = {
         name: _View(index, position)
@@ -205,7 +204,7 @@ def _column_getter(layout: Layout, name: str) -> _Getter:
 
 
 def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:
-    """For each packed matrix of several views: its tensor -> the views, which share its storage."""
+    """For each packed matrix with several views: a function from its tensor to the views."""
     cuts: dict[int, dict[str, int | slice]] = {}
     for name, view in views.items():
         cuts.setdefault(view.stored, {})[name] = view.part
@@ -217,17 +216,17 @@ def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cut
 
 
 def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
-    alone = {name: at for name, at in cuts.items() if isinstance(at, int)}
+    single = {name: at for name, at in cuts.items() if isinstance(at, int)}
     stacked = {name: at for name, at in cuts.items() if isinstance(at, slice)}
-    most = 3 * len(alone) > width
+    most = 3 * len(single) > width
 
-    # `data`, or torch would take a change of one view in place for a change of all.
+    # `data`, because torch would count an in-place change of one view as a change of all.
     def cut(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-        if most:  # all columns at once take a third of the time of each by itself
+        if most:  # `unbind` takes a third of the time of single selects
             columns = matrix.unbind(1)
-            views = {name: columns[at].data for name, at in alone.items()}
+            views = {name: columns[at].data for name, at in single.items()}
         else:
-            views = {name: matrix.select(1, at).data for name, at in alone.items()}
+            views = {name: matrix.select(1, at).data for name, at in single.items()}
         for name, at in stacked.items():
             views[name] = matrix[:, at].data
         return views
@@ -238,8 +237,8 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
 def _values(array: pa.Array) -> list[Any]:
     """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays; nulls as None.
 
-    A list of numbers that holds a null is a Python list. In a DataLoader worker, lists of numbers
-    are a `ListColumn`; also where arrays are wanted, of which it makes tensors by itself.
+    A list of numbers with a null is a Python list. In a DataLoader worker, a column of lists is a
+    `ListColumn`.
     """
     if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
         return list(array.to_pylist())
@@ -247,9 +246,9 @@ def _values(array: pa.Array) -> list[Any]:
         return list(array.to_pylist())
     offsets = array.offsets.to_numpy()
     start = offsets[0]
-    # Of these rows alone: the array may be a slice of a larger one.
+    # Only these rows: the array may be a slice of a larger one.
     inner = array.values.slice(start, offsets[-1] - start)
-    # A copy may be written to.
+    # Copied, so that it is writable.
     values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy().copy()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     ends = offsets - start

@@ -1,7 +1,7 @@
-"""`CacheIterableDataset`: each rank's batches of a cached table, in an order it can trust.
+"""`CacheIterableDataset`: the batches of one rank, in an exact and resumable order.
 
-It puts the parts together: the order says which rows, the reader brings them, the converter makes
-tensors. What it adds is the bookkeeping of torch: workers, epochs, states.
+It joins the parts: the order chooses rows, the reader fetches them, the converter makes tensors. It
+adds what torch needs: workers, epochs and states.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from cache_protocol.errors import (
     checked,
 )
 
-_MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
-_MOST_PREFETCHED = 2**31 - 1
-_LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
+_MAX_MESSAGE_BYTES = 2**31 - 1  # Arrow's limit; `WindowSizes` asks for half of it at most
+_MAX_PREFETCHED = 2**31 - 1
+_LAST_EPOCH = 2**62  # an epoch has 64 bits, see `cache_client.cursor`
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of one worker over (the rest of) an epoch."""
+    """One pass of one worker over an epoch, or over the rest of it."""
 
     epoch: int
     plan: StepPlan
@@ -72,8 +72,8 @@ class _Pass:
     def position_after(self, batches: int) -> tuple[int, int]:
         """Epoch and rows consumed after so many batches.
 
-        In a worker process: where the worker's own strided sequence of steps goes on. The states
-        of n workers then differ by up to n - 1 steps, and each resumes its own: see `WorkerState`.
+        In a worker process, it is the position in the worker's own strided sequence of steps. The
+        states of n workers then differ by up to n - 1 steps: see `WorkerState`.
         """
         plan = self.plan
         if not self.in_worker:
@@ -89,46 +89,45 @@ class _Pass:
 class CacheIterableDataset(IterableDataset[Any]):
     """Ready batches of one rank; use ``DataLoader(dataset, batch_size=None, num_workers=n)``.
 
-    Concatenating the batches over (step, rank) gives the epoch's order exactly, whatever the
-    number of ranks, workers, nodes and replicas; every rank has the same number of steps.
+    The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
+    ranks, workers, nodes and replicas. Every rank has the same number of steps.
 
-    A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
-    ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
-    where one holds a null). They may be changed in place. The batches of a window share memory: one
-    that is kept keeps the others, so copy what is to stay. The last step of an epoch may be short;
-    where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
-    `cache_client.order`.
+    A batch is a dict from column to value. Numbers are tensors of shape ``[B]``, fixed-size lists
+    ``[B, n]``. Strings are a list of ``str``. Lists of numbers are a list of 1-d tensors; a list
+    with a null is a Python list. You may change batches in place. The batches of a window share
+    memory, so copy a batch that you keep. The last step of an epoch may be short. If it has fewer
+    rows than there are ranks, some ranks repeat a row of another: see `cache_client.order`.
 
     Args:
         dataset: name of a dataset in the cache.
-        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else that of the
-            TrainJob this runs in.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else the cache of
+            this TrainJob.
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all.
-        stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
-        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader makes
-            tensors of arrays, unless its ``collate_fn`` returns what it is given.
+        stack: new name -> columns; one ``[B, n]`` tensor replaces each group of columns.
+        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader turns
+            arrays into tensors, unless its ``collate_fn`` returns them unchanged.
         shuffle: a new permutation of all rows in every epoch.
         shuffle_block_size: permute blocks of so many consecutive rows, and rows inside windows of
             blocks, instead of all rows; for datasets on disk.
-        seed: of the order; all ranks must use the same.
+        seed: of the order; you must use the same on all ranks.
         drop_last: leave out a short last step.
         rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1. A pass
-            raises ConfigError where `torch.distributed` was initialised since and says otherwise.
+            raises ConfigError if `torch.distributed` was initialised later and differs.
         transform: applied to every batch, in the process that yields it; with ``device``, in a
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
             of use, see `cache_client.device`. Not in DataLoader workers.
-        message_bytes: of one message of a node, about, in whole batches; 4 to 8 are asked for at
-            once, fewer where batches are large. The default was measured over loopback. From files
-            of this machine, windows are larger.
-        prefetch_batches: fetched ahead in the background, about, but never less than three requests
-            to all nodes; default: 32, fewer where they would take more than 256 MiB.
-        deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
+        message_bytes: target size of one message of a node, in whole batches. A window has 4 to 8
+            messages, fewer if batches are large. The default was measured over loopback. Windows
+            from files of this machine are larger.
+        prefetch_batches: about how many to fetch ahead, at least three windows; default: 32, but at
+            most 256 MiB.
+        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
 
     Raises:
-        ConfigError: quoting every bad argument.
+        ConfigError: quotes every bad argument.
         DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
         NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
 
@@ -163,18 +162,20 @@ class CacheIterableDataset(IterableDataset[Any]):
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
         if prefetch_batches is not None:
-            integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
-        integer_or_problem(problems, "message_bytes", message_bytes, 1, _MOST_MESSAGE_BYTES)
+            integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MAX_PREFETCHED)
+        integer_or_problem(problems, "message_bytes", message_bytes, 1, _MAX_MESSAGE_BYTES)
         target = checked(problems, lambda: find_device(device))
         if device is not None and batch_format != "torch":
             problems.append(f"device needs batch_format='torch', got {batch_format!r}")
         given = {"rank": rank, "world_size": world_size}
-        ranks = [
+        numbers = [
             None if n is None else integer_or_problem(problems, k, n) for k, n in given.items()
         ]
-        refused = ranks.count(None) > list(given.values()).count(None)
-        who = None if refused else checked(problems, lambda: find_rank(ranks[0], ranks[1]))
-        where = checked(problems, lambda: find_endpoint(endpoint))
+        has_bad_number = numbers.count(None) > list(given.values()).count(None)
+        this_rank = (
+            None if has_bad_number else checked(problems, lambda: find_rank(numbers[0], numbers[1]))
+        )
+        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
         checked(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last), ValueError)
         checked(
             problems,
@@ -183,12 +184,12 @@ class CacheIterableDataset(IterableDataset[Any]):
             ),
             ValueError,
         )
-        if problems or who is None or where is None:
+        if problems or this_rank is None or found_endpoint is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
-        self.endpoint = where
+        self.endpoint = found_endpoint
         self.batch_size = operator.index(batch_size)
-        self.rank, self.world_size = who.rank, who.world_size
+        self.rank, self.world_size = this_rank.rank, this_rank.world_size
         self._rank_is_given = rank is not None
         self.shuffle = shuffle
         self.shuffle_block_size = (
@@ -201,11 +202,12 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._device = target
         self._deadline_s = float(deadline_s)
         self._local = local
-        self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
-        self._health: tuple[int, NodeHealth] | None = None  # likewise
-        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
+        # Each with the id of the process that it belongs to.
+        self._process_shards: tuple[int, LocalShards] | None = None
+        self._process_health: tuple[int, NodeHealth] | None = None
+        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, self._deadline_s)
         self._converter_arguments = (stack, batch_format)
-        Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
+        Converter(self._shards.layout, stack, batch_format)  # raises for bad arguments
         self._sizes = WindowSizes(
             self._shards,
             self.batch_size,
@@ -213,16 +215,16 @@ class CacheIterableDataset(IterableDataset[Any]):
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
         self._cursor = Cursor()
-        self._start = (0, 0)  # epoch and rows consumed where no pass has begun since
+        self._start = (0, 0)  # epoch and rows consumed, until a pass starts
         self._pass: _Pass | None = None
         self._batches_done = 0  # of the pass
         self._worker_start: tuple[int, tuple[int, int]] | None = None
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> str:
-        """Of the version that is read."""
+        """Fingerprint of the version."""
         return self._shards.fingerprint
 
     @property
@@ -238,8 +240,8 @@ class CacheIterableDataset(IterableDataset[Any]):
     def __len__(self) -> int:
         """Steps of a whole epoch, the same for every rank.
 
-        A loaded state does not change it: training frameworks take it as the length of every
-        epoch. A pass that goes on in the middle of one has `steps_left`.
+        A loaded state does not change it, because training frameworks use it as the length of every
+        epoch. For a pass that resumes inside an epoch, see `steps_left`.
         """
         return self._plan(0).num_steps
 
@@ -266,12 +268,12 @@ class CacheIterableDataset(IterableDataset[Any]):
     # -- epochs and states ---------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next pass one over ``epoch``; reaches DataLoader workers that live on.
+        """Makes the next pass read ``epoch``; also reaches persistent DataLoader workers.
 
-        Setting the epoch that is set already changes nothing: a loaded state stays.
+        If ``epoch`` is already the next one, nothing changes: a loaded state stays.
 
         Raises:
-            ConfigError: quoting an epoch that is no integer in [0, 2**62].
+            ConfigError: quotes an epoch that is no integer in [0, 2**62].
         """
         try:
             epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
@@ -280,18 +282,18 @@ class CacheIterableDataset(IterableDataset[Any]):
         if epoch != self._cursor.epoch:
             self._cursor.set(epoch, 0)
         if epoch != self._position[0]:
-            self._stand_at(epoch, 0)
+            self._set_position(epoch, 0)
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
-        """Where this job stands: constant size; any world size, batch size and workers resume it.
+        """The position of this job, in constant size.
 
-        In a worker process, where `torchdata.stateful_dataloader` asks for it and needs no help,
-        it is where that worker stands. Only as many workers resume that, with the same world size
-        times batch size; others are refused.
+        Any world size, batch size and number of workers can resume it. In a worker process, where
+        `torchdata.stateful_dataloader` calls this, it is the position of that worker. To resume
+        that, you need the same number of workers, and the same world size times batch size.
 
         Args:
-            steps: batches taken in this pass. Needed where DataLoader workers read: torch does not
-                tell the dataset which of the prefetched batches the training loop has taken.
+            steps: batches taken in this pass. You must pass it if DataLoader workers read, because
+                torch does not tell the dataset which prefetched batches were taken.
 
         Raises:
             ConfigError: ``steps`` is needed, or out of range.
@@ -307,9 +309,9 @@ class CacheIterableDataset(IterableDataset[Any]):
                 epoch, consumed = next_cursor(plan, epoch, steps)
         elif get_worker_info() is None and self._cursor.read_by_workers:
             raise ConfigError(
-                "state_dict needs steps=<batches taken in this pass>: the dataset is read by "
-                "DataLoader workers, and torch does not tell it how many of their batches were "
-                "taken; or use torchdata's StatefulDataLoader"
+                "pass steps=<batches taken in this pass> to state_dict, or use torchdata's "
+                "StatefulDataLoader: torch does not tell the dataset how many batches of its "
+                "DataLoader workers were taken"
             )
         else:
             epoch, consumed = self._position
@@ -330,14 +332,14 @@ class CacheIterableDataset(IterableDataset[Any]):
         ).to_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next pass begin where ``state_dict`` stands. Takes constant time.
+        """Makes the next pass start at the position of a state. Takes constant time.
 
         It holds for one pass. A second pass of DataLoader workers over that epoch raises
-        ConfigError where torch was seeded as before the first: nothing else tells them apart.
+        ConfigError if torch had the same seed before both passes: nothing else tells them apart.
 
         Raises:
-            ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
-                another number of workers or another size of steps.
+            ConfigError: it is no state, or of another order (seed, shuffle), or of a worker among
+                another number of workers or with another size of steps.
             StaleVersionError: it is of another dataset or fingerprint; names both.
         """
         try:
@@ -353,7 +355,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             if getattr(state, name) != getattr(self, name):
                 raise ConfigError(
                     f"the state has {name}={getattr(state, name)!r}, the dataset "
-                    f"{name}={getattr(self, name)!r}: the order would be another"
+                    f"{name}={getattr(self, name)!r}: the order would differ"
                 )
         if state.rows_consumed > self.num_rows:
             raise ConfigError(
@@ -361,7 +363,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
         if isinstance(state, WorkerState):
             self._check_workers(state)
-        self._stand_at(state.epoch, state.rows_consumed)
+        self._set_position(state.epoch, state.rows_consumed)
         if get_worker_info() is None:
             self._cursor.set(state.epoch, state.rows_consumed)
         else:
@@ -375,9 +377,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             raise ConfigError(
                 f"the state is of one of num_workers={state.num_workers} DataLoader workers, with "
                 f"world_size * batch_size = {state.rows_per_step}; here num_workers={workers} and "
-                f"world_size * batch_size = {rows_per_step}: rows would be lost and repeated; to "
-                "go on with others, save dataset.state_dict(steps=<batches taken in this epoch>) "
-                "of the training process"
+                f"world_size * batch_size = {rows_per_step}: rows would be lost and repeated. To "
+                "change them, save dataset.state_dict(steps=<batches taken in this epoch>) in the "
+                "training process"
             )
 
     # -- iteration -----------------------------------------------------------------------------
@@ -385,15 +387,15 @@ class CacheIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank; in a DataLoader worker, every n-th of them.
 
-        The pass begins here, not at its first batch: whoever asks for a state in between, as
-        `StatefulDataLoader` does, is told where this pass stands. Nothing is opened before that.
+        The pass starts here, not at its first batch, because `StatefulDataLoader` may ask for its
+        state in between. No connection is opened before the first batch.
         """
-        return self._handed_out(self._begin_pass(), self._cursor.generation)
+        return self._iterate(self._start_pass(), self._cursor.generation)
 
-    def _handed_out(self, this: _Pass, generation: int) -> Generator[Any, None, None]:
+    def _iterate(self, this: _Pass, generation: int) -> Generator[Any, None, None]:
         if generation != self._cursor.generation and not this.in_worker:
-            # Told of another epoch or state since: nothing was given yet.
-            this = self._begin_pass()
+            # Another epoch or state was set before the first batch.
+            this = self._start_pass()
         process = os.getpid()
         with Reader(
             self.endpoint,
@@ -409,19 +411,19 @@ class CacheIterableDataset(IterableDataset[Any]):
             if self._device is not None:
                 batches = on_device(batches, self._device, interrupt=reader.close)
             with closing(batches):
-                # Counted where they are handed out: what is made ahead is not consumed.
+                # Counted here: batches that are made ahead are not consumed.
                 for done, batch in enumerate(batches, 1):
                     self._pass, self._batches_done = this, done
                     yield batch
                     if os.getpid() != process:
                         raise CacheError(
-                            f"this iterator was begun in process {process}, whose threads fetch "
-                            f"its rows, and cannot go on in its child {os.getpid()}: begin one here"
+                            f"this iterator was created in process {process}, whose threads fetch "
+                            f"its rows; create a new iterator in its child {os.getpid()}"
                         )
                     reader.keep_lease()
 
     def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
-        """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
+        """The batches of a pass; does not change this dataset, and may run in any thread."""
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
@@ -431,22 +433,22 @@ class CacheIterableDataset(IterableDataset[Any]):
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
         )
-        with closing(results):  # also where an error of the transform is kept, and this with it
+        with closing(results):  # even if an error of the transform keeps this frame alive
             for pieces, sizes in results:
                 for rows in cut(pieces, sizes):
                     batch = convert(rows)
                     yield batch if self._transform is None else self._transform(batch)
 
-    def _begin_pass(self) -> _Pass:
+    def _start_pass(self) -> _Pass:
         worker = get_worker_info()
         if worker is not None and self._device is not None:
             raise ConfigError(
-                f"device='{self._device}' cannot be used in DataLoader workers, whose batches "
-                "reach the training process through host memory: use num_workers=0, or no device"
+                f"device='{self._device}' cannot be used in DataLoader workers, whose batches go "
+                "to the training process through host memory: use num_workers=0, or no device"
             )
         self._check_rank()
         number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
+        # The workers of one pass share torch's base seed; without workers, the token is random.
         token = secrets.randbits(62) + 1 if worker is None else worker.seed - worker.id + 1
         start = self._worker_start
         epoch, offset = self._cursor.begin(token, worker=None if worker is None else worker.id)
@@ -465,23 +467,23 @@ class CacheIterableDataset(IterableDataset[Any]):
         return this
 
     def _check_rank(self) -> None:
-        """Raises ConfigError where the rank was found before `torch.distributed` had another."""
+        """Raises ConfigError if `torch.distributed` was initialised later with another rank."""
         now = None if self._rank_is_given else find_initialised_rank()
         if now is not None and now != Rank(self.rank, self.world_size):
             raise ConfigError(
                 f"the dataset reads as rank {self.rank} of {self.world_size}, but "
                 f"torch.distributed, initialised later, says rank {now.rank} of {now.world_size}: "
-                "make the dataset after that, or pass rank and world_size"
+                "create the dataset after that, or pass rank and world_size"
             )
 
     @property
     def _position(self) -> tuple[int, int]:
-        """Epoch and rows consumed, as `state_dict` tells; worked out when asked for."""
+        """Epoch and rows consumed, for `state_dict`."""
         if self._pass is None:
             return self._start
         return self._pass.position_after(self._batches_done)
 
-    def _stand_at(self, epoch: int, rows_consumed: int) -> None:
+    def _set_position(self, epoch: int, rows_consumed: int) -> None:
         self._start, self._pass = (epoch, rows_consumed), None
 
     def _plan(self, offset: int) -> StepPlan:
@@ -494,25 +496,27 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
 
     def _local_shards(self) -> LocalShards | None:
-        """Mapped once in each process: touching the pages of a new map costs time."""
+        """The mapped files, shared by the passes of a process: first reads of a map are slow."""
         if not self._local:
             return None
-        if self._mapped is None or self._mapped[0] != os.getpid():
-            self._mapped = (os.getpid(), LocalShards(self._shards, self._columns))
-        return self._mapped[1]
+        if self._process_shards is None or self._process_shards[0] != os.getpid():
+            self._process_shards = (os.getpid(), LocalShards(self._shards, self._columns))
+        return self._process_shards[1]
 
     def _node_health(self) -> NodeHealth:
-        """Kept over passes in each process: none waits again for a node that is gone."""
-        if self._health is None or self._health[0] != os.getpid():
-            newest = self._shards if self._health is None else self._health[1].shards
-            self._health = (os.getpid(), NodeHealth(newest))
-        return self._health[1]
+        """The health of nodes, shared by the passes of a process."""
+        if self._process_health is None or self._process_health[0] != os.getpid():
+            newest = (
+                self._shards if self._process_health is None else self._process_health[1].shards
+            )
+            self._process_health = (os.getpid(), NodeHealth(newest))
+        return self._process_health[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None, "_health": None}
+        return {**self.__dict__, "_process_shards": None, "_process_health": None}
 
     def __copy__(self) -> Self:
-        """Stands where this one does and goes on by itself, as any copy but that in a worker."""
+        """An independent dataset with the same position; only copies in workers share it."""
         duplicate = type(self).__new__(type(self))
         duplicate.__dict__.update(self.__getstate__(), _cursor=copy.deepcopy(self._cursor))
         return duplicate

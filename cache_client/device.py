@@ -1,15 +1,15 @@
-"""Batches -> the same batches on a device, copied ahead of use, in the background.
+"""Copies batches to a device in the background, ahead of use.
 
-A thread takes batches from their source, packs the tensors of each into one of two slots of host
-memory, and copies the slot to the device at once:
+A thread takes batches from their source, packs the tensors of each batch into one of two slots of
+host memory, and copies the slot to the device:
 
-    source -> slot (pinned) -> copy on a stream of its own -> handed out in the consumer's thread
+    source -> slot (pinned) -> copy on a separate stream -> yielded in the consumer's thread
 
-On CUDA the copy of a batch therefore runs while the device works on the batches before it. What
-is handed out is ordered behind its copy on the stream that is the consumer's current one at that
-moment. On the CPU everything is the same but pinning, streams and events.
+On CUDA, the copy of a batch runs while the device works on earlier batches. The consumer's current
+stream waits for the copy of each batch when it is yielded. On the CPU there is no pinning, stream
+or event; the rest is the same.
 
-Knows tensors, threads and streams; knows neither rows nor nodes.
+Knows tensors, threads and streams, but neither rows nor nodes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torch import Tensor
 
 from cache_protocol.errors import CacheError, ConfigError
 
-_SLOTS = 2  # one is filled while the other is copied
-_ALIGNMENT = 256  # bytes; of each tensor in a slot, as the device's own allocator aligns
-_SMALLEST_SLOT = 4096
-_EXIT_WAIT_S = 3.0  # a program that ends waits so long for the threads of iterators alive
+_NUM_SLOTS = 2  # one is filled while the other is copied
+_ALIGNMENT = 256  # bytes; of each tensor in a slot, as in CUDA's allocator
+_MIN_SLOT_BYTES = 4096
+_EXIT_WAIT_S = 3.0  # how long a program that ends waits for the threads of open iterators
 
 
 def find_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that is meant; None for none.
+    """The device of an argument; None for None.
 
-    Asks nothing of the device itself: that could leave this process unable to fork.
+    Does not touch the device: that could leave this process unable to fork.
 
     Raises:
-        ConfigError: quoting what is no CPU or CUDA device.
+        ConfigError: quotes an argument that is no CPU or CUDA device.
     """
     if device is None:
         return None
@@ -64,109 +64,107 @@ def on_device(
     *,
     interrupt: Callable[[], None] = lambda: None,
 ) -> Generator[Any, None, None]:
-    """The batches of a source, in its order, with their tensors on ``device``.
+    """Yields the batches of a source, in its order, with their tensors on ``device``.
 
-    A batch is a tensor, or dicts, lists and tuples of them in any depth. Each tensor becomes a
-    contiguous one of the same dtype, shape and values; all of a batch are views of one piece of
-    device memory that the batch owns. Everything else passes through as it is: strings, numbers,
-    None, objects of other types, and tensors that are sparse or not on the CPU.
+    A batch is a tensor, or dicts, lists and tuples of tensors in any depth. Each tensor becomes a
+    contiguous one of the same dtype, shape and values. All tensors of a batch are views of one
+    block of device memory, which the batch owns. Everything else stays as it is: strings, numbers,
+    None, other objects, and tensors that are sparse or not on the CPU.
 
-    At most two batches are taken from the source and copied ahead of the one handed out last.
-    Nothing is begun before the first batch is asked for. Whoever uses a batch on another stream
-    than the one on which it was taken must order that, as always in torch. A program may end while
-    iterators are alive: they are broken off, and their threads awaited for a few seconds at most.
+    At most two batches are copied ahead. Nothing starts before the first batch is asked for. If you
+    use a batch on another stream than the current one at its yield, you must order the streams, as
+    always in torch. At the end of a program, open iterators are cancelled, and the program waits a
+    few seconds at most for their threads.
 
     Args:
-        batches: the source. Runs in a thread of this function's from the first batch on, and is
-            closed there.
-        device: a CPU or CUDA device; ``cuda`` is the current one of the thread that asks for the
-            first batch.
-        interrupt: called from the consumer's thread when the iterator is closed or has ended;
-            makes a source that waits give up, so that closing need not wait for it. May be called
-            when there is nothing to interrupt.
+        batches: the source. Runs in a background thread, and is closed there.
+        device: a CPU or CUDA device; ``cuda`` is the current device of the thread that asks for
+            the first batch.
+        interrupt: called from the consumer's thread when the iterator is closed or has ended. It
+            must make a waiting source give up, so that closing does not wait for it. May be called
+            when the source does not wait.
 
     Raises:
         ConfigError: torch does not find the device.
-        Exception: whatever the source raises, after the batches before it were handed out.
+        Exception: the source raised it, after the batches before it.
 
-    Thread-safety: iterate and close from one thread at a time. When it is closed, its thread has
-    ended.
+    Thread-safety: iterate and close from one thread at a time. The background thread has ended when
+    the iterator is closed.
     """
-    mover = _Mover(_resolved(device))
-    ready: Queue[_Moved | _End] = Queue(maxsize=1)
+    copier = _BatchCopier(_resolved(device))
+    ready: Queue[_CopiedBatch | _End] = Queue(maxsize=1)
     stop = threading.Event()
-    # A daemon: an iterator that somebody keeps must not keep the interpreter from ending.
+    # A daemon: an iterator that is kept must not keep the interpreter alive.
     thread = threading.Thread(
-        target=_move_all, args=(batches, mover, ready, stop), name="cache-device", daemon=True
+        target=_copy_all, args=(batches, copier, ready, stop), name="cache-device", daemon=True
     )
-    hand_off = _HandOff(thread, ready, stop, interrupt)
+    task = _CopyTask(thread, ready, stop, interrupt)
     try:
-        _running.add(hand_off)  # first, or a program that ends just then would not know of it
+        _running.add(task)  # before the start, so that the exit hook cannot miss it
         thread.start()
-        while isinstance(item := ready.get(), _Moved):
-            yield mover.hand_out(item)
+        while isinstance(item := ready.get(), _CopiedBatch):
+            yield copier.deliver(item)
         if item.error is not None:
             try:
                 raise item.error
             finally:
                 del item  # its traceback holds this frame
     finally:
-        # The last thing an interpreter does is to close what is alive: no other thread runs then.
+        # An interpreter that ends closes generators last, when no other thread runs any more.
         if not sys.is_finalizing():
-            hand_off.break_off()
-            # Not by itself, which may have collected the iterator, nor one that did not begin.
+            task.cancel()
+            # The thread itself may be the one that collects the iterator.
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join()
-        _running.discard(hand_off)
+        _running.discard(task)
 
 
 @dataclass(frozen=True, eq=False)
-class _HandOff:
-    """What runs behind an iterator of `on_device`."""
+class _CopyTask:
+    """The background work of one iterator of `on_device`."""
 
     thread: threading.Thread
-    ready: Queue[_Moved | _End]
+    ready: Queue[_CopiedBatch | _End]
     stop: threading.Event
     interrupt: Callable[[], None]
 
-    def break_off(self) -> None:
-        """Makes the thread end soon; waits for nothing."""
+    def cancel(self) -> None:
+        """Makes the thread end soon; does not wait."""
         self.stop.set()
         self.interrupt()
-        _let_go(self.ready)
+        _drain(self.ready)
 
 
-_running: set[_HandOff] = set()
+_running: set[_CopyTask] = set()
 # A forked child has none of the threads.
 os.register_at_fork(after_in_child=_running.clear)
 
 
-def _end_all() -> None:
-    """Ends every thread before the interpreter does.
+def _cancel_all() -> None:
+    """Ends every thread before the interpreter ends.
 
-    A thread that is inside C++ when the interpreter has ended, and wants to go on with Python,
-    aborts the process.
+    A thread that returns from C++ to Python after that would abort the process.
     """
-    left = list(_running)
-    for hand_off in left:
-        hand_off.break_off()
+    running = list(_running)
+    for task in running:
+        task.cancel()
     deadline = time.monotonic() + _EXIT_WAIT_S
-    for hand_off in left:
-        if hand_off.thread.is_alive():  # not: one that is about to begin, and then ends at once
-            hand_off.thread.join(max(0.0, deadline - time.monotonic()))
-        _let_go(hand_off.ready)
-        with suppress(Full):  # for a consumer in another thread, which may be waiting
-            hand_off.ready.put_nowait(_End(CacheError("no more batches: the program ends")))
+    for task in running:
+        if task.thread.is_alive():  # a thread that starts later ends at once
+            task.thread.join(max(0.0, deadline - time.monotonic()))
+        _drain(task.ready)
+        with suppress(Full):  # a consumer in another thread may wait
+            task.ready.put_nowait(_End(CacheError("no more batches: the program ends")))
 
 
-# Before the threads of pools are awaited, which may themselves wait for nodes until they are
-# interrupted. Where Python has no such hook any more, after that.
-getattr(threading, "_register_atexit", atexit.register)(_end_all)
+# Exit hooks run in reverse order. This one must run before that of `concurrent.futures`, which
+# waits for threads that may wait for nodes. Later versions of Python may lack this private hook.
+getattr(threading, "_register_atexit", atexit.register)(_cancel_all)
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """A batch whose copy was begun; ``memory`` holds its tensors, and ``copied`` says when."""
+class _CopiedBatch:
+    """A batch whose copy has started into ``memory``; the event ``copied`` marks its end."""
 
     batch: Any
     memory: Tensor
@@ -181,7 +179,7 @@ class _End:
 
 
 def _resolved(device: torch.device) -> torch.device:
-    """The device with its number; a thread has a current CUDA device of its own, which is 0."""
+    """The device with its index, because the current CUDA device of a new thread is 0."""
     if device.type == "cpu":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -194,31 +192,31 @@ def _resolved(device: torch.device) -> torch.device:
     )
 
 
-def _move_all(
+def _copy_all(
     batches: Generator[Any, None, None],
-    mover: _Mover,
-    ready: Queue[_Moved | _End],
+    copier: _BatchCopier,
+    ready: Queue[_CopiedBatch | _End],
     stop: threading.Event,
 ) -> None:
-    def put(item: _Moved | _End) -> None:
-        # One item at most is put after a stop: `_let_go` makes room for it.
+    def put(item: _CopiedBatch | _End) -> None:
+        # One item at most is put after a stop: `_drain` makes room for it.
         if not stop.is_set():
             ready.put(item)
 
     try:
-        # Or pinning would open a context on device 0, which costs it memory.
-        with mover.current_device(), closing(batches):
+        # Otherwise pinning would open a context on device 0, which takes memory there.
+        with copier.current_device(), closing(batches):
             for batch in batches:
-                put(mover.move(batch))  # no name is kept for what fills device memory
+                put(copier.copy(batch))  # no variable, which would keep device memory alive
                 if stop.is_set():
                     break
         put(_End())
-    except BaseException as error:  # raised in the consumer's thread, in its turn
+    except BaseException as error:  # raised in the consumer's thread, in order
         put(_End(error))
 
 
-def _let_go(ready: Queue[_Moved | _End]) -> None:
-    """Frees the place that the thread may be waiting for."""
+def _drain(ready: Queue[_CopiedBatch | _End]) -> None:
+    """Makes room in the queue, for which the thread may wait."""
     try:
         while True:
             ready.get_nowait()
@@ -227,37 +225,37 @@ def _let_go(ready: Queue[_Moved | _End]) -> None:
 
 
 class _Slot:
-    """Host memory that a batch passes through on its way. Used by one thread."""
+    """Host memory that batches are packed into. Used by one thread."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self.copied: torch.cuda.Event | None = None  # of the batch that lies in it
+        self.copied: torch.cuda.Event | None = None  # the end of the last copy from it
 
-    def room(self, num_bytes: int) -> Tensor:
-        """So many bytes to fill: waits until those of the last batch were copied."""
+    def reserve(self, num_bytes: int) -> Tensor:
+        """Memory of so many bytes; waits until the last batch in it was copied."""
         if self.copied is not None:
             self.copied.synchronize()
         if len(self._memory) < num_bytes:
-            size = max(_SMALLEST_SLOT, 1 << (num_bytes - 1).bit_length())
+            size = max(_MIN_SLOT_BYTES, 1 << (num_bytes - 1).bit_length())
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         return self._memory[:num_bytes]
 
 
-class _Mover:
-    """Copies batches to a device: `move` in one thread, `hand_out` in another."""
+class _BatchCopier:
+    """Copies batches to a device: `copy` in one thread, `deliver` in another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _new_stream(device) if device.type == "cuda" else None
-        self._slots = itertools.cycle([_Slot(self._stream is not None) for _ in range(_SLOTS)])
+        self._slots = itertools.cycle([_Slot(self._stream is not None) for _ in range(_NUM_SLOTS)])
 
     def current_device(self) -> Any:
-        """A context in which the device is the thread's current one."""
+        """A context that makes the device the current one of this thread."""
         return nullcontext() if self._stream is None else torch.cuda.device(self._device)
 
-    def move(self, batch: Any) -> _Moved:
-        """Begins the copy of a batch; waits for the copy before the last one only."""
+    def copy(self, batch: Any) -> _CopiedBatch:
+        """Starts to copy a batch; waits only for the copy before the last one."""
         places: list[tuple[Tensor, int]] = []
         size = 0
 
@@ -270,16 +268,16 @@ class _Mover:
 
         _map_tensors(batch, place)
         slot = next(self._slots)
-        host = slot.room(size)
+        host = slot.reserve(size)
         for tensor, start in places:
             _view(host, start, tensor).copy_(tensor.detach())
         memory, slot.copied = self._copy(host)
         starts = iter([start for _, start in places])
         moved = _map_tensors(batch, lambda tensor: _view(memory, next(starts), tensor))
-        return _Moved(moved, memory, slot.copied)
+        return _CopiedBatch(moved, memory, slot.copied)
 
     def _copy(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Device memory that will hold the bytes of ``host``, and when it will."""
+        """Starts a copy of ``host``; returns the device memory, and the event of its end."""
         if self._stream is None:
             return host.clone(), None
         with torch.cuda.stream(self._stream):
@@ -289,11 +287,11 @@ class _Mover:
             copied.record(self._stream)
         return memory, copied
 
-    def hand_out(self, moved: _Moved) -> Any:
-        """The batch, ordered behind its copy on the calling thread's current stream.
+    def deliver(self, moved: _CopiedBatch) -> Any:
+        """The batch; makes the current stream of this thread wait for its copy.
 
-        The memory is of the copying stream: the allocator must learn who else reads it, or it
-        would give it to a later batch while the consumer still works on this one.
+        The memory belongs to the copying stream. The allocator must know that another stream reads
+        it; otherwise it could give it to a later batch too early.
         """
         if moved.copied is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -307,22 +305,22 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _new_event() -> torch.cuda.Event:
-    """Waiting for it must not burn a core."""
+    """An event that blocks its waiter, instead of using CPU time."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """The bytes from ``start`` on as a tensor of the dtype and shape of ``like``."""
+    """A tensor at byte ``start``, with dtype and shape of ``like``."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every dense CPU tensor changed, always in the same order."""
+    """``value`` with each dense CPU tensor changed, in a fixed order."""
     if isinstance(value, Tensor):
         movable = value.device.type == "cpu" and value.layout is torch.strided
         return change(value) if movable else value
     if isinstance(value, dict):
-        clone = copy.copy(value)  # of its own class
+        clone = copy.copy(value)  # keeps the class
         clone.update({key: _map_tensors(item, change) for key, item in value.items()})
         return clone
     if isinstance(value, list):

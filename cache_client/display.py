@@ -1,4 +1,4 @@
-"""What ``cachectl`` shows: tables for people, JSON for programs. Asks nobody for anything."""
+"""What ``cachectl`` shows: tables for people, JSON for programs. Calls no node."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from cache_client.client import DatasetInfo
 from cache_client.forecast import LoadForecast, TableForecast
 from cache_protocol.cli.sizes import size
 
-_MOST_NAMES = 6  # of columns in one line
+_MAX_NAMES = 6  # of columns on one line
 _FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _FLOATS = re.compile(rf"\b({'|'.join(_FLOAT_NAMES)})\b")
-# In a pipe there is no width to keep to.
+# A pipe has no width.
 console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 250)
 
 
 def show_dataset(info: DatasetInfo, as_json: bool) -> None:
-    """Prints all that is known of a dataset."""
+    """Prints a dataset with its columns."""
     if as_json:
         print_json(dataset_json(info))
         return
@@ -42,7 +42,7 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(f"  rows         {info.num_rows:,}", highlight=False)
     console.print(f"  size         {size(info.num_bytes)}", highlight=False)
     fewer = sum(len(node_ids) < info.replicas for node_ids in info.placement.values())
-    lacks = f"; {_count(fewer, 'shard')} of {info.num_shards:,} on fewer nodes" if fewer else ""
+    lacks = f"; {_count(fewer, 'shard')} of {info.num_shards:,} with fewer" if fewer else ""
     console.print(f"  replicas     {info.replicas}{lacks}", highlight=False)
     shards: dict[str, int] = {}
     for node_ids in info.placement.values():
@@ -63,9 +63,9 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(_indented(_table([field[:shown] for field in fields], header=header)))
 
 
-def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
-    """Which way a query goes, and what it reads."""
-    order = "fixed" if forecast.ordered else "none: allow_unordered"
+def query_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    """How a query runs, and what it reads."""
+    order = "fixed" if forecast.ordered else "not fixed (allow_unordered)"
     facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
     for table in forecast.tables:
         how = "split by split" if table.by_split else "whole"
@@ -84,18 +84,18 @@ def way_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
 def _bytes_of(table: TableForecast) -> str:
     if not table.bytes_by:
         return f"{size(table.num_bytes)} decoded"
-    return f"about {size(table.num_bytes)} decoded, by {table.bytes_by}"
+    return f"about {size(table.num_bytes)} decoded, estimated from {table.bytes_by}"
 
 
 def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
-    """What a load would come to."""
-    facts = way_facts(forecast)
+    """The facts of a forecast, as titles and texts."""
+    facts = query_facts(forecast)
     if forecast.whole:
-        facts.append(("result", "not known before the query has run"))
-        facts.append(("to run it", f"{size(forecast.num_bytes)} in files of the node"))
+        facts.append(("result", "not known before the query runs"))
+        facts.append(("disk to run it", f"{size(forecast.num_bytes)} on the node that runs it"))
         memory = size(forecast.load_memory_bytes)
         facts.append(
-            ("memory to load", f"about {memory}, and what its sorts, joins and groups hold")
+            ("memory to load", f"about {memory}, plus that of its sorts, joins and groups")
         )
         return facts
     exact = "" if forecast.rows_exact else " before the query"
@@ -107,35 +107,37 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
             (
                 "after the filter",
                 f"about {forecast.filtered_rows:,} rows, "
-                f"{size(round(forecast.num_bytes * share))}, by statistics",
+                f"{size(round(forecast.num_bytes * share))}, from statistics",
             )
         )
     in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
     if forecast.makes_rows:
-        facts.append(("decoded", f"unknown; {in_shards}, if it makes one row of each"))
+        facts.append(("decoded", f"unknown; {in_shards}, if each row makes one"))
     else:
         sampled = any(table.bytes_by for table in forecast.tables if table.by_split)
         about = "about " if forecast.guessed_columns or sampled else ""
         facts.append(("decoded", f"{about}{in_shards}"))
     if forecast.guessed_columns:
         names = _column_names(forecast.guessed_columns)
-        facts.append(("guessed", f"{names}: the query makes the values, of unknown length"))
+        facts.append(("guessed", f"{names}: the query makes its values, whose length is unknown"))
     nodes = len(forecast.node_bytes)
-    fewer = f"; {nodes} on so many nodes" if 0 < nodes < forecast.replicas else ""
+    fewer = f"; only {nodes} on {_count(nodes, 'node')}" if 0 < nodes < forecast.replicas else ""
     facts.append(("replicas", f"{forecast.replicas}{fewer}"))
     if forecast.node_bytes:
         most = size(max(forecast.node_bytes))
-        if_one = ", if it makes one row of each" if forecast.makes_rows else ""
+        if_one = ", if each row makes one" if forecast.makes_rows else ""
         facts.append(("on each node", f"{most} at most, on {_count(nodes, 'node')}{if_one}"))
     if forecast.memory_limit_bytes is not None:
         facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
     if forecast.load_memory_bytes:
         memory = size(forecast.load_memory_bytes)
         facts.append(
-            ("memory to load", f"about {memory} for each shard under way, beside the shards")
+            ("memory to load", f"about {memory} for each running load, besides the shards")
         )
     if forecast.load_s is not None:
-        facts.append(("time to load", f"about {forecast.load_s:.1f} s, as the last load went"))
+        facts.append(
+            ("time to load", f"about {forecast.load_s:.1f} s, at the rate of the last load")
+        )
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
     if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
         about = "" if forecast.rows_exact else "about "
@@ -149,7 +151,7 @@ def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
         return f"unknown; each has a limit of {limit}"
     if forecast.nodes_needed is None:
         return (
-            f"none is enough: one shard ({size(forecast.largest_shard_bytes)}) is larger than the "
+            f"no number is enough: one shard ({size(forecast.largest_shard_bytes)}) exceeds the "
             f"limit of {limit}; lower target_shard_bytes, or write smaller row groups"
         )
     fits = {True: "", False: "; it does not fit", None: "; it may fit after the query"}
@@ -157,7 +159,7 @@ def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
 
 
 def _column_names(columns: Sequence[str]) -> str:
-    if len(columns) > _MOST_NAMES:
+    if len(columns) > _MAX_NAMES:
         return f"{len(columns)} columns"
     return f"column{'' if len(columns) == 1 else 's'} {', '.join(columns)}"
 
@@ -174,13 +176,13 @@ def forecast_json(forecast: LoadForecast) -> dict[str, Any]:
 
 
 def show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
-    """Prints a title and a line a fact."""
+    """Prints a title, and one line for each fact."""
     console.print(Text(title, style="bold"))
     console.print(_indented(_table(facts)))
 
 
 def show_line(text: str) -> None:
-    """Prints a line as it is, which the terminal may fold."""
+    """Prints a line unchanged; the terminal may wrap it."""
     console.print(Text(text), soft_wrap=True)
 
 
@@ -202,7 +204,7 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
 
 
 def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table; one that is wider than the terminal with its columns below each other instead."""
+    """Prints a table; transposes one that is wider than the terminal."""
     columns = [list(column) for column in zip(names, *rows, strict=True)]
     if sum(map(_width, columns)) <= console.width:
         console.print(_table(rows, header=names))
@@ -214,7 +216,7 @@ def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
-    """Runs of rows that fit beside each other, at least one a run; one empty run of no rows."""
+    """Runs of rows that fit side by side, at least one in each; one empty run for no rows."""
     run: list[Sequence[str]] = []
     used = 0
     for row in rows:
@@ -227,7 +229,7 @@ def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Se
 
 
 def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
-    """``rows`` as they are, but `printable`: no word is markup, what is too wide is folded."""
+    """A table of `printable` cells; without markup, and wide cells are folded."""
     rows = list(rows)
     table = Table(box=None, show_header=header is not None)
     for title in header or [""] * len(rows[0]):
@@ -238,7 +240,7 @@ def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -
 
 
 def _indented(table: Table) -> Padding:
-    """As wide as it is: to a file, rich would fill it up to the width of the console."""
+    """``table``, indented; not padded to the width of the console."""
     return Padding(table, (0, 1), expand=False)
 
 
@@ -254,7 +256,7 @@ def print_json(value: object) -> None:
 
 
 def json_value(value: object) -> object:
-    """``value`` in what JSON knows: it has neither NaN nor bytes."""
+    """``value`` as JSON, which has neither NaN nor bytes."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, bytes):
@@ -269,25 +271,25 @@ def _count(number: int, what: str) -> str:
 
 
 def type_name(dtype: pa.DataType | str) -> str:
-    """An Arrow type with its floats by the names that torch and numpy have for them."""
+    """The name of an Arrow type, with floats named as in torch and numpy."""
     return _FLOATS.sub(lambda found: _FLOAT_NAMES[found[0]], str(dtype))
 
 
 def cell(value: object, dtype: pa.DataType) -> str:
-    """A value of a column for a person: no more than 40 characters, on one line."""
+    """A value for people: at most 40 characters, on one line."""
     text = printable(str(_shortest(value, dtype)))
     return text if len(text) <= 40 else text[:39] + "…"
 
 
 def printable(text: str) -> str:
-    """``text`` without what would move the cursor or colour the terminal: escaped, as in Python."""
+    """``text`` with control characters escaped as in Python, so that no terminal obeys them."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _shortest(value: object, dtype: pa.DataType) -> object:
-    """``value`` with its short floats as the shortest numbers that mean them.
+    """``value`` with float16 and float32 in their shortest form.
 
-    Python has them as float64, with digits that they never had: 0.1 as 0.10000000149011612.
+    As float64, Python would show 0.1 as 0.10000000149011612.
     """
     if isinstance(value, list):
         return [_shortest(item, dtype.value_type) for item in value]

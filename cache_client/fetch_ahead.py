@@ -1,4 +1,4 @@
-"""Several fetches on their way at once, handed out in the order they were asked for."""
+"""Runs several fetches at once; returns results in the order of the requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from cache_client.grpc_guard.calls import Call
 
-FETCH_THREADS = 2  # more cost processor time and bring no rows
+FETCH_THREADS = 2  # measured: more threads cost CPU time and bring no more rows per second
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -19,28 +19,29 @@ _Result = TypeVar("_Result")
 def fetch_ahead(
     fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
 ) -> Generator[_Result, None, None]:
-    """``map(fetch, requests)`` with at most ``depth`` results under way or waiting.
+    """``map(fetch, requests)``, at most ``depth`` requests ahead.
 
-    Results come in the order of the requests; a failure is raised in its turn. Closing the
-    iterator drops what was not begun.
+    Results and errors come in the order of the requests. Closing the iterator drops the requests
+    that have not started.
 
     Args:
-        threads: calls at the same time.
+        depth: requests that run or whose results wait.
+        threads: calls of ``fetch`` at the same time.
     """
     pending: deque[Call[_Result]] = deque()
     source = iter(requests)
     pool = ThreadPoolExecutor(min(depth, threads), thread_name_prefix="cache-fetch")
 
-    def begin(count: int) -> None:
+    def start(count: int) -> None:
         for request in islice(source, count):
             pending.append(Call(fetch, request))
-            pool.submit(pending[-1].make)
+            pool.submit(pending[-1].run)
 
     try:
-        begin(depth)
+        start(depth)
         while pending:
             result = pending.popleft().wait()
-            begin(1)
+            start(1)
             yield result
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What a load would come to, for whoever sizes a cache or a job. Pure: a node did the looking."""
+"""The forecast of a load, for sizing a cache or a job. Pure: a node reads the metadata."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class TableForecast:
     """One table that the query reads.
 
     Attributes:
-        source_bytes: of its files, as they lie in their store; 0 where it is not made of files.
-        num_rows: None where its format does not tell.
+        source_bytes: of its files as stored; 0 for a table without files.
+        num_rows: None if the format does not tell.
         num_bytes: decoded, of the columns that the query reads.
         columns: that the query reads.
-        by_split: spread over the nodes; else each node that needs it reads it whole.
-        bytes_by: what `num_bytes` is estimated by, for a person; empty where that is the metadata
-            of every file.
+        by_split: read split by split over the nodes; else each node that needs it reads it whole.
+        bytes_by: what `num_bytes` was estimated from, for people; empty if from the metadata of
+            every file.
     """
 
     name: str
@@ -38,35 +38,34 @@ class TableForecast:
 
 @dataclass(frozen=True)
 class LoadForecast:
-    """What a load would come to, from footers and metadata alone.
+    """What a load would take, from footers and metadata.
 
     Attributes:
-        whole: the query has one answer for the whole table, so one node runs it, and neither rows
-            nor shards of its result are known beforehand.
-        why: how the query goes, and why.
-        ordered: the rows have an order of their own.
+        whole: one node runs the query over whole tables; rows and shards of its result are unknown
+            before.
+        why: how the query runs, and why.
+        ordered: the rows have a fixed order.
         schema: of the result: logical columns in their storage types.
-        num_rows: before any filter; None where a format, or a whole query, does not tell.
+        num_rows: before any filter; None for a whole query, or if a format does not tell.
         rows_exact: the result will have exactly ``num_rows``.
-        filtered_rows: an estimate of what passes the filter, from statistics; None without a
-            filter, or without statistics.
-        num_bytes: decoded, after projection and before any filter, of one replica; of a whole
+        filtered_rows: rows that pass the filter, estimated from statistics; None without a filter
+            or statistics.
+        num_bytes: decoded, after projection and before any filter, of one replica; for a whole
             query, what it reads.
-        makes_rows: an unnest or a join makes any number of rows of one; bytes count one for each.
-        guessed_columns: strings and lists that the query makes: how long is not known beforehand.
-        largest_shard_bytes: decoded, as `num_bytes`; 0 of a whole query.
+        makes_rows: an unnest or a join makes any number of rows from one; bytes count one for each.
+        guessed_columns: strings and lists that the query makes; their length is unknown.
+        largest_shard_bytes: decoded, as `num_bytes`; 0 for a whole query.
         node_bytes: on each node, all replicas.
-        load_memory_bytes: of a node besides its shards, about: the load of the shard that takes the
-            most, or the whole query without its sorts, joins and groups. Each load under way takes
-            its own.
-        memory_limit_bytes: of each node; None for none.
-        nodes_needed: for that limit; None when no number of nodes is enough, and where bytes
-            are not known: see `bytes_known`.
-        load_s: seconds until it is ready, about, as the last load of this cache went; None before
-            any, and of a whole query.
-        world_size, batch_size: asked for.
-        steps_per_epoch: of each rank; None where the rows are not known.
-        step_bytes: decoded bytes of a rank's full step; None where the rows are not known.
+        load_memory_bytes: about, of one load besides the shards: of the shard that takes the most,
+            or of the whole query without its sorts, joins and groups.
+        memory_limit_bytes: of each node; None for no limit.
+        nodes_needed: for that limit; None if no number of nodes is enough, or if bytes are not
+            known: see `bytes_known`.
+        load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
+            before any load, and for a whole query.
+        world_size, batch_size: as requested.
+        steps_per_epoch: of each rank; None if the rows are not known.
+        step_bytes: decoded bytes of a rank's full step; None if the rows are not known.
     """
 
     name: str
@@ -97,12 +96,12 @@ class LoadForecast:
 
     @property
     def sql_goes(self) -> str:
-        """Which way the query goes, for a person."""
+        """How the query runs, for people."""
         return "whole, on one node" if self.whole else "split by split"
 
     @property
     def bytes_known(self) -> bool:
-        """Whether bytes are known before the query: not of one that makes rows or strings."""
+        """Whether bytes are known before the query; not if it makes rows or strings."""
         return not (self.whole or self.makes_rows or self.guessed_columns)
 
     @property
@@ -110,7 +109,7 @@ class LoadForecast:
         """Whether no node would hold more than its limit.
 
         Returns:
-            None where bytes are not known beforehand, or a filter may drop enough.
+            None if bytes are not known, or if a filter may drop enough rows.
         """
         limit = self.memory_limit_bytes
         if limit is None:
@@ -126,7 +125,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
     """The forecast of a message, for a job of so many ranks.
 
     Raises:
-        ValueError: world_size or batch_size is not positive; quotes it.
+        ValueError: ``world_size`` or ``batch_size`` is not positive; quotes it.
     """
     known = forecast.num_rows if forecast.HasField("num_rows") else None
     filtered = forecast.filtered_rows if forecast.HasField("filtered_rows") else None

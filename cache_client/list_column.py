@@ -1,6 +1,6 @@
-"""The rows of a column of lists in a batch: a Python list of tensors, which travels as one tensor.
+"""A column of lists in a batch: a Python list of tensors that is pickled as one tensor.
 
-A tensor that a DataLoader worker sends costs a file descriptor until it has arrived; a batch may
+Each tensor that a DataLoader worker sends takes a file descriptor until it arrives, and a batch may
 have thousands of rows.
 """
 
@@ -13,11 +13,11 @@ import torch
 
 
 class ListColumn(list[Any]):
-    """A list of one entry a row: a 1-d tensor, None, or a Python list where numbers are missing.
+    """One entry a row: a 1-d tensor, None, or a Python list if the row has nulls.
 
-    With ``batch_format="numpy"`` they are arrays, of which a DataLoader makes tensors. Pickled, its
-    tensors are joined to one, and cut again on the other side, where they share its storage. One
-    thread at a time, as any list.
+    With ``batch_format="numpy"`` the entries are arrays, which a DataLoader turns into tensors.
+    Pickling joins the tensors; unpickling cuts the joined tensor into views. Not thread-safe, as
+    any list.
     """
 
     def __copy__(self) -> Self:
@@ -26,7 +26,7 @@ class ListColumn(list[Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         tensors = [value for value in self if isinstance(value, torch.Tensor)]
         kinds = {(tensor.dtype, tensor.device, tensor.dim()) for tensor in tensors}
-        # What the training loop put here may be anything.
+        # The training loop may have put anything here.
         if len(kinds) != 1 or tensors[0].dim() != 1 or any(t.requires_grad for t in tensors):
             return list, (list(self),)
         lengths = [len(value) if isinstance(value, torch.Tensor) else None for value in self]
@@ -35,14 +35,14 @@ class ListColumn(list[Any]):
 
 
 def cut(values: torch.Tensor, lengths: Sequence[int | None], others: Sequence[Any]) -> list[Any]:
-    """The rows whose tensors lie end to end in one.
+    """Cuts one joined tensor into rows.
 
     Args:
         values: ``[sum of lengths]``; the rows share its storage.
-        lengths: of each row; None where the next of the others takes its place.
-        others: the entries that are no tensors, in order.
+        lengths: of each row; None for a row that is in ``others``.
+        others: the rows that are no tensors, in order.
     """
-    # `data`, or torch would take a change of one row in place for a change of all.
+    # `data`, because torch would count an in-place change of one row as a change of all.
     sizes = [length for length in lengths if length is not None]
     rows = iter([row.data for row in torch.split_with_sizes(values, sizes)])
     rest = iter(others)

@@ -1,8 +1,8 @@
-"""Shard files of nodes on this machine, read without their server.
+"""Reads shard files of nodes on this machine, without their server.
 
-A file counts only where it is certain to be the one that the shard map means: the cache directory
-says the name of the node, the manifest in it names the shard with the checksum that the coordinator
-told, and the file has the size that it was sealed with. Everything else is left to Flight.
+A file is read only if it is certainly the one in the shard map: the cache directory names the same
+node, its manifest has the shard with the same checksum, and the file has the same size. All other
+shards are read over Flight.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from cache_protocol.storage.shard_files import (
 
 logger = logging.getLogger(__name__)
 
-# Linux allows a process 65,530 memory maps by default, and a process without one left ends.
-_MOST_MAPS = 32_768
+# By default Linux allows a process 65,530 memory maps; a process that runs out of them crashes.
+_MAX_MAPS = 32_768
 
 
 class ShardFileLostError(CacheError):
-    """A file that was there is not there any more, or is another one; Flight has the rows."""
+    """A shard file was removed or replaced; its rows must be read over Flight."""
 
 
 class LocalShards:
     """The shards of one version whose files this process can read. Thread-safe.
 
-    Files are mapped, read-only, when their first row is asked for, and stay mapped as long as this
-    object lives: the rows are there even when the node drops them meanwhile.
+    A file is mapped read-only when its first row is asked for, and stays mapped as long as this
+    object lives. So its rows can be read even after the node drops them.
 
     Args:
-        shards: with the files.
+        shards: the shard map, with the files.
         columns: to gather, of ``shards.logical``; empty for all.
 
     Attributes:
-        leased_at: monotonic seconds when the cache was last told that the version is in use. Set by
-            whoever tells it so: passes may be many, and each shorter than a lease.
+        leased_at: monotonic seconds of the last renewal of the lease. `cache_client.lease` sets it
+            here, because a pass, and its `Lease` object, may be shorter than a lease.
     """
 
     def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
@@ -61,15 +61,15 @@ class LocalShards:
         self._index = RowIndex(shards.starts, shards.num_rows)
         self._columns = columns
         self._lock = threading.Lock()
-        self._adjacent: MappedTable | None = None
+        self._table: MappedTable | None = None
         self._selection: Selection | None = None
         self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
-        directories = _Directories()
+        manifests = _Manifests()
         num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
         maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
-        for shard, files in enumerate(shards.files[: _MOST_MAPS // maps]):
+        for shard, files in enumerate(shards.files[: _MAX_MAPS // maps]):
             for file in files:
-                sealed = directories.sealed(file)
+                sealed = manifests.find(file)
                 if sealed is not None and sealed.num_rows == num_rows[shard]:
                     self._files[shard] = (file, sealed)
                     break
@@ -78,7 +78,7 @@ class LocalShards:
 
     @property
     def shards(self) -> set[int]:
-        """Indices into the shard map of the shards to be read here."""
+        """Indices of the shards that can be read here."""
         with self._lock:
             return set(self._files)
 
@@ -89,31 +89,31 @@ class LocalShards:
             row_ids: of `shards` only; at least one.
 
         Raises:
-            ShardFileLostError: files cannot be read any more; `shards` is without any of them then.
+            ShardFileLostError: some files cannot be read any more; they are removed from `shards`.
         """
         shard_of = self._index.find(row_ids)
-        adjacent, selection = self._mapped_shards(shard_of)
-        return adjacent.gather(row_ids, shard_of, selection)
+        table, selection = self._mapped_shards(shard_of)
+        return table.gather(row_ids, shard_of, selection)
 
     def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
-        """All these shards, mapped."""
+        """Maps these shards, if they are not mapped yet."""
         with self._lock:
             is_mapped = self._is_mapped[shard_of]
             lost: ShardFileLostError | None = None
             for shard in [] if is_mapped.all() else np.unique(shard_of[~is_mapped]).tolist():
                 try:
                     self._map(shard)
-                except ShardFileLostError as error:  # find out about the others before it counts
+                except ShardFileLostError as error:  # first find all lost files
                     lost = lost or error
             if lost is not None:
                 raise lost
-            assert self._adjacent is not None and self._selection is not None
-            return self._adjacent, self._selection
+            assert self._table is not None and self._selection is not None
+            return self._table, self._selection
 
     def _map(self, shard: int) -> None:
         found = self._files.get(shard)
         if found is None:
-            raise ShardFileLostError(f"shard {shard} is not read on this machine")
+            raise ShardFileLostError(f"shard {shard} has no file on this machine")
         file, sealed = found
         path = Path(file.path)
         try:
@@ -122,15 +122,15 @@ class LocalShards:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
             if mapped.batch.num_rows != sealed.num_rows:
                 raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
-            if self._adjacent is None:
+            if self._table is None:
                 selection = self._selection = Selection(mapped.layout, self._columns)
-                self._adjacent = MappedTable(
+                self._table = MappedTable(
                     mapped.layout,
                     self._starts,
                     self._num_rows,
                     only=[index for index, _ in selection.picks],
                 )
-            self._adjacent.attach(shard, mapped)
+            self._table.attach(shard, mapped)
         except (OSError, ValueError, pa.ArrowException) as error:
             del self._files[shard]
             logger.info("shard file lost path=%s reason=%s", path, error)
@@ -138,15 +138,15 @@ class LocalShards:
         self._is_mapped[shard] = True
 
 
-class _Directories:
-    """What cache directories and manifests say, each read once."""
+class _Manifests:
+    """The node ids and manifests of cache directories, each read once."""
 
     def __init__(self) -> None:
         self._node_ids: dict[str, str] = {}
         self._manifests: dict[str, dict[str, SealedShard]] = {}
 
-    def sealed(self, file: ShardFile) -> SealedShard | None:
-        """The line of the manifest that names ``file``; None unless everything agrees."""
+    def find(self, file: ShardFile) -> SealedShard | None:
+        """The manifest line of ``file``; None unless node, checksum and size are the same."""
         version, _, name = file.path.rpartition("/")
         cache_dir = version.rsplit("/", 2)[0]
         if self._node_id(cache_dir) != file.node_id:
@@ -163,7 +163,7 @@ class _Directories:
             try:
                 found = Path(cache_dir, NODE_ID_FILE).read_text(encoding="utf-8").strip()
             except (OSError, ValueError):
-                found = ""  # of another machine, or not for this user
+                found = ""  # the path is on another machine, or not readable
             self._node_ids[cache_dir] = found
         return found
 

@@ -1,4 +1,4 @@
-"""The connections and gather streams of one reader: opened side by side, kept while idle."""
+"""The connections and gather streams of one reader: opened in parallel, kept while idle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from cache_client.connections import Connection, GatherStream
 from cache_protocol.errors import CacheError, NodeUnavailableError
 
-CLOSED = "the dataset was closed meanwhile, or the program ends"
-_MOST_OPENED_AT_ONCE = 64  # threads, each for as long as a node takes to answer
+CLOSED = "the reader was closed, or the program ends"
+_MAX_OPENED_AT_ONCE = 64  # threads; each waits for one node
 
 
 class NotAskedError(NodeUnavailableError):
-    """The time was over before the node was asked, as others were waited for: no fault of it."""
+    """The time ran out before the node was asked, because other nodes hung; it did not fail."""
 
 
 @dataclass(eq=False)
@@ -23,12 +23,12 @@ class _Opening:
     """A stream that is being opened.
 
     Attributes:
-        begun: whether its node was asked.
-        outcome: what came of it; None: not known yet. Set once, see `NodeStreams._settle`.
+        was_asked: whether its node was asked.
+        outcome: the stream or the error; None while it opens. Set once, by `NodeStreams._finish`.
     """
 
     location: str
-    begun: bool = False
+    was_asked: bool = False
     outcome: GatherStream | BaseException | None = None
 
 
@@ -36,9 +36,8 @@ class NodeStreams:
     """Connections and streams to nodes, by their Flight locations. Thread-safe.
 
     Args:
-        open_stream: begins a stream on a connection.
-        timeout_s: how long opening may take; so many seconds are waited for all that are opened
-            at once, however many nodes hang.
+        open_stream: opens a stream on a connection.
+        timeout_s: how long `take` waits for all of its streams together, however many nodes hang.
     """
 
     def __init__(
@@ -46,9 +45,9 @@ class NodeStreams:
     ) -> None:
         self._open_stream = open_stream
         self._timeout_s = timeout_s
-        # Reentrant: a handler of a signal may close what the thread it interrupts is using.
+        # Reentrant: a signal handler may call `close` while this thread holds the lock.
         self._lock = threading.RLock()
-        self._settled = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
         self._connections: dict[str, Connection] = {}
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[GatherStream] = set()
@@ -61,10 +60,10 @@ class NodeStreams:
         return self._closed
 
     def connection(self, location: str) -> Connection:
-        """The connection to a node, made when it is first asked for.
+        """The connection to a node; opens one if there is none.
 
         Raises:
-            CacheError: everything is closed.
+            CacheError: `close` was called.
         """
         with self._lock:
             if self._closed:
@@ -75,22 +74,22 @@ class NodeStreams:
             return connection
 
     def take(self, locations: Sequence[str]) -> list[GatherStream | CacheError]:
-        """A fresh stream to each, in this order, or why there is none.
+        """A fresh stream to each location, in this order, or the error of opening it.
 
-        Whoever takes one says what becomes of it: `give_back` or `discard`.
+        Pass each stream to `give_back` or `discard` afterwards.
         """
         found = [self._take_idle(location) for location in locations]
         missing = [at for at, stream in zip(locations, found, strict=True) if stream is None]
         try:
             opened = iter(self._open(missing))
-        except BaseException:  # nobody takes them
+        except BaseException:  # the caller gets none of them
             for stream in filter(None, found):
                 self.discard(stream)
             raise
         return [next(opened) if stream is None else stream for stream in found]
 
     def give_back(self, location: str, stream: GatherStream) -> None:
-        """Keeps a stream for the next request: its answer was received."""
+        """Keeps a stream for the next request; its answer must have been received."""
         with self._lock:
             self._busy.discard(stream)
             if not self._closed:
@@ -99,13 +98,13 @@ class NodeStreams:
         stream.close()
 
     def discard(self, stream: GatherStream) -> None:
-        """Closes a stream, whatever is under way on it."""
+        """Closes a stream, even with a request under way."""
         with self._lock:
             self._busy.discard(stream)
         stream.close()
 
     def drop(self, location: str) -> None:
-        """Closes the connection to a node and its idle streams; the next one is made anew."""
+        """Closes the connection to a node and its idle streams; the next call opens a new one."""
         with self._lock:
             connection = self._connections.pop(location, None)
             streams = self._idle.pop(location, [])
@@ -115,7 +114,7 @@ class NodeStreams:
             connection.close()
 
     def close(self) -> None:
-        """Closes everything; what runs fails, also `take`, though a node be still waited for."""
+        """Closes everything; running requests fail, and `take` stops waiting."""
         with self._lock:
             self._closed = True
             openings = list(self._openings)
@@ -124,7 +123,7 @@ class NodeStreams:
             self._idle.clear()
             self._connections.clear()
         for opening in openings:
-            self._settle(opening, CacheError(CLOSED))
+            self._finish(opening, CacheError(CLOSED))
         for stream in streams:
             stream.close()
         for connection in connections:
@@ -142,14 +141,14 @@ class NodeStreams:
         return None
 
     def _open(self, locations: Sequence[str]) -> list[GatherStream | CacheError]:
-        """New streams, opened in threads: Flight waits for a node that hangs, whatever happens.
+        """Opens streams in threads, because Flight cannot stop waiting for a node that hangs.
 
-        What is not open in time is closed when it is.
+        A stream that opens too late is closed at once.
         """
         if not locations:
             return []
         openings = [_Opening(location) for location in locations]
-        threads = min(len(locations), _MOST_OPENED_AT_ONCE)
+        threads = min(len(locations), _MAX_OPENED_AT_ONCE)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="cache-open")
         try:
             with self._lock:
@@ -158,14 +157,14 @@ class NodeStreams:
                 self._openings.update(openings)
             for opening in openings:
                 pool.submit(self._open_one, opening)
-            with self._settled:
-                self._settled.wait_for(lambda: all(o.outcome for o in openings), self._timeout_s)
+            with self._finished:
+                self._finished.wait_for(lambda: all(o.outcome for o in openings), self._timeout_s)
             for opening in openings:
-                self._settle(opening, self._late(opening))
+                self._finish(opening, self._timeout_error(opening))
             return [_stream_or_error(opening) for opening in openings]
-        except BaseException:  # as an interrupt: nobody takes them
+        except BaseException:  # for example an interrupt: the caller gets none of them
             for opening in openings:
-                self._settle(opening, CacheError(CLOSED))
+                self._finish(opening, CacheError(CLOSED))
                 if isinstance(opening.outcome, GatherStream):
                     self.discard(opening.outcome)
             raise
@@ -175,36 +174,36 @@ class NodeStreams:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _open_one(self, opening: _Opening) -> None:
-        opening.begun = True
+        opening.was_asked = True
         try:
             stream = self._open_stream(self.connection(opening.location))
-        except BaseException as error:  # raised, or told, where it is waited for
-            self._settle(opening, error)
+        except BaseException as error:  # raised or returned in the waiting thread
+            self._finish(opening, error)
             return
-        if not self._settle(opening, stream):
+        if not self._finish(opening, stream):
             stream.close()
 
-    def _settle(self, opening: _Opening, outcome: GatherStream | BaseException) -> bool:
-        """Says what came of an opening; whether nobody had said it before."""
+    def _finish(self, opening: _Opening, outcome: GatherStream | BaseException) -> bool:
+        """Sets the outcome of an opening, unless it has one; returns whether it was set."""
         with self._lock:
             if opening.outcome is not None:
                 return False
             opening.outcome = outcome
             if isinstance(outcome, GatherStream):
                 self._busy.add(outcome)
-            self._settled.notify_all()
+            self._finished.notify_all()
             return True
 
-    def _late(self, opening: _Opening) -> NodeUnavailableError:
-        if not opening.begun:
-            return NotAskedError(f"node at {opening.location} was not asked for want of time")
+    def _timeout_error(self, opening: _Opening) -> NodeUnavailableError:
+        if not opening.was_asked:
+            return NotAskedError(f"node at {opening.location} was not asked before the time limit")
         return NodeUnavailableError(
             f"node at {opening.location} did not answer within {self._timeout_s:g} s"
         )
 
 
 def _stream_or_error(opening: _Opening) -> GatherStream | CacheError:
-    """What came of an opening that is settled; raises what nobody foresaw."""
+    """The outcome of a finished opening; raises any error that is no CacheError."""
     if isinstance(opening.outcome, GatherStream | CacheError):
         return opening.outcome
     assert opening.outcome is not None

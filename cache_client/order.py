@@ -1,17 +1,15 @@
-"""Which rows a rank trains on, and when: the order of an epoch as pure functions.
+"""The order of an epoch: which rows each rank trains on in which step. Pure.
 
-The cache serves random rows by index, so no shuffle buffer and no epoch plan is needed: a row id is
-computed from its position when it is wanted. Everything here is a function of ``(num_rows, seed,
-epoch)`` and of the caller's place in the job. So every process of a job computes the same order
-without talking to another, and a state of constant size resumes it with another world size, batch
-size or number of workers.
+The cache serves random rows by id, so there is no shuffle buffer and no stored permutation: a row
+id is computed from its position. Everything here depends only on ``(num_rows, seed, epoch)`` and on
+the caller's rank and step. So every process of a job computes the same order without communication,
+and a state of constant size resumes it with another world size, batch size or number of workers.
 
-This module knows nothing about datasets, nodes, tensors, processes or the environment: numbers in,
-numbers out. It does no I/O. Every class is immutable, so instances may be shared between threads,
-pickled to DataLoader workers and compared.
+This module knows nothing about datasets, nodes, tensors, processes or the environment. It does no
+I/O. Every class is immutable, so instances may be shared between threads, pickled and compared.
 
-Words: a *position* is a place in the epoch's order, a *row id* a place in the dataset version; both
-are int64 in ``[0, num_rows)``. Ranges are half-open.
+Words: a *position* is a place in the order of the epoch, a *row id* a place in the dataset version;
+both are int64 in ``[0, num_rows)``. Ranges are half-open.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +30,7 @@ from cache_client.permutation import (
 SHUFFLE_WINDOW_BLOCKS: Final = 32
 """Blocks whose rows are mixed with one another when ``shuffle_block_size`` is given."""
 
-_LAST_EPOCH: Final = 2**63 - 1  # of a state: whoever resumes it keeps 64 bits for it
+_LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
 _STREAM_BLOCKS: Final = 1
 _STREAM_WINDOWS: Final = 2
 
@@ -52,10 +50,10 @@ class EpochOrder:
         shuffle: whether the order is permuted.
         shuffle_block_size: rows b in a block, at least 1, or None for a shuffle of single rows.
         seed: any integer.
-        epoch: any integer that is not negative.
+        epoch: any integer, at least 0.
 
     Raises:
-        ValueError: an argument is out of range, or a block size comes without ``shuffle``; quoted.
+        ValueError: an argument is out of range, or a block size without ``shuffle``; quotes it.
 
     Thread-safety: immutable.
     """
@@ -79,7 +77,7 @@ class EpochOrder:
         object.__setattr__(self, "_mapping", mapping)
 
     def row_ids(self, positions: Int64Array) -> Int64Array:
-        """Return pi of every position; the answer for a position depends on no other position.
+        """Return pi of every position.
 
         Args:
             positions: integers in ``[0, num_rows)``, shape ``(k,)``, in any order; not modified.
@@ -88,7 +86,7 @@ class EpochOrder:
             A new int64 array of shape ``(k,)``.
 
         Raises:
-            ValueError: wrong dtype or shape, or a position outside ``[0, num_rows)``; quoted.
+            ValueError: wrong dtype or shape, or a position outside ``[0, num_rows)``; quotes it.
         """
         if self._mapping is None:
             return checked_positions(positions, self.num_rows).copy()
@@ -184,7 +182,7 @@ class _BlockShuffle:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which positions each rank takes in each step of (the rest of) an epoch.
+    """Which positions each rank takes in each step of an epoch, or of the rest of it.
 
     With G = world_size * batch_size and C = rows_consumed, step t covers positions
     ``[C + t*G, min(C + (t+1)*G, N))``. Every rank has the same number of steps.
@@ -197,7 +195,7 @@ class StepPlan:
         rows_consumed: rows C of this epoch that all ranks together have consumed before step 0.
 
     Raises:
-        ValueError: an argument is out of range; the message quotes it.
+        ValueError: an argument is out of range; quotes it.
 
     Thread-safety: immutable.
     """
@@ -238,7 +236,7 @@ class StepPlan:
         ``r mod R`` of the step, the only rows an epoch ever repeats.
 
         Raises:
-            ValueError: step outside ``[0, num_steps)`` or rank outside ``[0, world_size)``; quoted.
+            ValueError: step outside ``[0, num_steps)``, or rank outside ``[0, world_size)``.
         """
         if not 0 <= checked_integer("step", step) < self.num_steps:
             raise ValueError(f"step must be in [0, {self.num_steps}), got {step}")
@@ -277,11 +275,11 @@ class StepPlan:
 def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
     """Return the steps that DataLoader worker ``worker`` of ``num_workers`` yields.
 
-    Worker w of n yields steps w, w + n, w + 2n, ... The DataLoader takes a batch from each worker
-    in turn, which restores the order of the steps.
+    Worker w of n yields steps w, w + n, w + 2n, ... The DataLoader takes batches from the workers
+    round-robin, which restores the order of the steps.
 
     Raises:
-        ValueError: an argument is out of range; the message quotes it.
+        ValueError: an argument is out of range; quotes it.
     """
     checked_integer("num_steps", num_steps, 0)
     checked_integer("num_workers", num_workers, 1)
@@ -291,18 +289,18 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
 
 
 def step_windows(steps: range, size: int) -> Iterator[range]:
-    """Cut steps into runs of ``size``, the last one shorter; made as they are asked for."""
+    """Cut steps into runs of ``size``; the last one may be shorter."""
     return (steps[start : start + size] for start in range(0, len(steps), size))
 
 
 def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:
     """Return ``(epoch, rows_consumed)`` after the first ``steps_done`` steps of a plan.
 
-    After the last step of the plan this is ``(epoch + 1, 0)``, also where ``drop_last`` leaves rows
-    over and where the plan has no steps at all, so that a loop over epochs always moves on.
+    After the last step of the plan this is ``(epoch + 1, 0)``, even if ``drop_last`` leaves rows
+    out or if the plan has no steps, so that a loop over epochs always moves on.
 
     Raises:
-        ValueError: ``steps_done`` outside ``[0, num_steps]``, or a negative epoch; quoted.
+        ValueError: ``steps_done`` outside ``[0, num_steps]``, or a negative epoch; quotes it.
     """
     checked_integer("epoch", epoch, 0)
     if not 0 <= checked_integer("steps_done", steps_done) <= plan.num_steps:
@@ -314,20 +312,20 @@ def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderState:
-    """Where a job stands in its order: constant size, and free of ranks, batch size and workers.
+    """The position of a job in its order; independent of ranks, batch size and workers.
 
     Args:
         dataset: name of the dataset.
-        fingerprint: names the version whose row ids the order speaks of.
+        fingerprint: of the version that the row ids belong to.
         seed: any integer.
-        epoch: epoch the next row belongs to, not negative.
+        epoch: of the next row, at least 0.
         shuffle: as in `EpochOrder`.
         shuffle_block_size: as in `EpochOrder`.
         rows_consumed: rows of this epoch that all ranks together have consumed.
-        format: `ALGORITHM_VERSION` that the state was written under.
+        format: `ALGORITHM_VERSION` of the writer.
 
     Raises:
-        ValueError: a field has the wrong type or value, or another ``format``; quoted.
+        ValueError: a field has a wrong type or value, or another ``format``; quotes it.
 
     Thread-safety: immutable.
     """
@@ -347,7 +345,7 @@ class OrderState:
         for name in ("dataset", "fingerprint"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{name} must be a string that is not empty, got {value!r}")
+                raise ValueError(f"{name} must be a non-empty string, got {value!r}")
         _set_integer(self, "seed")
         _set_integer(self, "epoch", 0, _LAST_EPOCH)
         block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
@@ -364,11 +362,11 @@ class OrderState:
 
         Raises:
             ValueError: not a mapping, unknown or missing keys, a wrong type or value, or another
-                ``format``; the message quotes it.
+                ``format``; quotes it.
         """
         if not isinstance(mapping, Mapping):
             raise ValueError(f"state must be a dict, got {mapping!r}")
-        # First, because a state of another format may well have other keys.
+        # First, because a state of another format may have other keys.
         if "format" in mapping and mapping["format"] != ALGORITHM_VERSION:
             raise ValueError(f"format must be {ALGORITHM_VERSION}, got {mapping['format']!r}")
         known = [each.name for each in fields(cls)]
@@ -383,14 +381,14 @@ class OrderState:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerState(OrderState):
-    """Where one of n DataLoader workers stands: its own every n-th step goes on from there.
+    """The position of one of n DataLoader workers, which reads every n-th step.
 
-    The states of n workers differ. Together they mean the next row only where workers of the same
-    number take steps of the same size, so this tells both.
+    The states of n workers differ. Only the same number of workers with the same size of steps can
+    resume them, so the state has both.
 
     Args:
         rows_per_step: rows of all ranks together in a full step.
-        num_workers: how many there are of a rank, at least 1.
+        num_workers: of a rank, at least 1.
 
     Raises:
         ValueError: as `OrderState`.
@@ -408,7 +406,7 @@ class WorkerState(OrderState):
 
 
 def read_state(mapping: Mapping[str, Any]) -> OrderState:
-    """Read what `to_dict` of an `OrderState` or a `WorkerState` wrote, as that.
+    """Read what `to_dict` of an `OrderState` or a `WorkerState` wrote.
 
     Raises:
         ValueError: as `OrderState.from_dict`.
@@ -421,7 +419,7 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
 def _set_integer(
     instance: object, name: str, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Check an integer field of a frozen instance, and make an int of it; return that."""
+    """Check an integer field of a frozen instance; set and return it as an int."""
     number = checked_integer(name, getattr(instance, name), minimum, maximum)
     object.__setattr__(instance, name, number)
     return number

@@ -1,6 +1,6 @@
-"""A keyed permutation of row numbers, computed one value at a time: the cipher behind the shuffle.
+"""The keyed permutation of row numbers behind the shuffle, computed value by value.
 
-Pure: numbers in, numbers out. It knows neither epochs' steps nor ranks.
+Pure. Knows neither steps nor ranks.
 """
 
 import hashlib
@@ -15,19 +15,18 @@ Int64Array = NDArray[np.int64]
 _UInt32Array = NDArray[np.uint32]
 
 ALGORITHM_VERSION: Final = 1
-"""Names the map from position to row id; a state records it as ``format``. A change that moves any
-row needs the next number."""
+"""Version of the map from position to row id; a state records it as ``format``. Any change to the
+map needs the next number."""
 
 MAX_ROWS: Final = 2**62
-
 
 _ROUNDS: Final = 8
 _ROUNDS_SMALL: Final = 16  # below _SMALL_SIZE a round has few functions to choose from
 _SMALL_SIZE: Final = 256
 _CHUNK_ROWS: Final = 65_536  # few calls a row; the scratch arrays of one chunk are 1.5 MB
 
-# 0-d arrays, because numpy spends a third less time on starting an operation with one than with a
-# scalar, and a short call is mostly such starts.
+# 0-d arrays: numpy starts an operation with one a third faster than with a scalar, and short calls
+# mostly consist of such starts.
 _MIX_A: Final = np.array(0x7FEB352D, np.uint32)
 _MIX_B: Final = np.array(0x846CA68B, np.uint32)
 _MIX_SHIFT: Final = np.array(15, np.uint32)
@@ -35,7 +34,7 @@ _HIGH_HALF: Final = np.array(32, np.uint64)
 
 
 class Permutation:
-    """A keyed bijection on ``[0, size)``: any value alone, in constant memory.
+    """A keyed bijection on ``[0, size)``; computes any value alone, in constant memory.
 
     An alternating Feistel network (Luby and Rackoff, 1988) over ``Z_m x {0,1}^b``, where ``b`` is
     half the bits of ``size - 1`` and ``m = ceil(size / 2**b)``: the generalised Feistel cipher of
@@ -47,17 +46,17 @@ class Permutation:
 
     Two halves of whole bits would make a domain of up to ``2 * size`` values, and every other row
     would walk. This domain exceeds ``size`` by less than ``size / (m - 1)``, so walks are rare.
-    ``F`` is a 32-bit multiply and xor-shift mix (constants of C. Wellons, hash-prospector) of which
-    the high bits are used. The result is fit for shuffling, not for keeping secrets.
+    ``F`` is the high bits of a 32-bit multiply and xor-shift mix (constants of C. Wellons,
+    hash-prospector). The result is good for shuffling, but not for cryptography.
 
     Args:
         size: number of values n, ``0 <= n <= 2**62``.
         seed: any integer.
-        epoch: any integer that is not negative.
-        stream: number that makes independent permutations of one seed and epoch.
+        epoch: any integer, at least 0.
+        stream: gives independent permutations for one seed and epoch.
 
     Raises:
-        ValueError: an argument is out of range; the message quotes it.
+        ValueError: an argument is out of range; quotes it.
 
     Thread-safety: immutable; calls allocate their own scratch memory.
     """
@@ -92,7 +91,7 @@ class Permutation:
             A new int64 array of shape ``(k,)``.
 
         Raises:
-            ValueError: wrong dtype or shape, or a position outside ``[0, size)``; quoted.
+            ValueError: wrong dtype or shape, or a position outside ``[0, size)``; quotes it.
         """
         return self._transform(positions, tweaks, inverse=False)
 
@@ -190,7 +189,7 @@ class Permutation:
 
 
 def _round_keys(seed: int, epoch: int, stream: int, rounds: int) -> tuple[_UInt32Array, ...]:
-    """Hash a canonical text to a 0-d uint32 array a round; the same on every platform."""
+    """Hash a canonical string to one 0-d uint32 array a round; the same on every platform."""
     text = f"order format={ALGORITHM_VERSION} seed={seed} epoch={epoch} stream={stream}"
     digest = hashlib.blake2b(text.encode("ascii"), digest_size=4 * rounds).digest()
     return tuple(np.array(word, np.uint32) for word in np.frombuffer(digest, "<u4"))
@@ -218,7 +217,7 @@ def checked_positions(values: Int64Array, size: int) -> Int64Array:
             f"positions must be a 1-D array of integers, got shape {array.shape}, {array.dtype}"
         )
     checked = array.astype(np.int64, copy=False)
-    # One pass for both ends: a negative value is above 2**63 as uint64.
+    # One pass for both bounds: as uint64, a negative value is above 2**63.
     if checked.size and int(checked.view(np.uint64).max()) >= size:
         bad = array[(checked < 0) | (checked >= size)][0]
         raise ValueError(f"positions must be in [0, {size}), got {bad}")
@@ -228,9 +227,10 @@ def checked_positions(values: Int64Array, size: int) -> Int64Array:
 def checked_integer(
     name: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """Return value as an int if it is an integer within the inclusive bounds.
+    """Return an integer of any type, also NumPy's, as an int; bounds are inclusive.
 
-    Of any type, NumPy's too; bool is none.
+    Raises:
+        ValueError: it is no integer (a bool is none), or out of bounds; quotes it.
     """
     number = as_integer(value)
     if number is None:

@@ -1,4 +1,4 @@
-"""What every way of reading settles before the first row: the shard map."""
+"""Waits for the shard map of a dataset, which every reader needs first."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from cache_protocol.wire.backoff import backoff
 
 logger = logging.getLogger(__name__)
 
-_SILENT_S = 1.0  # a trainer that starts at the same time as its cache has nothing to say
-# The last attempt begins so long before the deadline that it can still be answered; of a short
-# deadline, a part of it.
+_WARN_AFTER_S = 1.0  # no warning if a trainer and its cache start at the same time
+# The last attempt starts so long before the deadline that it can still be answered. For a short
+# deadline, it is this part of it.
 _LAST_ATTEMPT_S, _LAST_ATTEMPT_PART = 0.5, 0.25
 
 
 def wait_for_plan(
     endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
 ) -> ShardMap:
-    """Where the rows of the newest version of ``dataset`` are, as soon as it is ready.
+    """Reads the shard map of the newest version of ``dataset`` as soon as it is ready.
 
-    Logs a warning, once, when it has to wait: the wrong port would look like a hang.
+    Logs one warning if it has to wait, because a wrong port would look like a hang.
 
     Args:
         columns: to read, in this order; empty for all.
-        deadline_s: how long to wait for a cache that is loading, or that does not answer.
+        deadline_s: how long to wait for a cache that loads or does not answer.
 
     Raises:
         DatasetNotFoundError, LoadError, RequestError: at once.
@@ -52,12 +52,16 @@ def wait_for_plan(
     def wait_s(state: RetryCallState) -> float:
         return max(0.0, min(pause_s(state), deadline - last_attempt_s - time.monotonic()))
 
-    said = False
+    has_warned = False
 
-    def say(state: RetryCallState) -> None:
-        nonlocal said
-        if not said and state.outcome is not None and (state.seconds_since_start or 0) >= _SILENT_S:
-            said = True
+    def warn_once(state: RetryCallState) -> None:
+        nonlocal has_warned
+        if (
+            not has_warned
+            and state.outcome is not None
+            and (state.seconds_since_start or 0) >= _WARN_AFTER_S
+        ):
+            has_warned = True
             logger.warning(
                 "waiting up to %g s for dataset %r at %s: %s",
                 deadline_s, dataset, endpoint, state.outcome.exception(),
@@ -67,18 +71,18 @@ def wait_for_plan(
         retry=retry_if_exception_type((NotReadyError, NodeUnavailableError)),
         stop=stop_after_delay(deadline_s - last_attempt_s),
         wait=wait_s,
-        before_sleep=say,
+        before_sleep=warn_once,
         reraise=True,
     )
-    with CallThreads() as aside:
+    with CallThreads() as threads:
         for attempt in attempts:
             with attempt:
-                return aside.call(_read_plan, endpoint, dataset, columns, deadline)
+                return threads.call(_read_plan, endpoint, dataset, columns, deadline)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _read_plan(endpoint: str, dataset: str, columns: Sequence[str], deadline: float) -> ShardMap:
-    """The shard map, whose ``num_bytes`` is without the fixed-size columns that are left out."""
+    """Reads the shard map; subtracts the fixed-size columns not read from ``num_bytes``."""
 
     def timeout_s() -> float:
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""`CacheDataset`: a cached table as a map-style dataset, whose rows are asked for by number.
+"""`CacheDataset`: a cached table as a map-style dataset, read by row number.
 
-For code that brings its own order: a sampler of torch's, Grain, a notebook. An order that is
-shuffled, shared by ranks and resumed belongs to `CacheIterableDataset`, which also fetches ahead.
+For code with its own order: a torch sampler, Grain, a notebook. For an order that is shuffled,
+shared by ranks and resumed, use `CacheIterableDataset`, which also fetches ahead.
 """
 
 from __future__ import annotations
@@ -32,47 +32,46 @@ from cache_protocol.storage.row_index import Ids
 
 RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
-FETCH_BYTES = 32 * 1024 * 1024  # fetched in one go, about; more goes in several
+FETCH_BYTES = 32 * 1024 * 1024  # about the most in one fetch
 
 
 class CacheDataset(Dataset[Any]):
-    """Rows of a cached table by number: row ``i`` is source row ``i``, as everywhere in the cache.
+    """Rows of a cached table by number: row ``i`` is row ``i`` of the source.
 
     ``dataset[i]`` is one row: a dict from column to value. Numbers are 0-d tensors, fixed-size
-    lists tensors of their own shape, strings ``str``, lists of numbers 1-d tensors. With
-    ``batch_format="numpy"`` they are numpy scalars and arrays, with ``arrow`` Python values.
+    lists are tensors, strings ``str``, lists of numbers 1-d tensors. With ``batch_format="numpy"``
+    they are numpy scalars and arrays, with ``arrow`` Python values.
 
-    ``dataset[[3, 1, 3]]`` and `fetch` are one batch, just as `CacheIterableDataset` makes them.
+    ``dataset[[3, 1, 3]]`` and `fetch` return one batch, as `CacheIterableDataset` makes it.
 
-    Each row alone is a request to a node. A DataLoader asks for a batch of rows at once, and is
-    fastest where it also gets it in one piece::
+    A single row is one request to a node. A DataLoader asks for a batch of rows at once; it is
+    fastest if it also gets the batch in one piece::
 
         DataLoader(dataset, batch_size=256, shuffle=True)  # rows, which torch collates
         DataLoader(dataset, sampler=BatchSampler(...), batch_size=None)  # batches
 
-    With ``batch_format="numpy"`` it is a data source for Grain: rows are a pure function of their
-    number, and ``repr`` is the same in every process that reads the same rows in the same way, so
-    that checkpoints can compare it. It names neither the endpoint nor anything of this process.
+    With ``batch_format="numpy"`` it is a data source for Grain: a row depends only on its number,
+    and ``repr`` is the same in every process that reads the same rows in the same way, so that
+    checkpoints can compare it.
 
-    Pickling carries the shard map and no connection. Each process connects by itself when it first
-    reads, also after a fork; `close` lets go of that. A copy reads the version that this one reads.
+    A pickle has the shard map and no connection. Each process, also after a fork, connects at its
+    first read; `close` closes these connections. A copy reads the same version.
 
     Args:
         dataset: name of a dataset in the cache.
-        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else that of the
-            TrainJob this runs in.
+        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else the cache of
+            this TrainJob.
         columns: to read, in this order; default: all.
-        stack: new name -> columns; each becomes one tensor (``[n]`` in a row, ``[B, n]`` in a
-            batch) in their place.
+        stack: new name -> columns; one tensor (``[n]`` in a row, ``[B, n]`` in a batch) replaces
+            each group of columns.
         batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches). A DataLoader
-            makes tensors of arrays, unless its ``collate_fn`` returns what it is given.
-        transform: applied to what is asked for, in the process that asks: to each row, or to the
-            batch of `fetch`.
-        deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
+            turns arrays into tensors, unless its ``collate_fn`` returns them unchanged.
+        transform: applied to each row, or to the batch of `fetch`, in the reading process.
+        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
 
     Raises:
-        ConfigError: quoting every bad argument.
+        ConfigError: quotes every bad argument.
         DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
         NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
 
@@ -95,33 +94,33 @@ class CacheDataset(Dataset[Any]):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
-        where = checked(problems, lambda: find_endpoint(endpoint))
-        if problems or where is None:
+        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
+        if problems or found_endpoint is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
-        self.endpoint = where
+        self.endpoint = found_endpoint
         self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format = batch_format
         self._transform = transform
         self._deadline_s = float(deadline_s)
         self._local = local
-        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
-        self._open()
+        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, self._deadline_s)
+        self._prepare()
 
-    def _open(self) -> None:
-        """What is made anew in each process."""
+    def _prepare(self) -> None:
+        """Sets what each process makes anew."""
         self._convert = Converter(self._shards.layout, self._stack, self._batch_format)
         self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
-        self._opened: dict[int, _Opened] = {}  # process id -> what it reads with; see `_open_here`
+        self._readers: dict[int, _ProcessReader] = {}  # by process id; see `_process_reader`
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_convert", "_rows_per_fetch", "_opened")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        excluded = ("_convert", "_rows_per_fetch", "_readers")
+        return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._open()
+        self._prepare()
 
     def __enter__(self) -> CacheDataset:
         return self
@@ -130,16 +129,16 @@ class CacheDataset(Dataset[Any]):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections of this process; reads that run fail, a later one connects."""
-        opened = self._opened.pop(os.getpid(), None)
-        if opened is not None:
-            opened.close()
+        """Closes the connections of this process; running reads fail, a later one reconnects."""
+        reader = self._readers.pop(os.getpid(), None)
+        if reader is not None:
+            reader.close()
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def fingerprint(self) -> str:
-        """Of the version that is read."""
+        """Fingerprint of the version."""
         return self._shards.fingerprint
 
     @property
@@ -152,7 +151,7 @@ class CacheDataset(Dataset[Any]):
         return self._shards.num_rows
 
     def __repr__(self) -> str:
-        """What is read, and how: nothing that differs between processes or runs."""
+        """The dataset and how it is read; the same in all processes and runs."""
         transform = getattr(self._transform, "__qualname__", type(self._transform).__qualname__)
         parts = {
             "fingerprint": self.fingerprint,
@@ -168,28 +167,28 @@ class CacheDataset(Dataset[Any]):
     # -- reading -------------------------------------------------------------------------------
 
     def __getitem__(self, index: SupportsIndex | RowNumbers) -> Any:
-        """One row for an integer, one batch for several; negative ones count from the end.
+        """One row for an integer, one batch for several; negative numbers count from the end.
 
         Raises:
-            IndexError: naming a row that is not there.
-            TypeError: quoting what is no integer.
-            NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
+            IndexError: names a row that does not exist.
+            TypeError: quotes an index that is no integer.
+            NodeUnavailableError: nodes did not answer before the deadline; names them.
             StaleVersionError: the version is gone.
         """
         if isinstance(index, (list, tuple, range)) or getattr(index, "ndim", 0) > 0:
             return self.fetch(index)  # type: ignore[arg-type]  # which checks it
         if isinstance(index, (bool, np.bool_)):
-            raise TypeError(f"a row is chosen by an integer, got {index!r}")
+            raise TypeError(f"a row number must be an integer, got {index!r}")
         try:
             number = operator.index(index)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"a row is chosen by an integer, got {index!r}") from None
+            raise TypeError(f"a row number must be an integer, got {index!r}") from None
         return self.__getitems__([number])[0]
 
     def __getitems__(self, indices: RowNumbers) -> list[Any]:
-        """The rows of these numbers, in this order, fetched together; what DataLoaders call.
+        """The rows of these numbers, in this order, in one fetch; DataLoaders call this.
 
-        The rows share memory: one that is kept keeps the others.
+        The rows share memory, so copy a row that you keep.
 
         Raises:
             IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
@@ -202,7 +201,7 @@ class CacheDataset(Dataset[Any]):
         """One batch of the rows of these numbers, in this order; numbers may repeat.
 
         Returns:
-            What ``batch_format`` says; its tensors may be changed in place.
+            A batch of ``batch_format``; you may change its tensors in place.
 
         Raises:
             IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
@@ -212,49 +211,49 @@ class CacheDataset(Dataset[Any]):
 
     def _row_ids(self, indices: RowNumbers) -> Ids:
         try:
-            given = np.asarray(_of_one_type(indices))
-        except ValueError:  # lists of several lengths
+            given = np.asarray(_uniform(indices))
+        except ValueError:  # nested lists of different lengths
             given = np.empty((), object)
-        if given.shape == (0,):  # of any dtype: an empty list has none
+        if given.shape == (0,):  # of any dtype: that of an empty list is arbitrary
             return np.empty(0, np.int64)
         if given.ndim != 1 or given.dtype.kind not in "iu":
-            self._check_long(indices)
-            raise TypeError(f"rows are chosen by a list of integers, got {indices!r:.200}")
+            self._check_huge(indices)
+            raise TypeError(f"row numbers must be a list of integers, got {indices!r:.200}")
         outside = (given < -self.num_rows) | (given >= self.num_rows)
         if outside.any():
-            raise self._no_row(given[outside][0])
+            raise self._row_error(given[outside][0])
         row_ids = given.astype(np.int64)
         row_ids[row_ids < 0] += self.num_rows
         return row_ids
 
-    def _check_long(self, indices: RowNumbers) -> None:
-        """Raises IndexError for integers that NumPy has no type for."""
+    def _check_huge(self, indices: RowNumbers) -> None:
+        """Raises IndexError for integers that are too large for NumPy."""
         if isinstance(indices, Sequence) and all(type(number) is int for number in indices):
-            raise self._no_row(max(indices, key=abs))
+            raise self._row_error(max(indices, key=abs))
 
-    def _no_row(self, number: object) -> IndexError:
+    def _row_error(self, number: object) -> IndexError:
         return IndexError(f"row {number} is not in dataset {self.name!r} of {self.num_rows} rows")
 
     def _read(self, row_ids: Ids) -> Rows:
-        opened, size = self._open_here(), self._rows_per_fetch
+        process_reader, size = self._process_reader(), self._rows_per_fetch
         if len(row_ids) <= size:
-            return join(opened.fetch(row_ids))
+            return join(process_reader.fetch(row_ids))
         windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
-        fetch = opened.reader.fetch
-        found = fetch_ahead(fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
-        return join([piece for pieces in found for piece in pieces])
+        fetch = process_reader.reader.fetch
+        results = fetch_ahead(fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
+        return join([piece for pieces in results for piece in pieces])
 
-    def _open_here(self) -> _Opened:
-        """What this process reads with.
+    def _process_reader(self) -> _ProcessReader:
+        """The reader of this process.
 
-        Found by process id, because a child of a fork inherits what its parent reads with, whose
-        locks may be held for ever. Without a lock for the same reason: two threads may each make
-        a reader, and all use the one that `setdefault` lets in.
+        Found by process id, because a child of a fork inherits the reader of its parent, whose
+        locks may stay taken for ever. Uses no lock for the same reason: two threads may each make a
+        reader, and then use the one that `setdefault` keeps.
         """
         process = os.getpid()
-        opened = self._opened.get(process)
-        if opened is not None:
-            return opened
+        found = self._readers.get(process)
+        if found is not None:
+            return found
         reader = Reader(
             self.endpoint,
             self._shards,
@@ -263,33 +262,33 @@ class CacheDataset(Dataset[Any]):
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
         )
-        made = _Opened(reader, CallThreads())
-        opened = self._opened.setdefault(process, made)
-        if opened is not made:
-            made.close()
-        return opened
+        new = _ProcessReader(reader, CallThreads())
+        found = self._readers.setdefault(process, new)
+        if found is not new:
+            new.close()
+        return found
 
 
-class _Opened(NamedTuple):
-    """What one process reads with: a reader, and where the main thread calls it."""
+class _ProcessReader(NamedTuple):
+    """The reader of one process, and the threads that call it for the main thread."""
 
     reader: Reader
-    aside: CallThreads
+    threads: CallThreads
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
         """As `Reader.fetch`; an interrupt ends it at once."""
-        if not self.reader.num_nodes:  # all rows lie in files of this machine: nothing of gRPC's
+        if not self.reader.num_nodes:  # all rows are in files of this machine: no gRPC
             return self.reader.fetch(row_ids)
-        return self.aside.call(self.reader.fetch, row_ids)
+        return self.threads.call(self.reader.fetch, row_ids)
 
     def close(self) -> None:
         """Closes every connection; running fetches fail."""
         self.reader.close()
-        self.aside.close()
+        self.threads.close()
 
 
-def _of_one_type(numbers: RowNumbers) -> Any:
-    """These numbers; of a list NumPy would make 1 of True, and floats of int64 beside uint64."""
+def _uniform(numbers: RowNumbers) -> Any:
+    """``numbers`` such that NumPy turns neither booleans into integers nor integers into floats."""
     if not isinstance(numbers, (list, tuple)):
         return numbers
     kinds = set(map(type, numbers))

@@ -1,14 +1,13 @@
-"""Who am I, and where is the cache: rank, world size and endpoint, from whoever started us.
+"""Finds rank, world size and endpoint of this process, from arguments or the launcher.
 
-A rank comes from the arguments, an initialised `torch.distributed`, or the first of `SOURCES` that
-speaks of this process; else it is 0 of 1. The first one wins: whatever comes after it is not looked
-at, even where it says something else. So under torchrun the ``PET_*`` of the pod, which count nodes
-and are still there, do not matter. A source that says half, or what cannot be, is an error and
-never skipped: two processes that both take themselves for rank 0 would train on the same rows
-without a word.
+A rank comes from the arguments, else from an initialised `torch.distributed`, else from the first
+of `RANK_VARIABLES` that applies; else it is 0 of 1. The first one wins, even if a later one
+differs. So under torchrun the ``PET_*`` variables of the pod, which count nodes, have no effect. An
+incomplete or impossible pair is an error and never skipped: two processes that both take rank 0
+would silently train on the same rows.
 
-An empty variable counts as absent. Numbers are read as torch reads them. The only module of this
-package, but `__main__`, that reads the environment; it opens no connection.
+An empty variable counts as absent. Numbers are parsed as torch parses them. Besides `__main__`,
+this is the only module of this package that reads the environment. It opens no connection.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from dataclasses import dataclass
 
 from cache_protocol.errors import ConfigError
 
-# Where the flagship runtime, `torch-distributed-data-cache`, has its coordinator: pod 0 of the
-# replicated job `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service: a
-# training runtime templates a JobSet and nothing beside it. Runtimes that keep their cache in
-# another place set CACHE_ENDPOINT.
+# The coordinator of the runtime `torch-distributed-data-cache`: pod 0 of the replicated job
+# `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service, because a
+# training runtime only templates a JobSet. Runtimes with a cache elsewhere set CACHE_ENDPOINT.
 TRAIN_JOB_ENDPOINT = "grpc://{job}-dataset-initializer-0-0.{job}:50051"
 
 _ENDPOINT = re.compile(
     r"grpc(\+tcp)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
 )
-_TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD wants it
+_TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD requires
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
@@ -41,7 +39,7 @@ class Rank:
     """Rank ``rank`` of ``world_size``; ``0 <= rank < world_size``.
 
     Raises:
-        ConfigError: quoting both when they do not fit together.
+        ConfigError: the two do not fit together; quotes both.
     """
 
     rank: int
@@ -60,26 +58,29 @@ def _always(environ: Mapping[str, str]) -> bool:
 
 
 def _is_one_process_a_node(environ: Mapping[str, str]) -> bool:
-    """Whether a node's rank is a process's; an error where that is torchrun's to say.
+    """Whether each node has one process, so that its rank is that of the process.
 
-    Unset means one, as torchrun's own default does; "auto", "cpu" and "gpu" mean any number.
+    Unset means one, which is torchrun's default; "auto", "cpu" and "gpu" mean any number.
+
+    Raises:
+        ConfigError: a node has several processes, whose ranks only torchrun knows.
     """
     processes = environ.get("PET_NPROC_PER_NODE") or "1"
     if processes == "1":
         return True
     raise ConfigError(
         f"{_quoted(environ, 'PET_NPROC_PER_NODE', 'PET_NODE_RANK', 'PET_NNODES')} but neither RANK "
-        f"nor WORLD_SIZE is set: with other than 1 process a node only torchrun knows the ranks, "
-        f"so start the program through torchrun, set numProcPerNode: 1, or pass rank and world_size"
+        f"nor WORLD_SIZE is set: with several processes a node, only torchrun knows the ranks. "
+        f"Start the program with torchrun, set numProcPerNode: 1, or pass rank and world_size"
     )
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, as opposed to a batch script or an interactive shell.
+    """Whether srun started this process, rather than a batch script or an interactive shell.
 
-    Those have ``SLURM_NTASKS`` too, which there is what was asked for, and a batch script also has
-    ``SLURM_PROCID=0``. Only srun numbers a step (`setup_env` in Slurm's src/common/env.c); the
-    shell that salloc starts is a step with a number of its own kind.
+    Those also have ``SLURM_NTASKS``, the requested number, and a batch script has
+    ``SLURM_PROCID=0``. Only srun numbers a step (`setup_env` in Slurm's src/common/env.c); for
+    the shell of salloc, the step number is above `_LAST_STEP_OF_SRUN`.
     """
     step = environ.get("SLURM_STEP_ID")
     if not step:
@@ -95,27 +96,27 @@ def _is_counted_task_of_srun(environ: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Source:
-    """The two variables in which a launcher says who a process is.
+class RankVariables:
+    """The two variables in which a launcher puts rank and world size.
 
     Args:
-        launcher: who sets them.
+        launcher: that sets them.
         rank, world_size: names of variables.
-        speaks: whether they are about this process, where they are set; may raise ConfigError.
+        applies: whether they are about this process if they are set; may raise ConfigError.
     """
 
     launcher: str
     rank: str
     world_size: str
-    speaks: Callable[[Mapping[str, str]], bool] = _always
+    applies: Callable[[Mapping[str, str]], bool] = _always
 
     def find(self, environ: Mapping[str, str]) -> Rank | None:
-        """The rank, or None where this source does not speak.
+        """The rank; None if the variables are not set or do not apply.
 
         Raises:
-            ConfigError: quoting both when one is missing or no number, or they do not fit.
+            ConfigError: one is missing or no number, or they do not fit; quotes both.
         """
-        if not self.speaks(environ):
+        if not self.applies(environ):
             return None
         rank, world_size = environ.get(self.rank), environ.get(self.world_size)
         if not rank and not world_size:
@@ -130,15 +131,15 @@ class Source:
             ) from None
 
 
-SOURCES = (
-    Source("torchrun", "RANK", "WORLD_SIZE"),
-    Source("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", _is_one_process_a_node),
-    Source("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
-    Source("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    Source("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
-    # Of the step; SLURM_NTASKS is the job's with `srun --preserve-env`.
-    Source("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _is_counted_task_of_srun),
-    Source("srun", "SLURM_PROCID", "SLURM_NTASKS", _is_task_of_srun),
+RANK_VARIABLES = (
+    RankVariables("torchrun", "RANK", "WORLD_SIZE"),
+    RankVariables("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", _is_one_process_a_node),
+    RankVariables("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    RankVariables("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    RankVariables("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    # First the size of the step: with `srun --preserve-env`, SLURM_NTASKS is that of the job.
+    RankVariables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _is_counted_task_of_srun),
+    RankVariables("srun", "SLURM_PROCID", "SLURM_NTASKS", _is_task_of_srun),
 )
 
 
@@ -154,7 +155,7 @@ def find_rank(
         environ: default: the environment of this process.
 
     Raises:
-        ConfigError: quoting a pair of which one is missing or no number, or that does not fit.
+        ConfigError: one of a pair is missing or no number, or they do not fit; quotes both.
     """
     if (rank is None) != (world_size is None):
         raise ConfigError(
@@ -167,8 +168,8 @@ def find_rank(
 
 
 def find_initialised_rank() -> Rank | None:
-    """What `torch.distributed` says; None while it is not initialised."""
-    # Only who imported it can have initialised it; without torch the rest works all the same.
+    """The rank in `torch.distributed`; None while it is not initialised."""
+    # Not imported means not initialised; torch may be missing.
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -176,12 +177,12 @@ def find_initialised_rank() -> Rank | None:
 
 
 def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
-    """What the first of `SOURCES` that speaks says; None where none does. Pure.
+    """The rank of the first of `RANK_VARIABLES` that applies; None if none does. Pure.
 
     Raises:
-        ConfigError: when it says half, or what cannot be.
+        ConfigError: its pair is incomplete or impossible; quotes it.
     """
-    found = (source.find(environ) for source in SOURCES)
+    found = (source.find(environ) for source in RANK_VARIABLES)
     return next((rank for rank in found if rank is not None), None)
 
 
@@ -191,7 +192,7 @@ def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None
     The argument, else ``CACHE_ENDPOINT``, else `TRAIN_JOB_ENDPOINT` of ``TRAIN_JOB_NAME``.
 
     Raises:
-        ConfigError: when none is there, or the first one that is there is no endpoint.
+        ConfigError: none is set, or the first that is set is no endpoint; quotes it.
     """
     values = os.environ if environ is None else environ
     for name, value in (
@@ -214,7 +215,7 @@ def _checked_endpoint(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
     if value.startswith("grpc+tls:"):
-        raise ConfigError(f"{name} must be grpc://HOST:PORT: nodes serve no TLS, got {value!r}")
+        raise ConfigError(f"{name} must be grpc://HOST:PORT: nodes do not serve TLS, got {value!r}")
     found = _ENDPOINT.fullmatch(value)
     if not found or not value.isprintable() or not 1 <= int(found["port"]) <= 65535:
         raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
@@ -222,7 +223,7 @@ def _checked_endpoint(name: str, value: object) -> str:
 
 
 def _quoted(environ: Mapping[str, str], *names: str) -> str:
-    """Each variable with its value, for messages."""
+    """Each variable with its value, for errors."""
     return ", ".join(
         f"{name}={environ[name]!r}" if name in environ else f"{name} is not set" for name in names
     )

@@ -1,4 +1,4 @@
-"""Which node has which rows: the shard map, and row ids -> requests to nodes. Pure, no I/O."""
+"""The shard map of a version, and row ids -> requests to nodes. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ShardFile:
     """The sealed file of a shard in the cache directory of one of its nodes.
 
     Attributes:
-        node_id: whose cache directory it is.
-        path: on that node's machine.
-        num_bytes, checksum: of the file, as it was sealed.
+        node_id: node that owns the cache directory.
+        path: on the machine of the node.
+        num_bytes, checksum: of the sealed file.
     """
 
     node_id: str
@@ -43,20 +43,21 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Where the rows of one version are.
+    """Which nodes hold the shards of one version. Immutable.
 
     Attributes:
         dataset, fingerprint: the version.
-        logical: schema of the columns that are read.
+        logical: schema of the columns to read.
         num_rows: of the version.
         starts: first row id of each shard that has rows, ascending; int64.
         nodes: every node that holds a shard.
         replicas: for each shard indices into ``nodes``, in order of preference.
-        files: for each shard its files, for whoever runs on the machine of a node.
-        lease_s: so long after its last use the version is kept when it is replaced.
-        leased_at: monotonic seconds of this machine when the map was asked for, which is a use.
-        num_bytes: of the stored shards, one replica: of all columns, unless it was made less.
-        layout: of the columns that are read, packed.
+        files: for each shard its files, for clients on the machine of a node.
+        lease_s: how long a replaced version is kept after its last use.
+        leased_at: monotonic seconds of this machine when the map was requested, which is a use.
+        num_bytes: of the stored shards, one replica. `cache_client.plan` subtracts the fixed-size
+            columns that are not read.
+        layout: of the columns to read, packed.
     """
 
     dataset: str
@@ -82,11 +83,11 @@ class ShardMap:
 
 @dataclass(frozen=True)
 class Part:
-    """One request to one node, or to the files of this machine.
+    """One request, to one node or to the files of this machine.
 
     Attributes:
         node: that holds the rows; None for files of this machine.
-        positions: where the rows belong in the window; None when they are all of it, in order.
+        positions: of the rows in the window; None if the part is the whole window, in order.
         row_ids: in the order of the window.
     """
 
@@ -100,13 +101,13 @@ class Router:
     """Chooses a replica for each shard and cuts windows of row ids into requests.
 
     Args:
-        shards: the map.
+        shards: the shard map.
         replica_offset: which replica to prefer; ranks with different offsets spread the load.
-        avoid: indices of nodes that did not answer lately, used only where no other replica is.
-        local: shards to read from files of this machine instead.
+        avoid: indices of nodes that failed lately, used only if there is no other replica.
+        local: indices of shards to read from files of this machine.
 
     Attributes:
-        num_nodes: that a window may be cut into requests to, without this machine's files.
+        num_nodes: the most nodes that one window is requested from.
     """
 
     shards: ShardMap
@@ -122,7 +123,9 @@ class Router:
     def __post_init__(self) -> None:
         chosen = [self._choose(index, r) for index, r in enumerate(self.shards.replicas)]
         here = len(self.shards.nodes)
-        self._node_of = np.array(chosen, np.min_scalar_type(-here - 1))  # short: sorted by radix
+        self._node_of = np.array(
+            chosen, np.min_scalar_type(-here - 1)
+        )  # a short type: sorted by radix
         self._node_of[list(self.local)] = here
         self._nodes = (*self.shards.nodes, None)
         used = np.unique(self._node_of)
@@ -131,18 +134,18 @@ class Router:
         self.num_nodes = int((used < here).sum())
 
     def route(self, row_ids: Ids, positions: Indices | None = None) -> list[Part]:
-        """The requests that together bring ``row_ids``; each goes to one node, in their order.
+        """The requests for ``row_ids``, one for each node; each keeps the order of the rows.
 
         Args:
-            row_ids: inside the dataset.
-            positions: where the rows belong in the window; None for 0, 1, 2, ...
+            row_ids: in ``[0, num_rows)``.
+            positions: of the rows in the window; None for 0, 1, 2, ...
         """
         if not len(row_ids):
             return []
         if self._only is not None:
             return [Part(self._nodes[self._only], positions, row_ids)]
         ends = self._index.find(np.array([row_ids.min(), row_ids.max()]))
-        if ends[0] == ends[1]:  # as all windows of a table in source order but a few
+        if ends[0] == ends[1]:  # one shard: as nearly all windows in source order
             return [Part(self._nodes[self._node_of[ends[0]]], positions, row_ids)]
         grouped = group_rows(row_ids, np.take(self._node_of, self._index.find(row_ids)))
         runs = list(grouped.runs())
@@ -156,7 +159,7 @@ class Router:
         ]
 
     def _choose(self, shard: int, replicas: Sequence[int]) -> int:
-        # In the order of the nodes: that of the replicas is one by chance for each shard, by which
-        # a node could be asked for all of them, and its peer for none.
+        # In the order of the nodes. That of the replicas is random for each shard: by it, one node
+        # could get the requests for all shards, and another one none.
         reachable = sorted([node for node in replicas if node not in self.avoid] or replicas)
         return reachable[(self.replica_offset + shard) % len(reachable)]

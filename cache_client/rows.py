@@ -1,6 +1,6 @@
-"""Rows in stored columns: what a node or a file brought, put in order, and cut into batches.
+"""Rows in stored columns: answers of nodes and files -> the order of the window -> batches.
 
-Pure, but for the memory. It knows neither nodes nor tensors.
+No I/O. Knows neither nodes nor tensors.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import pyarrow as pa
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
 from cache_protocol.storage.row_index import Indices
 
-_MOST_SCRATCH = 64  # times what is asked for
+_MAX_SCRATCH_TIMES = 64  # a scratch block may be this many times larger than needed
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows in stored columns, in memory of their own.
+    """Rows in stored columns; owns their memory.
 
     Attributes:
         layout: of the columns.
         matrices: stored column -> ``[rows, width]`` array, for packed and matrix columns.
         arrays: stored column -> Arrow array, for plain columns.
-        num_rows: of each of them.
+        num_rows: of each column.
     """
 
     layout: Layout
@@ -37,7 +37,7 @@ class Rows:
 
     @classmethod
     def of_batch(cls, layout: Layout, batch: pa.RecordBatch) -> Rows:
-        """The rows of a stored batch that nobody else holds; no copy."""
+        """The rows of a stored batch that has no other user; no copy."""
         matrices, arrays = {}, {}
         for index, column in enumerate(layout.columns):
             if column.kind == "plain":
@@ -56,9 +56,9 @@ class Rows:
         )
 
     def to_batch(self) -> pa.RecordBatch:
-        """The rows as a batch of logical columns, whose buffers hold these rows alone.
+        """The rows as a batch of logical columns, whose buffers hold only these rows.
 
-        What is sent to another process is whole buffers. So slices of plain columns are copied.
+        Slices of plain columns are copied, because Arrow sends whole buffers to other processes.
         """
         stored = [
             pa.concat_arrays([self.arrays[index]])
@@ -71,11 +71,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one node, or the files of this machine, brought of a window.
+    """The rows of a window from one node, or from the files of this machine.
 
     Attributes:
-        positions: where the rows belong in the window; None when they are all of it, in order.
-        batches: stored, one after the other.
+        positions: of the rows in the window; None if they are the whole window, in order.
+        batches: stored batches, one after the other.
     """
 
     positions: Indices | None
@@ -83,11 +83,14 @@ class Answer:
 
 
 def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[Rows]:
-    """The rows of a window in its order: a piece a batch where they came so, else one piece.
+    """The rows of a window in its order.
 
     Args:
         num_rows: of the window.
         answers: with all of its rows.
+
+    Returns:
+        One piece; for a single answer that is already in order, one piece for each batch.
     """
     if len(answers) == 1 and answers[0].positions is None:
         return [Rows.of_batch(layout, batch) for batch in answers[0].batches]
@@ -102,7 +105,7 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
             arrays[index] = joined.take(pa.array(inverse))
             continue
         assert column.dtype is not None
-        # To copy the answers together first is cheaper than to write each row to its place.
+        # Joining the answers first is cheaper than writing each row to its place.
         found = _scratch_matrix(num_rows, column.width, column.dtype)
         if columns:
             np.concatenate([as_matrix(array) for array in columns], out=found)
@@ -113,12 +116,12 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
 
 
 def _inverse(num_rows: int, answers: Sequence[Answer]) -> npt.NDArray[np.intp]:
-    """Where in the joined answers each row of the window stands."""
+    """Position of each row of the window in the joined answers."""
     inverse = np.empty(num_rows, np.intp)
     at = 0
     for answer in answers:
         if answer.positions is None:
-            raise ValueError("an answer with all rows of a window stands beside another one")
+            raise ValueError("one answer has all rows of the window, but there are other answers")
         stop = at + len(answer.positions)
         inverse[answer.positions] = np.arange(at, stop)
         at = stop
@@ -129,19 +132,19 @@ _scratches = threading.local()
 
 
 def _scratch_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
-    """An uninitialised array that lives until this thread asks for the next one.
+    """An uninitialised array, valid until the next call in this thread.
 
-    Fresh memory would cost as much as filling it.
+    Allocating fresh memory would cost as much as filling it.
     """
     size = rows * width * dtype.itemsize
     block: npt.NDArray[np.uint8] | None = getattr(_scratches, "block", None)
-    if block is None or not size <= len(block) <= _MOST_SCRATCH * max(1, size):
+    if block is None or not size <= len(block) <= _MAX_SCRATCH_TIMES * max(1, size):
         block = _scratches.block = np.empty(size, np.uint8)
     return block[:size].view(dtype).reshape(rows, width)
 
 
 def join(pieces: Sequence[Rows]) -> Rows:
-    """The rows of all pieces, of which there is at least one, one after the other."""
+    """Joins one or more pieces."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -160,7 +163,7 @@ def join(pieces: Sequence[Rows]) -> Rows:
 
 
 def cut(pieces: Iterable[Rows], sizes: Iterable[int]) -> Iterator[Rows]:
-    """The rows of all pieces in runs of these sizes; a copy only where a run spans pieces."""
+    """Cuts pieces into runs of these sizes; copies only runs that span pieces."""
     source = iter(pieces)
     piece, at = next(source), 0
     for size in sizes:
@@ -179,11 +182,11 @@ def cut(pieces: Iterable[Rows], sizes: Iterable[int]) -> Iterator[Rows]:
         yield join([part for part in parts if part.num_rows] or parts[:1])
 
 
-class _Message:
-    """Offers the memory of a received matrix for writing, and keeps it alive.
+class _WritableMemory:
+    """Makes the memory of a received matrix writable, and keeps it alive.
 
-    Arrow marks what it receives as read-only. But a message is memory of its own that nobody else
-    holds, so whoever gets the rows may change them, and no copy is needed for that.
+    Arrow marks received memory as read-only. But a message has no other user, so its rows may be
+    changed without a copy.
     """
 
     def __init__(self, matrix: Matrix) -> None:
@@ -193,7 +196,7 @@ class _Message:
 
 
 def _writable(matrix: Matrix) -> Matrix:
-    """``matrix``, which came in a message, for writing; copied only where it lies unaligned."""
+    """A received matrix, writable; copied only if it is not aligned."""
     if not matrix.flags.aligned or not len(matrix):
         return matrix.copy()
-    return np.asarray(_Message(matrix))
+    return np.asarray(_WritableMemory(matrix))

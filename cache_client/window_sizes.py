@@ -1,4 +1,4 @@
-"""How many rows are asked for at once, by the bytes of a row. Pure, no I/O."""
+"""How many rows to ask for at once, by the bytes of a row. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from cache_client.routing import ShardMap
 from cache_protocol.storage.layout import Layout
 
-MESSAGE_BYTES = 2 * 1024 * 1024  # the best size of Flight over loopback
-_FEWEST_MESSAGES, _MOST_MESSAGES = 4, 8  # of a window: one a node, and enough to be worth asking
-_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still in the processor's caches
-_MOST_MESSAGE_BYTES = 2**30  # Flight sends none of 2 GiB, with what stands around the rows
-_FEWEST_WINDOWS = 3  # one being consumed, one arriving, one asked for
+MESSAGE_BYTES = 2 * 1024 * 1024  # measured: the best size for Flight over loopback
+_MIN_MESSAGES, _MAX_MESSAGES = 4, 8  # in a window: one a node, and enough to be worth a request
+_WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still fits the processor's caches
+_MAX_MESSAGE_BYTES = 2**30  # Flight sends less than 2 GiB, headers included
+_MIN_WINDOWS = 3  # one is consumed, one arrives, one is requested
 _PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
 
 
 def row_bytes(shards: ShardMap) -> int:
     """Bytes of a row on the wire, at least 1.
 
-    Where strings, binaries or lists are read: their mean in the stored files, with that of those
-    which are left out, since nothing says what each of them takes.
+    With strings, binaries or lists it is the mean over the stored files. That includes the columns
+    that are not read, because the size of each single column is unknown.
     """
     fixed = max(1, shards.layout.fixed_row_bytes)
     if not shards.num_rows or not has_plain(shards.layout):
@@ -28,19 +28,19 @@ def row_bytes(shards: ShardMap) -> int:
 
 
 def has_plain(layout: Layout) -> bool:
-    """Whether the bytes of a row depend on its values: strings, binaries or lists are read."""
+    """Whether rows differ in size: the layout has strings, binaries or lists."""
     return any(column.kind == "plain" for column in layout.columns)
 
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """Of the windows and messages of one rank's batches.
+    """The sizes of windows and messages for one rank. Immutable.
 
     Args:
-        shards: what is read.
+        shards: the version to read.
         batch_size: rows of a full step.
-        message_bytes: of one message of a node, about.
-        prefetch_batches: fetched ahead, about; None: 32, fewer where they would take 256 MiB.
+        message_bytes: target size of one message of a node.
+        prefetch_batches: about how many to fetch ahead; None: 32, but at most 256 MiB.
     """
 
     shards: ShardMap
@@ -49,31 +49,30 @@ class WindowSizes:
     prefetch_batches: int | None = None
 
     def steps_per_window(self, num_nodes: int) -> int:
-        """Steps that are asked for at once from so many nodes; 0: from files of this machine.
+        """Steps in one window from so many nodes; 0 nodes: from files of this machine.
 
-        Of nodes several messages of whole steps, fewer where each is large.
+        A window from nodes has several messages of whole steps, fewer if steps are large.
         """
         if not num_nodes:
             return self._steps_in(_WINDOW_BYTES)
-        messages = min(max(num_nodes, _FEWEST_MESSAGES), _MOST_MESSAGES)
+        messages = min(max(num_nodes, _MIN_MESSAGES), _MAX_MESSAGES)
         most_bytes = max(_WINDOW_BYTES, messages * self.message_bytes)
         return min(messages * self._steps_in(self.message_bytes), self._steps_in(most_bytes))
 
     def windows_ahead(self, steps_per_window: int) -> int:
-        """Windows of so many steps that are under way or wait."""
+        """How many windows of so many steps to fetch ahead."""
         batches = self.prefetch_batches
         if batches is None:
             batches = min(_PREFETCHED_BATCHES, self._steps_in(_PREFETCHED_BYTES))
-        return max(_FEWEST_WINDOWS, -(-batches // steps_per_window))
+        return max(_MIN_WINDOWS, -(-batches // steps_per_window))
 
     def rows_per_message(self) -> int:
-        """Those of whole steps, whose batches are views of a message then.
+        """Rows in one message: whole steps, so that batches are views of a message.
 
-        Fewer where a step has longer strings or lists than a message should, or more bytes than
-        one can have: a batch is put together of several then.
+        If one step is larger than a message may be, it takes several, and its batch is a copy.
         """
         rows = self._steps_in(self.message_bytes) * self.batch_size
-        most_bytes = _MOST_MESSAGE_BYTES
+        most_bytes = _MAX_MESSAGE_BYTES
         if has_plain(self.shards.layout):
             most_bytes = min(most_bytes, self.message_bytes)
         return min(rows, max(1, most_bytes // row_bytes(self.shards)))

@@ -17,13 +17,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from cache_protocol.cli.load_bar import shown_progress
+from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.version_option import version_option
 from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
-from cache_protocol.storage.memory_budget import may_keep_freed
+from cache_protocol.storage.memory_budget import may_keep_freed_memory
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from cache_server.node.coordinator_link import RemoteCoordinator
@@ -187,7 +187,7 @@ def serve(
     if loads and spec is None:
         logger.info("no dataset in the environment: one may be loaded later")
     stop = _Stop(with_stdin=exit_with_stdin)
-    if may_keep_freed(config.container_memory_limit_bytes):
+    if may_keep_freed_memory(config.container_memory_limit_bytes):
         # DataFusion's allocator reads it when it is loaded. By default what a load frees goes back
         # to the kernel after 10 ms, and comes again as fresh pages while the same load goes on.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
@@ -264,7 +264,7 @@ def local(
             if spec is not None:
                 with (
                     RemoteCoordinator(cluster.nodes[0].control_location) as coordinator,
-                    shown_progress(spec.name, lambda line: logger.info("%s", line)) as show,
+                    progress_bar(spec.name, lambda line: logger.info("%s", line)) as show,
                 ):
                     coordinator.load(spec, show)
             listening = True

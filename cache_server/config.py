@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec.dataset_spec import parse_bytes
-from cache_protocol.storage.memory_budget import LEAST_SHARD_BYTES, shard_bytes
+from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
 _HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 _HOST = re.compile(r"[^\s:/\[\]]+")
@@ -162,9 +162,9 @@ class NodeConfig(BaseModel):
                 f"cannot be combined with memory_limit_bytes, got {value} and "
                 f"{info.data['memory_limit_bytes']}"
             )
-        if (left := shard_bytes(value)) < LEAST_SHARD_BYTES:
+        if (left := shard_bytes(value)) < MIN_SHARD_BYTES:
             raise ValueError(
-                f"leaves {max(0, left)} bytes for shards, of at least {LEAST_SHARD_BYTES}, beside "
+                f"leaves {max(0, left)} bytes for shards, of at least {MIN_SHARD_BYTES}, beside "
                 f"the {value - left} of the process: give the container more memory, got {value}"
             )
         return value

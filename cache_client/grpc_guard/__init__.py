@@ -1,1 +1,1 @@
-"""Protects gRPC from what it does not survive: forks, and interrupts of the main thread."""
+"""Protects gRPC from forks and from interrupts of the main thread."""

@@ -1,8 +1,8 @@
-"""Calls into gRPC on behalf of the main thread, which an interrupt may reach anywhere.
+"""Makes the main thread's calls into gRPC in other threads, which no interrupt reaches.
 
-One that reaches a thread inside a call cuts short what gRPC or Flight keep count of there, so that
-gRPC stays in use: every later fork waits for it in vain, and its child may hang. So the call is
-made in another thread, and an interrupt ends no more than the waiting.
+An interrupt inside a call can leave gRPC's internal counts wrong. gRPC then counts as in use: every
+later fork waits for it in vain, and the child may hang. In another thread the call ends normally,
+and the interrupt only ends the wait for it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 from cache_client.grpc_guard.calls import Call
 
-_THREADS = 16  # begun when they are needed: those that interrupts left may still be inside a call
+_MAX_THREADS = 16  # started on demand; a call that an interrupt left may still hold one
 _T = TypeVar("_T")
 
 
 class CallThreads:
-    """Threads to make calls in, until it is closed."""
+    """Threads to make calls in. Thread-safe."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="cache-call")
+        self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="cache-call")
 
     def __enter__(self) -> CallThreads:
         return self
@@ -31,20 +31,20 @@ class CallThreads:
         self.close()
 
     def close(self) -> None:
-        """Lets the threads end, each after the call that it is in."""
+        """Lets each thread end after its current call; waits for none."""
         self._threads.shutdown(wait=False)
 
     def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """What ``function`` returns or raises; it goes on where an interrupt ends the waiting.
+        """Returns or raises what ``function`` does; an interrupt ends the wait, not the call.
 
-        Where no interrupt comes, and where no thread begins any more, as in a program that ends, it
-        is called in this thread.
+        Calls it in this thread if this is not the main thread, or if no thread starts any more, as
+        in a program that ends.
         """
         if threading.current_thread() is not threading.main_thread():
             return function(*args)
         call = Call(function, *args)
         try:
-            self._threads.submit(call.make)
-        except RuntimeError:  # no thread begins any more, but one that runs may have taken the call
-            call.make()
+            self._threads.submit(call.run)
+        except RuntimeError:  # no thread starts, but a running one may have taken the call
+            call.run()
         return call.wait()

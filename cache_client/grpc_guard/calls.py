@@ -1,8 +1,8 @@
-"""A call that one thread makes and another waits for, without a lock that an interrupt could keep.
+"""A call that one thread runs and another waits for, safe against interrupts.
 
-A future's lock is entered by Python. An interrupt that reaches the main thread when it has just
-taken that lock leaves it taken: the thread that is to say its result hangs, and with it the program
-that awaits the thread when it ends. Here both only use a queue that is not Python.
+`concurrent.futures.Future` enters its lock in Python code. An interrupt of the main thread just
+after that leaves the lock taken for ever: the thread that sets the result hangs, and so does the
+program at its end. Here both threads only use a queue that is written in C.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ _T = TypeVar("_T")
 
 
 class Call(Generic[_T]):
-    """``function(*args)``, to be made once and waited for once, by any threads."""
+    """``function(*args)``: run once and waited for once, by any threads."""
 
     def __init__(self, function: Callable[..., _T], *args: Any) -> None:
         self._work = [(function, args)]
         self._outcome: SimpleQueue[Callable[[], _T]] = SimpleQueue()
 
-    def make(self) -> None:
-        """Makes the call, unless somebody has begun to."""
+    def run(self) -> None:
+        """Runs the call, unless another thread has taken it."""
         try:
             function, args = self._work.pop()
         except IndexError:
             return
         try:
             result = function(*args)
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised in the waiting thread
             self._outcome.put(_Raise(error))
         else:
             self._outcome.put(lambda: result)
 
     def wait(self) -> _T:
-        """What the call returned or raised, once it was made."""
+        """Waits for the call, then returns or raises what it did."""
         return self._outcome.get()()
 
 
 class _Raise:
-    """Raises an error, and holds it no longer: its traceback may hold this."""
+    """Raises an error and drops it: its traceback may hold this object."""
 
     def __init__(self, error: BaseException) -> None:
         self._errors = [error]

@@ -1,8 +1,8 @@
-"""Nothing of gRPC's may be alive in this process while it forks.
+"""Shuts gRPC down before this process forks.
 
-gRPC does not survive a fork: a child that uses it after its parent did hangs or aborts. So before
-any fork every stream and connection is closed, down to the last reference that keeps gRPC alive,
-and its threads are awaited. docs/decisions/0003 tells what was seen. Knows no Flight.
+gRPC does not survive a fork: if the parent used it, a child that uses it hangs or aborts. So before
+a fork this module closes every stream and connection, down to the last reference that keeps gRPC
+alive, and waits for its threads. docs/decisions/0003 has the evidence. Knows nothing of Flight.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 _GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
-_NAMELESS_S = 0.1  # a thread has its name before that
+_NAMELESS_S = 0.1  # a new thread has a name after that
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
-# A fork waits so long for calls, whose own deadlines are shorter, and then for gRPC's threads.
+# How long a fork waits for calls, whose deadlines are shorter, and then for gRPC's threads.
 _CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
 
 
@@ -31,74 +31,74 @@ class Closable(Protocol):
     """Something that keeps gRPC alive until it is closed."""
 
     def close(self) -> None:
-        """Lets go of gRPC; again: nothing."""
+        """Releases gRPC; a second call does nothing."""
 
 
 class ForkGate:
-    """Lets nothing of gRPC's be alive in this process while it forks.
+    """Keeps gRPC out of forks. Thread-safe.
 
-    Before a fork: no new call begins, what is open is broken off, running calls are awaited, then
-    gRPC's threads. After it, calls begin again.
+    Before a fork it blocks new calls, closes what is open, and waits for running calls, then for
+    gRPC's threads. After the fork, calls go on.
     """
 
     def __init__(self) -> None:
-        # Entered itself, not by the condition: that is Python, in which an interrupt of the main
-        # thread can end between taking the lock and saying so. Then no call would ever begin again.
+        # Always enter the lock, never the condition. The condition's `__enter__` is Python: an
+        # interrupt just after it takes the lock would leave it taken, and block every later call.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._open: tuple[weakref.WeakSet[Closable], ...] = (weakref.WeakSet(), weakref.WeakSet())
-        # By thread: an interrupt that keeps one from counting down must not keep it from forking.
+        # By thread: if an interrupt skips a countdown, the thread must still be able to fork.
         self._running: Counter[int] = Counter()
         self._forking = 0
 
     def add(self, user: Closable, *, last: bool = False) -> None:
-        """Something to close before a fork; ``last``: after those that belong to it."""
+        """Registers what to close before a fork; ``last``: after everything that uses it."""
         with self._lock:
             self._open[last].add(user)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call into Flight; waits while the process forks."""
+        """Surrounds a call into Flight; waits while the process forks."""
         with self._lock:
             while self._forking > 0:
                 self._changed.wait()
-            thread = self._begun()
+            thread = self._enter()
         try:
             yield
         finally:
-            self._ended(thread)
+            self._leave(thread)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """The end of a connection or stream: a fork awaits it, and it awaits no fork."""
+        """Surrounds the closing of a connection or stream; never waits for a fork."""
         with self._lock:
-            thread = self._begun()
+            thread = self._enter()
         try:
             yield
         finally:
-            self._ended(thread)
+            self._leave(thread)
 
-    def _begun(self) -> int:
+    def _enter(self) -> int:
         thread = threading.get_ident()
         self._running[thread] += 1
         return thread
 
-    def _ended(self, thread: int) -> None:
-        """``thread`` need not be the one that runs this, where an iterator was left behind."""
+    def _leave(self, thread: int) -> None:
+        """Counts down ``thread``; another thread may do it when it collects an iterator."""
         with self._lock:
             self._running[thread] -= 1
-            self._running = +self._running  # without those that are at zero
+            self._running = +self._running  # without zero counts
             self._changed.notify_all()
 
     def before_fork(self) -> None:
-        """Closes everything and waits until gRPC is gone, for a bounded time."""
+        """Closes everything, then waits a limited time until gRPC is gone."""
         here = {threading.get_ident()}
         with self._lock:
             self._forking += 1
-        self._close_all()  # breaks off the streams that run
+        self._close_all()  # cancels running streams
         with self._lock:
             self._changed.wait_for(lambda: self._running.keys() <= here, _CALLS_WAIT_S)
-        self._close_all()  # and what they were opening meanwhile
+        self._close_all()  # what running calls opened meanwhile
         deadline = time.monotonic() + _THREADS_WAIT_S
         while _grpc_threads():
             if time.monotonic() > deadline:
@@ -117,22 +117,22 @@ class ForkGate:
             user.close()
 
     def after_fork_in_parent(self) -> None:
-        """Lets calls begin again."""
+        """Lets calls start again."""
         with self._lock:
             self._forking = max(0, self._forking - 1)
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:
-        """Begins anew: the threads that were calling are not here."""
+        """Starts anew: the calling threads of the parent do not exist here."""
         self.__init__()  # type: ignore[misc]  # as new
 
 
 def _grpc_threads() -> bool:
-    """Whether a thread of gRPC's lives in this process; Linux only, elsewhere never.
+    """Whether a gRPC thread lives in this process; always False where there is no /proc.
 
-    A thread that gRPC has just begun, as it does to shut down, has no name yet: any young thread
-    that is not Python's counts. So does one that ends while this looks, as it may just have begun
-    another that was not there to be seen.
+    A thread that gRPC has just started, for example to shut down, has no name yet: so every young
+    thread that is not Python's counts. A thread that ends during this call counts, too: it may have
+    started another one that this call does not see.
     """
     python = {thread.native_id for thread in threading.enumerate()}
     for task in Path("/proc/self/task").glob("*"):

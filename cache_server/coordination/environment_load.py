@@ -22,7 +22,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.load_progress import EachSecond, LoadMeter, LoadReport
+from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
 from cache_protocol.wire.trainjob_status import TrainJobStatus
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.secrets import error_text
@@ -117,14 +117,14 @@ class EnvironmentLoad:
         else:
             self._was_ready = True
             logger.info("dataset was ready before name=%s: it is taken as it is", self._spec.name)
-            say = [EachSecond(_log)]  # trainers may have begun to report to their TrainJob
+            say = [OncePerSecond(_log)]  # trainers may have begun to report to their TrainJob
         failed_at: float | None = None
         while not self._stop.is_set():
             info = self._wait_until_settled(info, say)
             if info.state == pb.DATASET_STATE_READY:
                 failed_at = None
                 self._become_ready()
-                say = [EachSecond(_log)]
+                say = [OncePerSecond(_log)]
                 self._wait_for_failure(info.fingerprint)
             elif info.state == pb.DATASET_STATE_FAILED:
                 if failed_at is None:
@@ -135,8 +135,8 @@ class EnvironmentLoad:
     def _sayers(self) -> list[Callable[[LoadReport], None]]:
         status = TrainJobStatus.from_env(self._environ)
         if status is None:
-            return [EachSecond(_log)]
-        return [EachSecond(_log), self._status.enter_context(status).show]
+            return [OncePerSecond(_log)]
+        return [OncePerSecond(_log), self._status.enter_context(status).show]
 
     def _wait_for_nodes(self) -> bool:
         """Returns whether they are there; False when nobody waits any more."""

@@ -18,7 +18,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.load_watch import wait_until_settled
+from cache_protocol.wire.load_watch import wait_for_load
 
 _CALL_TIMEOUT_S = 10.0
 _CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
@@ -111,7 +111,7 @@ class RemoteCoordinator:
             return (response.dataset for response in self._stub.WatchDataset(watch))
 
         try:
-            return require_ready(wait_until_settled(watched, created.dataset, on_progress))
+            return require_ready(wait_for_load(watched, created.dataset, on_progress))
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._location) from None
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError
-from cache_protocol.storage.memory_budget import least_load_bytes, loading_bytes
+from cache_protocol.storage.memory_budget import loading_bytes, min_load_bytes
 from cache_server.node import loading
 from cache_server.node.loading import CancelledError, Job
 from cache_server.source.pinned import Split
@@ -110,7 +110,7 @@ class LoadMemory:
 
     def _refuse_if_too_large(self, split: Split, container_bytes: int) -> None:
         """Raises a `LoadError` for a row group that would have the kernel end this process."""
-        needed = least_load_bytes(split.group_bytes)
+        needed = min_load_bytes(split.group_bytes)
         if needed <= loading_bytes(container_bytes):
             return
         left = max(0, loading_bytes(container_bytes, self._shard_bytes()))

@@ -133,7 +133,7 @@ class HugePages:
         if not size:
             return 0
         addresses = AddressRange(size)
-        addresses.show(0, shard.file, 0, size)
+        addresses.map_file(0, shard.file, 0, size)
         moved, step = 0, page * _PAGES_AT_ONCE
         for start in range(0, size, step):
             if self._stop.is_set() or not self._is_idle():

@@ -1,19 +1,18 @@
-"""The error tree that clients and nodes share, and its mapping to the wire.
+"""The error tree of clients and nodes, and its mapping to the wire.
 
     CacheError
-      ConfigError(ValueError)     a setting or argument is bad; every bad one is quoted at once
+      ConfigError(ValueError)     bad settings or arguments; quotes all of them
       RequestError                the request can never succeed: not retried
         DatasetNotFoundError
         InvalidRowsError          row ids or a row range outside the dataset
-        InvalidTicketError        a ticket or a command that is not one of ours
-      NotReadyError               still loading; says how far: retried until the deadline
-      StaleVersionError           another fingerprint than the one asked for: plan again
+        InvalidTicketError        a ticket or a command that cannot be parsed
+      NotReadyError               still loading; has the progress: retried until the deadline
+      StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
       NodeUnavailableError        names node, dataset and step: retried, then raised
 
-The tree stands here, and not in `cache_server` and `cache_client`, because a code on the wire and
-the class it becomes are one fact. This module knows neither Flight nor gRPC; the modules that
-speak those protocols carry a serialised `cache.v1.Error` beside the message.
+This module knows neither Flight nor gRPC. Modules that use them send a serialised `cache.v1.Error`
+beside the message.
 """
 
 from __future__ import annotations
@@ -27,49 +26,49 @@ _T = TypeVar("_T")
 
 
 class CacheError(Exception):
-    """Any failure of the cache. Raised bare only for a defect inside a server."""
+    """Any failure of the cache; raised itself only for a bug."""
 
     code: pb.ErrorCode.ValueType = pb.ERROR_CODE_UNSPECIFIED
 
 
 class ConfigError(CacheError, ValueError):
-    """One or more settings or arguments are bad; the message quotes each of them."""
+    """Settings or arguments are bad; the message quotes each of them."""
 
     code = pb.ERROR_CODE_CONFIG
 
 
 class RequestError(CacheError):
-    """The request can never succeed as it stands, so it is never retried."""
+    """The request can never succeed, so it is never retried."""
 
     code = pb.ERROR_CODE_REQUEST
 
 
 class DatasetNotFoundError(RequestError):
-    """No dataset of that name; the message lists the names there are."""
+    """There is no dataset of that name; the message lists the existing names."""
 
     code = pb.ERROR_CODE_DATASET_NOT_FOUND
 
 
 class InvalidRowsError(RequestError):
-    """Row ids, or a row range, outside the dataset."""
+    """Row ids, or a row range, are outside the dataset."""
 
     code = pb.ERROR_CODE_INVALID_ROWS
 
 
 class InvalidTicketError(RequestError):
-    """A ticket, descriptor or command that cannot be understood."""
+    """A ticket, descriptor or command cannot be parsed."""
 
     code = pb.ERROR_CODE_INVALID_TICKET
 
 
 class NotReadyError(CacheError):
-    """The dataset, or a part of it, is still loading. Worth retrying until a deadline."""
+    """The dataset, or a part of it, is still loading; retry until a deadline."""
 
     code = pb.ERROR_CODE_NOT_READY
 
 
 class StaleVersionError(CacheError):
-    """The dataset has another fingerprint than the one asked for."""
+    """The dataset has another fingerprint than the requested one."""
 
     code = pb.ERROR_CODE_STALE_VERSION
 
@@ -104,21 +103,22 @@ _BY_CODE: dict[int, type[CacheError]] = {
 
 
 def to_proto(error: CacheError) -> pb.Error:
-    """The wire form of `error`: its code and its message; of a name that is no UTF-8, escaped."""
+    """The wire form of `error`: code and message; what is no UTF-8 is escaped."""
     message = str(error).encode(errors="backslashreplace").decode()
     return pb.Error(code=error.code, message=message)
 
 
 def from_proto(error: pb.Error) -> CacheError:
-    """The exception that `error` stands for; an unknown code becomes a plain `CacheError`."""
+    """The exception of a wire error; a plain `CacheError` if its code is unknown."""
     return _BY_CODE.get(error.code, CacheError)(error.message)
 
 
 def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
-    """``info`` itself when the dataset is ready.
+    """Returns ``info`` if the dataset is ready.
 
     Raises:
-        LoadError: it failed, with the reason. NotReadyError: it is loading; says how far.
+        LoadError: it failed; has the reason.
+        NotReadyError: it is loading; has the progress.
     """
     if info.state == pb.DATASET_STATE_READY:
         return info
@@ -134,14 +134,15 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
 def checked(
     problems: list[str], make: Callable[[], _T], refusal: type[ValueError] = ConfigError
 ) -> _T | None:
-    """What ``make`` returns. What it refuses becomes one more problem: all are said at once.
+    """Calls ``make`` and collects its error, so that one error can report all problems.
 
     Args:
-        problems: added to.
-        refusal: by which it refuses; anything else is raised.
+        problems: the message of the error is appended here.
+        make: returns a checked value.
+        refusal: class of the errors to collect; others are raised.
 
     Returns:
-        None where it refused.
+        The value; None after an error.
     """
     try:
         return make()

@@ -579,7 +579,7 @@ def test_a_node_is_not_ready_while_it_loads_and_ready_when_it_serves_what_was_as
 
 def test_whoever_takes_one_port_of_a_node_for_the_other_is_told(cluster: LocalCluster) -> None:
     node = cluster.nodes[0]
-    with pytest.raises(ConfigError, match="serves no Arrow Flight: give the Flight port"):
+    with pytest.raises(ConfigError, match="does not serve Arrow Flight: give the Flight port"):
         CacheClient(f"grpc://{node.control_location}", timeout_s=10).datasets()
 
     flight_location = node.endpoint.removeprefix("grpc://")

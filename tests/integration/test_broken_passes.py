@@ -144,7 +144,7 @@ def test_a_node_that_was_not_asked_as_others_hang_is_not_passed_over(
     nodes: LocalCluster, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(nodes, source, replicas=2)
-    monkeypatch.setattr(node_streams, "_MOST_OPENED_AT_ONCE", 1)
+    monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
     shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hangs = replace(shards.nodes[0], location=f"grpc://127.0.0.1:{silent.getsockname()[1]}")

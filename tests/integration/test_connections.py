@@ -139,7 +139,7 @@ def test_streams_that_are_being_opened_are_waited_for_no_longer_once_all_is_clos
 def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
     server: SlowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_streams, "_MOST_OPENED_AT_ONCE", 1)
+    monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
     let_open = threading.Event()
 
     def open_late(connection: Connection) -> GatherStream:
@@ -150,7 +150,7 @@ def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
     hangs, not_asked = streams.take(["grpc://127.0.0.1:1", "grpc://127.0.0.1:2"])
     assert isinstance(hangs, NodeUnavailableError) and not isinstance(hangs, NotAskedError)
     assert isinstance(not_asked, NotAskedError)
-    assert str(not_asked) == "node at grpc://127.0.0.1:2 was not asked for want of time"
+    assert str(not_asked) == "node at grpc://127.0.0.1:2 was not asked before the time limit"
     let_open.set()
     streams.close()
 

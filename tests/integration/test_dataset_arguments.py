@@ -70,8 +70,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"columns": {"row"}}, "columns must be a list of names, got {'row'}"),
     ({"columns": {"row": "r"}}, "columns must be a list of names, got {'row': 'r'}"),
     ({"stack": {"x": {"a"}}}, "stack 'x' must be a list of columns, got {'a'}"),
-    ({"columns": np.array([], str)}, "columns must name a column, or be left out for all, got"),
-    ({"columns": []}, "columns must name a column, or be left out for all, got []"),
+    ({"columns": np.array([], str)}, "columns must name a column, or be omitted for all, got"),
+    ({"columns": []}, "columns must name a column, or be omitted for all, got []"),
     ({"columns": ["a", "a"]}, "columns must not repeat a name, got ['a', 'a']"),
     ({"batch_format": "pandas"}, "batch_format must be one of torch, numpy, arrow, got 'pandas'"),
     ({"transform": "x"}, "transform must be a function, got 'x'"),
@@ -83,9 +83,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"columns": np.array("row")}, "columns must be a list of names, got array('row'"),
     ({"stack": {5: ["a"]}}, "stack must be a dict from name to columns, got {5: ['a']}"),
     ({"batch_format": np.array(["torch", "numpy"])}, "batch_format must be one of torch, numpy"),
-    ({"deadline_s": 10**400}, "deadline_s must be a number, more than 0, got 1000"),
-    ({"deadline_s": "60"}, "deadline_s must be a number, more than 0, got '60'"),
-    ({"deadline_s": float("nan")}, "deadline_s must be a number, more than 0, got nan"),
+    ({"deadline_s": 10**400}, "deadline_s must be a number greater than 0, got 1000"),
+    ({"deadline_s": "60"}, "deadline_s must be a number greater than 0, got '60'"),
+    ({"deadline_s": float("nan")}, "deadline_s must be a number greater than 0, got nan"),
     ({"message_bytes": 1e6}, "message_bytes must be an integer, got 1000000.0"),
     ({"message_bytes": 2**40}, "message_bytes must be at most 2147483647, got 1099511627776"),
     ({"prefetch_batches": "60"}, "prefetch_batches must be an integer, got '60'"),
@@ -133,7 +133,7 @@ def test_every_bad_argument_of_a_client_is_quoted_at_once() -> None:
     for bad in ("x", 0, -1.0, float("nan"), None, True):
         with pytest.raises(ConfigError) as caught:
             CacheClient("nowhere", timeout_s=bad)  # type: ignore[arg-type]
-        assert f"timeout_s must be a number, more than 0, got {bad!r}" in str(caught.value)
+        assert f"timeout_s must be a number greater than 0, got {bad!r}" in str(caught.value)
         assert "'nowhere'" in str(caught.value)
     for bad in (5, 0, False, [], "grpc://\udc80:1", "grpc://a\0:1"):
         with pytest.raises(ConfigError) as caught:
@@ -142,26 +142,30 @@ def test_every_bad_argument_of_a_client_is_quoted_at_once() -> None:
 
 
 BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
-    ("load", {"spec": 5}, "spec must be a DatasetSpec or the path of one in YAML, got 5"),
+    ("load", {"spec": 5}, "spec must be a DatasetSpec or the path of a YAML file, got 5"),
     ("load", {"spec": None}, "got None"),
-    ("load", {"spec": {"name": "t"}}, "got a dict: DatasetSpec.from_mapping makes"),
+    ("load", {"spec": {"name": "t"}}, "got a dict: convert it with DatasetSpec.from_mapping"),
     ("load", {"spec": "/not/there.yaml", "timeout_s": -1}, "/not/there.yaml"),
-    ("load", {"spec": "/not/there.yaml", "timeout_s": -1}, "timeout_s must be a number, more"),
-    ("load", {"spec": 5, "timeout_s": "1"}, "more than 0, got '1'; spec must be"),
+    ("load", {"spec": "/not/there.yaml", "timeout_s": -1}, "timeout_s must be a number greater"),
+    ("load", {"spec": 5, "timeout_s": "1"}, "greater than 0, got '1'; spec must be"),
     ("load", {"spec": 5, "refresh": "yes"}, "refresh must be True or False, got 'yes'"),
     ("load", {"spec": 5, "wait": "no"}, "wait must be True or False, got 'no'"),
     ("load", {"spec": 5, "progress": None}, "progress must be True or False, got None"),
     ("load", {"spec": 5, "on_progress": "p"}, "on_progress must be a function, got 'p'"),
-    ("load", {"spec": ""}, "spec must be a DatasetSpec or the path of one in YAML, got ''"),
-    ("load", {"spec": 5, "timeout_s": 10**400}, "timeout_s must be a number, more than 0, got 10"),
+    ("load", {"spec": ""}, "spec must be a DatasetSpec or the path of a YAML file, got ''"),
+    (
+        "load",
+        {"spec": 5, "timeout_s": 10**400},
+        "timeout_s must be a number greater than 0, got 10",
+    ),
     ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "world_size must be at least 1"),
-    ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "more than 0, got '1'"),
+    ("plan", {"spec": 5, "timeout_s": "1", "world_size": 0}, "greater than 0, got '1'"),
     ("plan", {"spec": "x", "batch_size": None}, "batch_size must be an integer, got None"),
-    ("describe", {"name": 5}, "name must be that of a dataset, got 5"),
+    ("describe", {"name": 5}, "name must be the name of a dataset, got 5"),
     ("describe", {"name": ""}, "got ''"),
-    ("describe", {"name": "\udc80"}, "name must be that of a dataset, got '\\udc80'"),
-    ("drop", {"name": ["t"]}, "name must be that of a dataset, got ['t']"),
-    ("head", {"name": 5}, "name must be that of a dataset, got 5"),
+    ("describe", {"name": "\udc80"}, "name must be the name of a dataset, got '\\udc80'"),
+    ("drop", {"name": ["t"]}, "name must be the name of a dataset, got ['t']"),
+    ("head", {"name": 5}, "name must be the name of a dataset, got 5"),
     ("head", {"name": "t", "num_rows": "3"}, "num_rows must be an integer, got '3'"),
     ("head", {"name": "t", "num_rows": -1}, "num_rows must be at least 0, got -1"),
 ]

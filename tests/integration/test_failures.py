@@ -295,7 +295,7 @@ def test_a_coordinator_that_is_not_there_is_an_error_within_the_deadline() -> No
 def test_a_call_with_a_timeout_of_its_own_does_not_wait_longer_for_the_coordinator(
     source: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(cache_client.client, "_LEAST_LOOK_UP_S", 0.3)
+    monkeypatch.setattr(cache_client.client, "_MIN_LOOKUP_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()

@@ -481,7 +481,7 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
     way = cachectl("explain", spec, *at)
 
     assert shown.returncode == 0, shown.stderr
-    for fact in ("1,000 before the query", "by statistics", "on 3 nodes", "2 ranks", "4 shards"):
+    for fact in ("1,000 before the query", "from statistics", "on 3 nodes", "2 ranks", "4 shards"):
         assert fact in shown.stdout
     assert facts["num_rows"] == 1000 and facts["fits"] is True
     assert facts["schema"]["row"] == "int64"

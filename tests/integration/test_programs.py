@@ -199,7 +199,7 @@ def test_a_list_with_a_dataset_that_failed_says_where_the_reason_is(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
 ) -> None:
     at = ["--endpoint", cluster.endpoint]
-    hint = f"cachectl describe {dataset_name} has the reason"
+    hint = f"for the reason: cachectl describe {dataset_name}"
     assert hint not in run(*CACHECTL, "ls", *at).stdout
     pq.write_table(pa.table({"x": pa.array([1, None])}), tmp_path / "t.parquet")
     with pytest.raises(LoadError, match="column 'x' holds 1 null, and int64 has no value for it"):

@@ -275,7 +275,7 @@ def test_a_second_pass_that_torch_is_seeded_alike_for_is_refused_or_begins_at_th
         assert first_rows(0) == rest and first_rows(1) == whole
         dataset.load_state_dict(state)
         assert first_rows(0) == rest
-        with raises_in_workers(ConfigError, match="torch was seeded alike"):
+        with raises_in_workers(ConfigError, match="torch had the same seed"):
             first_rows(0)
 
 
@@ -526,7 +526,7 @@ def test_an_iterator_that_goes_on_in_a_child_of_a_fork_is_refused_and_the_parent
     child = DataLoader(
         _GoesOn(steps), batch_size=None, num_workers=1, timeout=60, multiprocessing_context="fork"
     )
-    with raises_in_workers(CacheError, match=f"begun in process {os.getpid()}"):
+    with raises_in_workers(CacheError, match=f"created in process {os.getpid()}"):
         next(iter(child))
     assert rows + [row for batch in steps for row in batch["row"].tolist()] == list(range(ROWS))
 
@@ -551,7 +551,7 @@ def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
         rows = [row for batch in loader for row in batch["row"].tolist()]
         order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
         assert rows == order.row_ids(np.arange(ROWS)).tolist()
-        with pytest.raises(ConfigError, match="needs steps=<batches taken in this pass>"):
+        with pytest.raises(ConfigError, match="pass steps=<batches taken in this pass>"):
             dataset.state_dict()
 
 

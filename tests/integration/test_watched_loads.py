@@ -222,7 +222,7 @@ def test_who_interrupts_cachectl_is_told_that_the_load_goes_on(
         # Python ends as the shell expects by itself, or by the signal.
         assert process.returncode in {130, -signal.SIGINT}
         assert output == ""
-        assert "a load that began goes on; it ends with: cachectl drop table" in errors
+        assert "the load goes on; to cancel it: cachectl drop table" in errors
         assert "Traceback" not in errors
 
         away.resume()

@@ -1,1 +1,1 @@
-"""What both commands show in the same way: sizes, loads, output, ``--version``."""
+"""Output that both commands share: sizes, loads, ``--version``."""

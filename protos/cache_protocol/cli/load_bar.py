@@ -1,6 +1,6 @@
-"""A load for a person who watches it: a bar on a terminal, a line a second elsewhere.
+"""Shows the progress of a load: a bar on a terminal, else one line a second.
 
-Both ``cachectl`` and ``cache-server local`` show it.
+Used by ``cachectl`` and ``cache-server local``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from cache_protocol.wire.load_progress import EachSecond, LoadReport
+from cache_protocol.wire.load_progress import LoadReport, OncePerSecond
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def print_line(line: str) -> None:
-    """Prints a line on standard error; where it cannot be written, nobody watches."""
-    if sys.stderr is None:  # it was closed by whoever started the program
+    """Prints a line on standard error; ignores errors."""
+    if sys.stderr is None:  # the parent process closed it
         return
     with suppress(OSError):
         sys.stderr.write(f"{line}\n")
@@ -26,17 +26,17 @@ def print_line(line: str) -> None:
 
 
 @contextmanager
-def shown_progress(
-    name: str, say: Callable[[str], None] = print_line, console: Console | None = None
+def progress_bar(
+    name: str, write: Callable[[str], None] = print_line, console: Console | None = None
 ) -> Iterator[Callable[[LoadReport], None]]:
-    """Shows the reports that what it yields is given, until it ends.
+    """Yields a function that shows a report.
 
     Args:
         name: of the dataset.
-        say: given a line a second where there is no terminal.
+        write: called with one line a second if there is no terminal.
         console: default: standard error.
     """
-    # Not above: every trainer and every node would import what few of them show.
+    # Imported here, because most trainers and nodes show no bar.
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -48,7 +48,7 @@ def shown_progress(
 
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield EachSecond(lambda report: say(str(report)))
+        yield OncePerSecond(lambda report: write(str(report)))
         return
     columns = (
         TextColumn("load {task.description}"),
@@ -59,14 +59,14 @@ def shown_progress(
     )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=None, rows=0)
-        waited = False
+        was_waiting = False
 
         def show(report: LoadReport) -> None:
-            nonlocal waited
-            if report.waits and not waited:
+            nonlocal was_waiting
+            if report.waits and not was_waiting:
                 bar.console.print(report.waits, markup=False, highlight=False)
-            waited = bool(report.waits)
-            # The shards of a whole query are not known while it runs: the bar says that it does.
+            was_waiting = bool(report.waits)
+            # Without a total, as for a whole query that runs, the bar pulses.
             bar.update(
                 task,
                 completed=report.shards_done,

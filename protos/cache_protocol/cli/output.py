@@ -1,4 +1,4 @@
-"""Standard output of both commands: where it cannot be written, they say so in one line."""
+"""Standard output of both commands, with failed writes as one-line errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cache_protocol.errors import CacheError
 
 @contextmanager
 def checked_output() -> Iterator[None]:
-    """What a command prints within it was written when it ends.
+    """Makes sure that everything printed inside was written.
 
     Raises:
-        CacheError: with the reason, where it could not be written, as on a full disk.
-        SystemExit: 1, where nobody reads it any more; nothing is said, as by other commands.
+        CacheError: a write failed, for example on a full disk; has the reason.
+        SystemExit: 1, silently, if the reader has closed the pipe.
     """
-    if sys.stdout is None:  # it was closed by whoever started the command
+    if sys.stdout is None:  # the parent process closed it
         yield
         return
     output = _Output(sys.stdout)
@@ -27,7 +27,7 @@ def checked_output() -> Iterator[None]:
     try:
         try:
             yield
-        except SystemExit:  # as typer ends; what was printed may not be written yet
+        except SystemExit:  # typer ends so; printed text may not be written yet
             sys.stdout.flush()
             raise
     except OSError as error:
@@ -40,7 +40,7 @@ def checked_output() -> Iterator[None]:
 
 
 class _Output:
-    """A text stream that remembers how it failed.
+    """A text stream that records its failure.
 
     Attributes:
         failure: the error of the last write or flush that failed.
@@ -51,23 +51,23 @@ class _Output:
         self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
-        """As of the stream."""
-        with self._remembered():
+        """As the same method of the stream."""
+        with self._recording_failure():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """As of the stream."""
-        with self._remembered():
+        """As the same method of the stream."""
+        with self._recording_failure():
             self._stream.flush()
 
     def discard(self) -> None:
-        """Drops what is not written: the interpreter would fail with it again as it ends."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+        """Drops unwritten text, which the interpreter would fail to write at its end."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self._stream.fileno())
+        os.close(devnull)
 
     @contextmanager
-    def _remembered(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -1,10 +1,10 @@
-"""How bytes are shown to a person."""
+"""Sizes in bytes, for people."""
 
 from __future__ import annotations
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for a person."""
+    """A number of bytes with a unit, such as ``1.5 MiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if round(size, 1) < 1024:

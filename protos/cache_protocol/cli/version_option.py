@@ -1,4 +1,4 @@
-"""``--version``, the same for both commands."""
+"""``--version`` for both commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 
 def version_option(program: str) -> Any:
-    """The option that prints the version of ``program``, and ends it; for `typing.Annotated`."""
+    """The option that prints the version of ``program`` and exits; for `typing.Annotated`."""
 
     def show(wanted: bool) -> None:
         if wanted:

@@ -1,1 +1,1 @@
-"""How rows lie in shard files and in memory, for nodes and for clients on the same machine."""
+"""Shard files and their rows, for nodes and for clients on the same machine."""

@@ -1,15 +1,14 @@
-"""How logical columns lie in a stored record batch: the packed layout both sides agree on.
+"""The packed layout: how logical columns are stored in a record batch. Pure.
 
-Scalar columns of one dtype are *packed* row-major into one fixed-size list column, so that a row
-is one short run of bytes and gathering random rows costs one copy a row instead of one cache miss
-a column. Fixed-size lists are a *matrix* column of their own; everything else is *plain*, and last.
+Scalar columns of one dtype are *packed* row-major into one fixed-size list column. So a row is one
+short run of bytes, and gathering a random row costs one copy instead of one cache miss a column.
+Each fixed-size list is a *matrix* column. Everything else is *plain*, and last.
 
     logical   a: float32   b: int64   c: float32   img: uint8[784]   s: string
     stored    img: uint8[784]   [a c]: float32[2]   [b]: int64[1]   s: string
 
-The stored layout is a pure function of the logical schema, so a client that knows the one knows
-the other. A stored schema also says it itself, in its metadata: each packed field names its
-columns and the schema carries the logical one. No I/O here.
+The layout depends only on the logical schema. The metadata of a stored schema also has it: each
+packed field names its columns, and the schema carries the logical schema.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from cache_protocol.errors import RequestError
 
 COLUMNS_KEY = b"cache.columns"
 LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
-GUESSED_VALUE_BYTES = 32  # of a string or list of which nothing is known
+GUESSED_VALUE_BYTES = 32  # of a string or list of unknown length
 
 Matrix = npt.NDArray[np.generic]
 
@@ -40,9 +39,9 @@ class StoredColumn:
 
     Attributes:
         kind: ``packed`` (several logical scalar columns), ``matrix`` (one fixed-size list) or
-            ``plain`` (one column as it is).
-        names: the logical columns it holds; one unless packed.
-        field: the Arrow field as stored.
+            ``plain`` (one unchanged column).
+        names: its logical columns; one unless packed.
+        field: the stored Arrow field.
         dtype: of the values, for packed and matrix columns.
         width: values a row, for packed and matrix columns; 0 for plain ones.
         shape: of one row, for matrix columns: ``(784,)`` or ``(28, 28)``.
@@ -57,21 +56,20 @@ class StoredColumn:
 
 
 class Layout:
-    """The stored columns of a logical schema. Immutable, safe to share between threads.
+    """The stored columns of a logical schema. Immutable, thread-safe.
 
     Args:
         logical: fields of storage types (see `cache_server.shards.packing`); names must be unique.
 
     Attributes:
-        columns: as stored.
-        schema: of a stored batch; says in its metadata what the logical one is.
+        columns: of a stored batch.
+        schema: of a stored batch; its metadata has the logical schema.
         fixed_row_bytes: bytes a row in packed and matrix columns.
         plain_fields: of the plain columns.
         guessed_row_bytes: bytes a row, `GUESSED_VALUE_BYTES` for each plain column.
     """
 
-    # All worked out at once: the lock of a cached_property, held by a thread of a process that
-    # forks, would stay locked in the child.
+    # Computes everything here: the lock of a cached_property may stay locked in a forked child.
 
     def __init__(self, logical: pa.Schema) -> None:
         self.logical = logical
@@ -94,14 +92,14 @@ class Layout:
 
     @classmethod
     def of_stored(cls, schema: pa.Schema) -> Layout:
-        """The layout that a stored schema names in its metadata.
+        """The layout in the metadata of a stored schema.
 
         Raises:
-            ValueError: when the schema is not one of a stored batch.
+            ValueError: it is no schema of a stored batch.
         """
         encoded = (schema.metadata or {}).get(LOGICAL_SCHEMA_KEY)
         if encoded is None:
-            raise ValueError("the schema carries no logical schema: not a stored batch")
+            raise ValueError("the schema has no logical schema in its metadata: not a stored batch")
         layout = cls(schema_from_bytes(base64.b64decode(encoded)))
         if not layout.schema.equals(schema):
             raise ValueError("the stored schema does not match its logical schema")
@@ -112,10 +110,10 @@ class Layout:
         return self._place[name]
 
     def select(self, names: Sequence[str]) -> Layout:
-        """The layout of these logical columns only, in this order; all when empty.
+        """The layout of these logical columns, in this order; empty means all.
 
         Raises:
-            RequestError: naming an unknown or repeated column.
+            RequestError: names an unknown or repeated column.
         """
         if not names:
             return self
@@ -132,7 +130,7 @@ class Layout:
         return Layout(pa.schema([self.logical.field(name) for name in names]))
 
     def unpack(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The logical columns of a stored batch; packed ones are copied apart."""
+        """The logical columns of a stored batch; copies packed ones."""
         arrays: dict[str, pa.Array] = {}
         for column, array in zip(self.columns, batch.columns, strict=True):
             if column.kind == "packed":
@@ -171,9 +169,9 @@ def from_matrix(values: Matrix, field: pa.Field) -> pa.FixedSizeListArray:
 def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:
     """The column of a contiguous 1-D array; no copy.
 
-    Of memory of Arrow's pool, it holds no Python object. So gRPC's threads, which let go of what
-    was sent, need no interpreter lock for it: they would wait for it, and a thread that asks for it
-    while the interpreter ends takes the process down with it.
+    If the memory is from Arrow's pool, the column holds no Python object. So gRPC's threads can
+    release sent data without the GIL. Otherwise they would wait for it, and a thread that asks for
+    the GIL while the interpreter ends crashes the process.
     """
     owner: object = values
     while isinstance(owner, np.ndarray):
@@ -186,7 +184,7 @@ def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:
 
 
 def pool_array(values: npt.NDArray[np.generic]) -> pa.Array:
-    """The column of a copy of a 1-D array, in Arrow's memory pool: fit to be sent."""
+    """The column of a copy of a 1-D array, in Arrow's memory pool, ready to be sent."""
     copy = pool_matrix(1, len(values), values.dtype)
     copy[0] = values
     return _as_array(copy[0])
@@ -195,8 +193,7 @@ def pool_array(values: npt.NDArray[np.generic]) -> pa.Array:
 def pool_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     """An uninitialised ``[rows, width]`` array in Arrow's memory pool.
 
-    The pool keeps freed pages for a moment, so that the next array of the size costs no page
-    faults.
+    The pool keeps freed pages for a moment, so the next array of that size has no page faults.
     """
     buffer = pa.allocate_buffer(rows * width * dtype.itemsize)
     return np.frombuffer(buffer, dtype, count=rows * width).reshape(rows, width)
@@ -244,13 +241,13 @@ def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
         _packed(item, groups[item]) if isinstance(item, pa.DataType) else _single(item)
         for item in order
     ]
-    # Plain columns last: where the others begin in a file then does not depend on their sizes. Of
-    # the others those first whose row size has the most factors of two: then each column begins at
-    # the same place modulo these in every file, however many rows are before it.
-    return tuple(sorted(columns, key=lambda column: (column.kind == "plain", -_twos(column))))
+    # Plain columns last, so that the offsets of the others do not depend on their sizes. The others
+    # by the power of two in their row size, largest first. So the offset of each column, modulo
+    # that power, is the same in every file, whatever the number of rows.
+    return tuple(sorted(columns, key=lambda column: (column.kind == "plain", -_alignment(column))))
 
 
-def _twos(column: StoredColumn) -> int:
+def _alignment(column: StoredColumn) -> int:
     """The largest power of two that divides the bytes of a row; 0 for a plain column."""
     row_bytes = 0 if column.dtype is None else column.width * column.dtype.itemsize
     return row_bytes & -row_bytes

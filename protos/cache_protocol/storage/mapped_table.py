@@ -1,19 +1,17 @@
-"""Shard files mapped next to each other, so that the rows of all of them are one matrix a column.
+"""Maps shard files side by side, so that all of their rows are one matrix a column.
 
-Random rows are then gathered by one call for each stored column, in the order that they are wanted
-in, whatever shards they are of: no grouping by shard, no second copy to bring them into order, and
-no call of Python a shard.
+One call for each stored column then gathers random rows of any shards, in the requested order:
+without grouping by shard, without a second copy to reorder, without a Python call for each shard.
 
     files       |hdr| 2 000 rows |    |hdr| 1 500 rows |    |hdr| 2 000 rows |
     addresses   [ 2 000 rows | gap | 1 500 rows | gap | 2 000 rows ]     one range for each column
 
-A file can be mapped at multiples of the page size only, and rows of one matrix stand at multiples
-of their size only. So each file has a gap before it, long enough that both hold: fewer pages than a
-row has bytes. A gap costs addresses, no memory. The layout guarantees such a place: it puts first
-the columns whose row size has the most factors of two (see `cache_protocol.storage.layout`).
+A file can be mapped only at multiples of the page size, and the rows of a matrix must be at
+multiples of the row size. So a gap before each file satisfies both; it has fewer pages than a row
+has bytes. A gap takes addresses, but no memory. The order of columns in
+`cache_protocol.storage.layout` guarantees that such a gap exists.
 
-Pages are those of the system or, where a shard is large enough to have some, huge ones: a file that
-lies in huge pages is then found by them.
+Pages are huge ones if a shard is large enough for one, else normal ones.
 """
 
 from __future__ import annotations
@@ -33,22 +31,20 @@ from cache_protocol.storage.shard_files import MappedShard, Selection, are_conse
 from cache_protocol.storage.virtual_memory import AddressRange, MappedFile, huge_page_bytes
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
-_MOST_ADDRESSES = 2**44  # of a column; a process has 2**47, and more than one column
+_MAX_ADDRESSES = 2**44  # of a column; a process has 2**47, for all columns
 
 
 class MappedTable:
-    """Shards of one version, of which rows are gathered.
-
-    Any number of threads may gather while one attaches.
+    """The mapped shards of one version. Any threads may gather while one attaches.
 
     Args:
         layout: of the stored batches.
         starts: first row id of each shard.
-        num_rows: of each shard; 0 of those that are never attached.
-        only: stored columns that may be asked for; None for all.
+        num_rows: of each shard; 0 for shards that are never attached.
+        only: indices of the stored columns to map; None for all.
 
     Raises:
-        OSError: there are not enough addresses.
+        OSError: the process does not have enough addresses.
     """
 
     def __init__(
@@ -62,20 +58,20 @@ class MappedTable:
         self._starts = starts
         self._shards: list[MappedShard | None] = [None] * len(starts)
         self._columns = {
-            index: _AdjacentColumn(column, starts, num_rows)
+            index: _MappedColumn(column, starts, num_rows)
             for index, column in enumerate(layout.columns)
             if column.kind != "plain" and (only is None or index in only)
         }
 
     def attach(self, position: int, shard: MappedShard) -> None:
-        """Makes the rows of a shard ready to be gathered.
+        """Maps the rows of a shard.
 
         Args:
             position: of the shard in ``starts``.
 
         Raises:
             OSError: this process has too many maps.
-            ValueError: columns do not lie where they should.
+            ValueError: a column has an unexpected offset in the file.
         """
         if shard.sealed.num_rows:
             for index, column in self._columns.items():
@@ -83,13 +79,13 @@ class MappedTable:
         self._shards[position] = shard
 
     def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
-        """Rows as one stored batch: numbers in memory of their own.
+        """Gathers rows as one stored batch.
 
-        Strings and lists may be views of the files, where rows stand together there.
+        Numbers are copied. Strings and lists are views of the file if their rows are consecutive.
 
         Args:
-            row_ids: in the order wanted.
-            shard_of: position of the shard of each row, all of them attached.
+            row_ids: in the order of the result.
+            shard_of: position of the shard of each row; all must be attached.
         """
         plain = any(column.kind == "plain" for column in selection.layout.columns)
         by_shard = self._by_shard(row_ids, shard_of) if plain else None
@@ -118,11 +114,11 @@ class MappedTable:
 
 
 class _RowsByShard(NamedTuple):
-    """Rows of a request as plain columns are gathered: shard by shard, then brought into order.
+    """The rows of a request for plain columns: gathered shard by shard, then reordered.
 
     Attributes:
-        parts: shards, and rows in each of them: a slice of those that stand together.
-        inverse: where in the joined parts each row of the request stands; None where as they come.
+        parts: shards, and rows in each of them; a slice if they are consecutive.
+        inverse: position of each row of the request in the joined parts; None if in order.
     """
 
     parts: list[tuple[MappedShard, pa.Array | slice]]
@@ -141,7 +137,7 @@ def _taken(column: pa.Array, rows: pa.Array | slice) -> pa.Array:
     return column.take(rows)
 
 
-class _AdjacentColumn:
+class _MappedColumn:
     """One packed or matrix column of all shards."""
 
     def __init__(self, column: StoredColumn, starts: Ids, num_rows: Sequence[int]) -> None:
@@ -150,20 +146,20 @@ class _AdjacentColumn:
         self._starts, self._num_rows = starts, num_rows
         self._row_bytes = column.width * column.dtype.itemsize
         self._page = huge_page_bytes()
-        first_pages = self._places()
+        first_pages = self._first_free_pages()
         has_huge = max(num_rows, default=0) * self._row_bytes >= self._page
-        if not has_huge or first_pages[-1] * self._page > _MOST_ADDRESSES:
+        if not has_huge or first_pages[-1] * self._page > _MAX_ADDRESSES:
             self._page = mmap.PAGESIZE
-            first_pages = self._places()
+            first_pages = self._first_free_pages()
         self._unit = math.gcd(self._page, self._row_bytes)
         self._first_pages = first_pages[:-1]
         self._addresses = AddressRange(first_pages[-1] * self._page)
-        self._lead: int | None = None  # bytes before the first row, once a shard is attached
+        self._lead: int | None = None  # bytes before the first row; set by the first shard
         self._matrix: Matrix | None = None
         self._shift = np.zeros(len(num_rows), np.int64)  # row id -> row of the matrix
 
-    def _places(self) -> list[int]:
-        """The first page that each shard may take, and the end of the last one."""
+    def _first_free_pages(self) -> list[int]:
+        """The first page that each shard may use, and the end of the last one."""
         gap_pages = self._row_bytes // math.gcd(self._page, self._row_bytes)
         pages = [
             gap_pages + 1 + math.ceil(rows * self._row_bytes / self._page) if rows else 0
@@ -172,26 +168,28 @@ class _AdjacentColumn:
         return list(itertools.accumulate(pages, initial=0))
 
     def attach(self, position: int, file: MappedFile, offset: int) -> None:
-        """Shows the rows of a shard, which begin at ``offset`` in the file."""
+        """Maps the rows of a shard, which start at byte ``offset`` of the file."""
         page, row_bytes = self._page, self._row_bytes
-        before = offset % page  # in their first page
+        before = offset % page  # bytes of the first page before the rows
         first_page = self._first_pages[position]
         if self._lead is None or self._matrix is None:
             self._lead = (first_page * page + before) % row_bytes
             self._matrix = self._addresses.rows(self._lead, self._width, self._dtype)
         if (before - self._lead) % self._unit:
-            raise ValueError(f"a column at byte {offset} cannot lie next to the same of others")
+            raise ValueError(
+                f"a column at byte {offset} cannot be mapped beside that of other shards"
+            )
         # page * first_page + before = lead, modulo row_bytes
         modulus = row_bytes // self._unit
         wanted = (self._lead - before) // self._unit * pow(page // self._unit, -1, modulus)
         first_page += (wanted - first_page) % modulus
         start = first_page * page
         size = before + self._num_rows[position] * row_bytes
-        self._addresses.show(start, file, offset - before, size)
+        self._addresses.map_file(start, file, offset - before, size)
         self._shift[position] = (start + before - self._lead) // row_bytes - self._starts[position]
 
     def gather(self, row_ids: Ids, shard_of: Indices) -> Matrix:
-        """Rows in memory of their own."""
+        """A copy of these rows."""
         assert self._matrix is not None
         if len(self._shift) == 1:
             rows = row_ids + self._shift[0]
@@ -199,5 +197,5 @@ class _AdjacentColumn:
             rows = np.take(self._shift, shard_of)
             rows += row_ids
         found = pool_matrix(len(rows), self._width, self._dtype)
-        np.take(self._matrix, rows, axis=0, out=found, mode="clip")  # clip spares a hidden copy
+        np.take(self._matrix, rows, axis=0, out=found, mode="clip")  # clip avoids a hidden copy
         return found

@@ -1,7 +1,7 @@
 """Row id -> shard, and the rows of a request by shard or node. Pure.
 
-A node and a client on the same machine gather from the same files in the same way: they find the
-shard of each row, group the rows by shard, and know how to bring them back into order.
+A node and a client on the same machine gather from files in the same way: they find the shard of
+each row, group the rows by shard, and restore the order.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
-_MOST_BUCKETS_PER_SHARD = 64
-_RADIX_BITS = 16  # numpy sorts keys of so many bits by radix, ten times as fast as longer ones
+_MAX_BUCKETS_PER_SHARD = 64
+_RADIX_BITS = 16  # numpy sorts keys of up to so many bits by radix, ten times as fast
 
 
 class RowIndex:
-    """Which of some ascending runs of rows each row id falls into. Immutable, any thread.
+    """Finds the run of each row id among ascending runs. Immutable, any thread.
 
-    Found by a table lookup, several times as fast as a binary search: rows are cut into buckets of
-    a power of two, so small that no bucket holds the first rows of two runs. The run of a row is
-    then that of its bucket's first row, or the next one. Where runs differ so much in length that
-    the table would be large, it is a binary search.
+    A table lookup, several times as fast as a binary search. Rows are cut into buckets of a power
+    of two, so small that no bucket has the first rows of two runs. So a row is in the run of its
+    bucket's first row, or in the next run. If the lengths of runs differ so much that the table
+    would be large, it is a binary search.
 
     Args:
         starts: first row of each run, ascending.
-        stop: after the last row that will be asked for.
+        stop: end of the last run.
     """
 
     def __init__(self, starts: Ids, stop: int) -> None:
         self._starts = starts
-        # Of run -1, which is before the first, it stands at the end.
+        # The last element is for run -1, before the first run.
         self._next_start = np.concatenate([starts[1:], [stop], starts[:1]])
         self._shift = _shift(starts, stop)
         if self._shift is not None:
@@ -44,26 +44,25 @@ class RowIndex:
             self._run_of_bucket = found.astype(np.min_scalar_type(-max(1, len(starts))))
 
     def find(self, rows: Ids) -> Indices:
-        """The index of the last run that starts at each row or before; -1 where none does.
+        """The index of the last run that starts at or before each row; -1 if there is none.
 
         Args:
             rows: in ``[0, stop)``.
         """
         if self._shift is None:
             return np.searchsorted(self._starts, rows, side="right") - 1
-        # Short numbers in the table; of the size of a pointer where numpy takes by them, which is
-        # several times as fast.
+        # The table has short integers. As indices, numpy is several times as fast with intp.
         run_of = np.take(self._run_of_bucket, rows >> self._shift).astype(np.intp)
         run_of += rows >= np.take(self._next_start, run_of, mode="wrap")
         return run_of
 
 
 def _shift(starts: Ids, stop: int) -> int | None:
-    """Bits of a bucket; None where too many of them would be needed."""
+    """Bits of a bucket; None if there would be too many buckets."""
     if not len(starts) or stop <= 0:
         return None
     for shift in range((stop // len(starts)).bit_length(), -1, -1):
-        if stop >> shift > _MOST_BUCKETS_PER_SHARD * len(starts):
+        if stop >> shift > _MAX_BUCKETS_PER_SHARD * len(starts):
             return None
         if (np.diff(starts >> shift) > 0).all():
             return shift
@@ -72,11 +71,12 @@ def _shift(starts: Ids, stop: int) -> int | None:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Rows of a request, those of one group together, or nearly so where groups are very many.
+    """Rows of a request by group; nearly so if there are very many groups.
 
     Attributes:
-        rows, group_of: together.
-        order: where in the request each of them stands; None where they are in its order.
+        rows: row ids.
+        group_of: group of each row.
+        order: position of each row in the request; None if in the order of the request.
     """
 
     rows: Ids
@@ -85,7 +85,7 @@ class Grouped:
 
     @property
     def inverse(self) -> npt.NDArray[np.intp] | None:
-        """Where in ``rows`` each row of the request stands; None where they are in its order."""
+        """Position in ``rows`` of each row of the request; None if in the order of the request."""
         if self.order is None:
             return None
         inverse = np.empty(len(self.order), np.intp)
@@ -93,7 +93,7 @@ class Grouped:
         return inverse
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Each stretch of rows of one group: group, start, stop."""
+        """Each run of rows of one group: group, start, stop."""
         breaks = np.flatnonzero(self.group_of[1:] != self.group_of[:-1]) + 1
         bounds = [0, *breaks.tolist(), len(self.rows)]
         groups = self.group_of[bounds[:-1]].tolist()
@@ -102,10 +102,10 @@ class Grouped:
 
 
 def group_rows(rows: Ids, group_of: Indices) -> Grouped:
-    """The rows, of which there is at least one, by group; as they come inside each.
+    """Groups one or more rows; keeps their order inside each group.
 
     Args:
-        group_of: of each row: its shard, or its node.
+        group_of: shard or node of each row.
     """
     if bool((group_of[1:] >= group_of[:-1]).all()):
         return Grouped(rows, group_of, None)
@@ -114,7 +114,7 @@ def group_rows(rows: Ids, group_of: Indices) -> Grouped:
 
 
 def _short(group_of: Indices) -> npt.NDArray[np.int16]:
-    """Numbers in nearly the same order that are short enough to be sorted by radix."""
+    """16-bit numbers in nearly the same order, for a radix sort."""
     excess = max(0, int(group_of.max()).bit_length() - (_RADIX_BITS - 1))
     return (group_of >> excess).astype(np.int16)
 

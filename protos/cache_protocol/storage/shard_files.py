@@ -1,11 +1,10 @@
-"""Sealed shard files, as a node and a client on the same machine read them.
+"""Sealed shard files, for nodes and for clients on the same machine.
 
-    <cache_dir>/.node-id                                      the lasting name of the node
+    <cache_dir>/.node-id                                      the permanent id of the node
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
 
-A file counts only as the manifest names it. Nothing is written here: see
-`cache_server.shards.store`.
+Only files in the manifest count. This module only reads; `cache_server.shards.store` writes.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ MAPS_PER_SHARD = 2  # of a `MappedShard`
 
 
 class MappedShard:
-    """A sealed shard, mapped: its columns without a copy. Immutable, any thread.
+    """A mapped shard file, without a copy. Immutable, any thread.
 
-    It is mapped twice. gRPC's threads let go of slices of Arrow's own map without the interpreter's
-    lock, and the pages of the other one can be shown side by side with those of other shards.
+    It is mapped twice: by Arrow, so that gRPC's threads can release slices without the GIL, and as
+    a `MappedFile`, whose pages can be mapped side by side with those of other shards.
 
     Args:
-        path: of the file, which may go away afterwards.
+        path: of the file; it may be removed afterwards.
 
     Attributes:
-        batch: all of its rows, as stored.
+        batch: all rows, as stored.
         layout: of the batch.
         matrices: stored column -> ``[rows, width]`` view, for packed and matrix columns.
-        file: the second map.
+        file: the second mapping.
 
     Raises:
-        OSError: the file is not there, or cannot be mapped.
-        ValueError, pa.ArrowException: it is not one of a stored batch.
+        OSError: there is no such file, or it cannot be mapped.
+        ValueError, pa.ArrowException: it has no stored batch.
     """
 
     def __init__(self, sealed: SealedShard, path: Path) -> None:
@@ -80,12 +79,12 @@ class MappedShard:
         }
 
     def offset(self, index: int) -> int:
-        """Where in the file the rows of packed or matrix column ``index`` begin."""
+        """The byte offset in the file of the rows of packed or matrix column ``index``."""
         return self._offsets[index]
 
 
 class Selection:
-    """Which stored columns, and which positions in them, give the wanted logical columns."""
+    """The stored columns, and the positions in them, of the requested logical columns."""
 
     def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
         self.layout = stored.select(columns)
@@ -97,7 +96,7 @@ class Selection:
             self.picks.append((index, None if whole else positions))
 
     def narrow(self, pick: int, matrix: Matrix) -> Matrix:
-        """The wanted columns of rows of stored column ``pick``; contiguous."""
+        """The requested columns from rows of stored column ``pick``; contiguous."""
         positions = self.picks[pick][1]
         if positions is None:
             return matrix
@@ -107,7 +106,7 @@ class Selection:
 
 
 def are_consecutive(rows: Ids) -> bool:
-    """Whether each of these numbers, of which there is at least one, is the one before plus 1."""
+    """Whether one or more row ids ascend by 1."""
     return bool(rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all())
 
 
@@ -117,14 +116,14 @@ def shard_file_name(index: int) -> str:
 
 
 def empty_batch(layout: Layout) -> pa.RecordBatch:
-    """No rows of a layout."""
+    """A stored batch without rows."""
     return pa.RecordBatch.from_arrays(
         [pa.array([], field.type) for field in layout.schema], schema=layout.schema
     )
 
 
 def read_manifest(path: Path) -> list[SealedShard]:
-    """The last line of each shard; a torn line is a shard that was never sealed."""
+    """The last line of each shard; ignores torn lines, whose shards were never sealed."""
     found: dict[int, SealedShard] = {}
     if not path.exists():
         return []
@@ -139,5 +138,5 @@ def read_manifest(path: Path) -> list[SealedShard]:
 
 
 def manifest_line(sealed: SealedShard) -> str:
-    """The line of a manifest that names a shard."""
+    """The manifest line of a shard."""
     return json.dumps(asdict(sealed)) + "\n"

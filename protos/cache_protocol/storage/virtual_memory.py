@@ -1,12 +1,12 @@
-"""Ranges of addresses of this process, and which pages of files stand in them.
+"""Address ranges of this process, and the file pages mapped in them.
 
-`mmap` of Python's library neither takes an address nor gives one, so the C library is called; this
-is the only place that does. Pages of a file are shown at another address without opening it again,
-by `mremap` of nothing (its manual page has it), so it does not matter whether the file still has a
-name. That is Linux; elsewhere every call is an `OSError`.
+Python's `mmap` neither takes nor returns an address, so this module calls the C library; no other
+module does. File pages are mapped at another address by `mremap` with an old size of 0, see
+mremap(2). That needs no second open, so the file may have no name any more. Linux only: elsewhere
+every call raises `OSError`.
 
-A processor finds a huge page by one entry of its tables, where it needs 512 for small ones. What
-lies in huge pages is found so only where it is shown at a multiple of their size, as in the file.
+A huge page takes one entry of the page table instead of 512. The kernel uses that entry only if the
+page is mapped at a multiple of its size, in the address range and in the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POINTER, _SIZE, _INT, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int,
 
 @functools.cache
 def huge_page_bytes() -> int:
-    """Size of a huge page, such as 2 MiB; that of any page where there are none."""
+    """Size of a huge page, such as 2 MiB; the normal page size if there are none."""
     try:
         return int(_HUGE_PAGE_SIZE.read_text())
     except (OSError, ValueError):
@@ -42,10 +42,10 @@ def huge_page_bytes() -> int:
 
 
 class MappedFile:
-    """All of a file, read-only; lives as long as whoever was given its addresses holds it.
+    """A whole file, mapped read-only for the lifetime of this object.
 
     Args:
-        handle: of the open file, which may be closed afterwards.
+        handle: of the open file; you may close it afterwards.
 
     Raises:
         OSError: it cannot be mapped.
@@ -58,16 +58,16 @@ class MappedFile:
 
 
 class AddressRange:
-    """Addresses that nobody else uses, and that lead to memory only where something is shown.
+    """A reserved range of addresses, in which files can be mapped.
 
-    It lives as long as its views. To look where nothing is shown ends the process. One as long as a
-    huge page begins at a multiple of its size.
+    It lives as long as its views. Reading where no file is mapped crashes the process. A range of
+    at least a huge page starts at a multiple of the huge page size.
 
     Args:
         size: in bytes.
 
     Raises:
-        OSError: there are not so many addresses.
+        OSError: the process does not have so many free addresses.
     """
 
     def __init__(self, size: int) -> None:
@@ -78,8 +78,8 @@ class AddressRange:
         self._unmapping = _unmap_with(self, start, reserved)
         self.start = -(-start // page) * page
 
-    def show(self, at: int, file: MappedFile, offset: int, size: int) -> None:
-        """Shows ``size`` bytes of a file at byte ``at`` of this range.
+    def map_file(self, at: int, file: MappedFile, offset: int, size: int) -> None:
+        """Maps ``size`` bytes of a file at byte ``at`` of this range.
 
         Args:
             at, offset: in this range and in the file; multiples of the page size.
@@ -96,22 +96,22 @@ class AddressRange:
         try:
             _checked(mremap(file.start + offset, 0, size, flags, self.start + at), size)
         except OSError:
-            # It may have left a hole, which whoever maps something may get: so it is not unmapped.
+            # `mremap` may have left a hole that another map may take: so never unmap this range.
             self._unmapping.detach()
             raise
 
     def collapse(self, at: int, size: int) -> None:
-        """Moves what is shown in some of this range into huge pages, for all who have it mapped.
+        """Moves a part of this range into huge pages, in every process that maps its file.
 
-        Contents and addresses stay; whoever looks there meanwhile waits for some milliseconds at
-        most. See MADV_COLLAPSE in madvise(2).
+        Contents and addresses stay the same. A concurrent read waits some milliseconds at most. See
+        MADV_COLLAPSE in madvise(2).
 
         Args:
             at, size: multiples of the size of a huge page.
 
         Raises:
-            OSError: EINVAL, where the kernel cannot (before Linux 6.1, or without huge pages);
-                others, where it could not now, as for want of memory in one piece.
+            OSError: EINVAL if the kernel cannot (before Linux 6.1, or without huge pages); others
+                if it could not this time, for example without enough contiguous memory.
         """
         madvise = _c_function("madvise", _POINTER, _SIZE, _INT)
         if madvise(self.start + at, size, _MADV_COLLAPSE):
@@ -119,13 +119,13 @@ class AddressRange:
             raise OSError(code, f"cannot make huge pages of {size} bytes: {os.strerror(code)}")
 
     def rows(self, at: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
-        """Everything from byte ``at`` on as a ``[rows, width]`` array, read-only."""
+        """Everything from byte ``at`` on, as a read-only ``[rows, width]`` array."""
         count = (self.size - at) // (width * dtype.itemsize)
         return np.asarray(_View(self, self.start + at, (count, width), dtype))
 
 
 class _View:
-    """Tells numpy of an array at an address, and keeps its memory alive."""
+    """An array at an address, for numpy; keeps its owner alive."""
 
     def __init__(
         self, owner: object, address: int, shape: tuple[int, ...], dtype: np.dtype[np.generic]
@@ -145,7 +145,7 @@ def _mmap(size: int, protection: int, flags: int, handle: int) -> int:
 
 
 def _unmap_with(owner: object, start: int, size: int) -> weakref.finalize[..., object]:
-    """Gives the addresses back when ``owner`` is gone; at exit, never."""
+    """Unmaps the addresses when ``owner`` is collected, but not at exit."""
     unmapping = weakref.finalize(owner, _c_function("munmap", _POINTER, _SIZE), start, size)
     unmapping.atexit = False
     return unmapping
@@ -163,4 +163,4 @@ def _c_function(name: str, *arguments: Any) -> Any:
     try:
         return ctypes.CFUNCTYPE(_POINTER, *arguments, use_errno=True)((name, ctypes.CDLL(None)))
     except (AttributeError, OSError):
-        raise OSError(errno.ENOSYS, f"{name} is not there on this system") from None
+        raise OSError(errno.ENOSYS, f"this system has no {name}") from None

@@ -80,14 +80,14 @@ class CoordinatorServicer:
     """Missing associated documentation comment in .proto file."""
 
     def CreateDataset(self, request, context):
-        """Starts the load of a dataset and answers at once. Attaches when the fingerprint exists.
+        """Starts the load of a dataset and answers at once. Attaches if the fingerprint exists.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PlanDataset(self, request, context):
-        """Says what a load would come to, from metadata alone.
+        """Forecasts a load from metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,8 +100,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchDataset(self, request, context):
-        """Streams the dataset at every change of its state or progress; ends when ready or failed, or,
-        where very many watch, after one answer: ask again.
+        """Streams the dataset at every change of its state or progress. Ends when it is ready or failed.
+        If very many callers watch, the stream ends after one answer: watch again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

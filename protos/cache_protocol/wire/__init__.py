@@ -1,1 +1,1 @@
-"""Channels, states, retries and progress: what both ends of the control plane agree on."""
+"""The control plane, as both ends use it: channels, states, retries, progress of loads."""

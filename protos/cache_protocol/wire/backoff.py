@@ -1,6 +1,6 @@
-"""Pauses between attempts, by chance, so that the many who wait do not all come back at once.
+"""Random pauses between attempts, so that many waiting clients do not retry at once.
 
-The chance is their own: training scripts seed `random`, and count on what it gives them next.
+Does not use `random`: training scripts seed it and rely on its next values.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from random import SystemRandom
 
 from tenacity import RetryCallState
 
-_CHANCE = SystemRandom()  # has no state, which forked workers would share
+_RANDOM = SystemRandom()  # stateless: forked workers would share a state
 
 
 def backoff(first_s: float, longest_s: float) -> Callable[[RetryCallState], float]:
-    """A ``wait`` for tenacity: anything up to ``first_s``, then up to twice as much each time.
+    """A ``wait`` for tenacity: full jitter, with a limit that doubles from ``first_s``.
 
     Args:
-        longest_s: that no pause is longer than.
+        first_s: the longest first pause.
+        longest_s: the longest pause.
     """
     return lambda state: pause_s(state.attempt_number, first_s, longest_s)
 
 
 def pause_s(attempt: int, first_s: float, longest_s: float) -> float:
-    """The pause after an attempt, of which the first is 1; as that of `backoff`."""
-    doublings = min(attempt - 1, 64)  # more would not fit a float
-    return _CHANCE.uniform(0.0, min(first_s * 2.0**doublings, longest_s))
+    """The pause of `backoff` after an attempt; the first attempt is 1."""
+    doublings = min(attempt - 1, 64)  # more would overflow a float
+    return _RANDOM.uniform(0.0, min(first_s * 2.0**doublings, longest_s))

@@ -1,4 +1,4 @@
-"""The states of a dataset by the names that people and programs see."""
+"""The names of dataset states, for people and programs."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ STATE_NAMES: dict[int, str] = {
 
 
 def state_name(state: int) -> str:
-    """What people see; also of a state that a later release may have."""
+    """The name of a state; also for states of later releases."""
     return STATE_NAMES.get(state, f"state {state}")

@@ -1,7 +1,7 @@
-"""How far a load is: for a person who watches it, a log, or the status of a TrainJob.
+"""The progress of a load, for people, logs and the status of a TrainJob.
 
-Both sides say it: a node that loads what its environment asks for, and a client that waits for a
-load. Knows nothing of how the numbers arrive.
+Used by a node that loads a dataset from its environment, and by a client that waits for a load.
+Does not know how the numbers arrive.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class LoadReport:
     """One reading of a load.
 
     Attributes:
-        shards_total: 0 while a query runs whose result is not cut yet.
-        num_bytes: of the shards that are sealed, decoded, of one replica.
-        percent: 100 only when every shard is sealed; None where nothing tells how much there is.
-        remaining_s: at the rate since the first reading; None before there is one.
-        waits: why a part of it cannot go on yet; empty where it can.
+        shards_total: 0 while a whole query runs, because its result is not cut yet.
+        num_bytes: of the sealed shards, decoded, of one replica.
+        percent: 100 only if every shard is sealed; None if the total is unknown.
+        remaining_s: at the rate since the first reading; None if unknown.
+        waits: why a part of the load has to wait; empty if none has to.
     """
 
     dataset: str
@@ -51,7 +51,7 @@ class LoadReport:
 
 
 class LoadMeter:
-    """Turns the progress of one load into reports. One thread at a time.
+    """Turns the progress of one load into reports. Not thread-safe.
 
     Args:
         dataset: its name.
@@ -61,78 +61,78 @@ class LoadMeter:
     def __init__(self, dataset: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._dataset = dataset
         self._clock = clock
-        self._first: tuple[float, float] | None = None  # time and share done
+        self._first: tuple[float, float] | None = None  # time and fraction done
 
     def read(self, progress: pb.LoadProgress) -> LoadReport:
-        """The report for what the coordinator says now."""
-        share = _share(progress)
+        """The report for the current progress."""
+        fraction = _fraction_done(progress)
         now = self._clock()
-        if share is not None and self._first is None:
-            self._first = now, share
+        if fraction is not None and self._first is None:
+            self._first = now, fraction
         remaining_s = None
-        if share is not None and self._first is not None:
+        if fraction is not None and self._first is not None:
             since, before = self._first
-            if share >= 1.0:
+            if fraction >= 1.0:
                 remaining_s = 0.0
-            elif share > before:
-                remaining_s = (1.0 - share) * (now - since) / (share - before)
+            elif fraction > before:
+                remaining_s = (1.0 - fraction) * (now - since) / (fraction - before)
         return LoadReport(
             self._dataset,
             progress.rows_done,
             progress.shards_done,
             progress.shards_total,
             progress.bytes_done,
-            None if share is None else int(100 * share),
+            None if fraction is None else int(100 * fraction),
             remaining_s,
             progress.waits,
         )
 
 
-class EachSecond:
-    """Passes on one report a second, and the one that says that every shard is done.
+class OncePerSecond:
+    """Forwards one report a second, and always the first one with 100 percent.
 
     Args:
-        say: is given the reports that are passed on.
-        interval_s: between two of them, at least.
+        forward: called with each forwarded report.
+        interval_s: the shortest time between two reports.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        say: Callable[[LoadReport], None],
+        forward: Callable[[LoadReport], None],
         interval_s: float = _LINE_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say = say
+        self._forward = forward
         self._interval_s = interval_s
         self._clock = clock
         self._due = clock()
         self._finished = False
 
     def __call__(self, report: LoadReport) -> None:
-        """Takes in a report."""
+        """Forwards a report if it is time."""
         now = self._clock()
         finished = report.percent == 100
         if now < self._due and not (finished and not self._finished):
             return
         self._finished = finished
-        self._due += self._interval_s  # so that lines which come a little late do not add up
+        self._due += self._interval_s  # not from now, so that delays do not add up
         if self._due <= now:
             self._due = now + self._interval_s
-        self._say(report)
+        self._forward(report)
 
 
-def _share(progress: pb.LoadProgress) -> float | None:
-    """How much is done, from 0 to 1, and 1 only when every shard is sealed.
+def _fraction_done(progress: pb.LoadProgress) -> float | None:
+    """The fraction done, from 0 to 1; 1 only if every shard is sealed.
 
-    By rows while shards are being read. A filter keeps fewer rows than are estimated, so the
-    shards tell more then: the larger of both never says too much.
+    By rows while shards are read. A filter keeps fewer rows than estimated, so shards may tell
+    more: neither overestimates, so the larger one counts.
     """
     if progress.shards_total and progress.shards_done >= progress.shards_total:
         return 1.0
-    shares = []
+    fractions = []
     if progress.shards_total:
-        shares.append(progress.shards_done / progress.shards_total)
+        fractions.append(progress.shards_done / progress.shards_total)
     if progress.estimated_rows:
-        shares.append(progress.rows_done / progress.estimated_rows)
-    return min(0.99, max(shares)) if shares else None
+        fractions.append(progress.rows_done / progress.estimated_rows)
+    return min(0.99, max(fractions)) if fractions else None

@@ -1,4 +1,4 @@
-"""Waiting for a load by watching it, as a client and a node beside its coordinator do."""
+"""Waits for a load by watching it; for clients and for nodes."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tenacity import RetryCallState, Retrying, retry_if_result, wait_exponential
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 
-_PAUSE = wait_exponential(multiplier=0.25, max=2.0)  # without chance, which scripts may have seeded
-_LEAST_PAUSE_S = 0.05  # before a deadline
+_PAUSE = wait_exponential(multiplier=0.25, max=2.0)  # not random: scripts may seed `random`
+_MIN_PAUSE_S = 0.05  # before a deadline
 
 
-def wait_until_settled(
+def wait_for_load(
     watch: Callable[[pb.DatasetInfo], Iterable[pb.DatasetInfo]],
     info: pb.DatasetInfo,
     on_progress: Callable[[LoadReport], None],
     deadline: float | None = None,
 ) -> pb.DatasetInfo:
-    """The dataset when it is ready or has failed.
+    """Waits until the dataset is ready or failed, and returns it.
 
-    A coordinator that very many callers watch ends some of their watches before. It is then asked
-    again, after a pause.
+    If very many callers watch, the coordinator ends some watches early. Those are repeated after a
+    pause.
 
     Args:
-        watch: given what is known, one watch: the dataset at every change. Raises when the deadline
-            is over; this function does not.
-        info: the dataset as it is known before.
-        on_progress: called in this thread for whatever a watch gives.
-        deadline: by `time.monotonic`; pauses end before it, so that it is asked once more.
+        watch: starts one watch, given the last known state; yields the dataset at every change.
+            Must raise after the deadline; this function does not.
+        info: the last known state of the dataset.
+        on_progress: called in this thread at every change.
+        deadline: by `time.monotonic`; the last pause ends before it, for one more watch.
     """
     meter = LoadMeter(info.spec.name)
 
@@ -44,7 +44,7 @@ def wait_until_settled(
     def pause_s(state: RetryCallState) -> float:
         if deadline is None:
             return _PAUSE(state)
-        return min(_PAUSE(state), max((deadline - time.monotonic()) / 2, _LEAST_PAUSE_S))
+        return min(_PAUSE(state), max((deadline - time.monotonic()) / 2, _MIN_PAUSE_S))
 
     return Retrying(
         retry=retry_if_result(lambda known: known.state == pb.DATASET_STATE_LOADING), wait=pause_s

@@ -1,26 +1,24 @@
-"""Posts how far a load is to the status of the TrainJob that it belongs to.
+"""Posts the progress of a load to the status of its TrainJob.
 
 Kubeflow Trainer (2.3, feature gate ``TrainJobStatus``) takes status over HTTP and shows it as
-``status.trainerStatus`` of the TrainJob. Where it does, it gives its containers three variables:
+``status.trainerStatus`` of the TrainJob. It sets three variables in the containers:
 
-    KUBEFLOW_TRAINER_SERVER_URL         where to post to
-    KUBEFLOW_TRAINER_SERVER_CA_CERT     file: whom to trust there
-    KUBEFLOW_TRAINER_SERVER_TOKEN       file: who we are; renewed now and then, so read each time
+    KUBEFLOW_TRAINER_SERVER_URL         where to post
+    KUBEFLOW_TRAINER_SERVER_CA_CERT     file with the certificates to trust
+    KUBEFLOW_TRAINER_SERVER_TOKEN       file with the bearer token; it is renewed, so read each time
 
-What a user sees there is about the training: ``progressPercentage`` says how complete the whole
-TrainJob is, ``estimatedRemainingSeconds`` when it ends. Loading is neither. A load that is through
-with 100 % would look like a job that is through, and progress would fall back to 0 % when the
-trainers begin to report. So the percentage stays 0 while a load runs, nothing is said of the time
-that the job needs, and the load has metrics of its own:
+``progressPercentage`` and ``estimatedRemainingSeconds`` are about the whole TrainJob. A load at
+100 % would look like a finished job, and progress would fall to 0 % when the trainers report. So
+during a load the percentage stays 0, the remaining seconds are not set, and the load has metrics:
 
-    cache_load_percent, cache_load_remaining_seconds     where they are known
+    cache_load_percent, cache_load_remaining_seconds     if known
     cache_rows, cache_bytes, cache_shards_done, cache_shards_total
 
-A post replaces the whole status, so nothing must be posted any more once trainers may report:
-whoever uses this closes it when the dataset is ready, and does not begin where it was ready before.
-Nothing is posted after that but what was sent before: a post that hangs then cannot be called back.
+A post replaces the whole status, so there must be none once trainers may report. Close this object
+when the dataset is ready, and do not create one if it was ready before. A post that was already
+sent cannot be cancelled.
 
-The status is a courtesy: what goes wrong with it is logged once, and never an error of the load.
+The status is optional: a failure to post is logged once and never fails the load.
 """
 
 from __future__ import annotations
@@ -46,19 +44,19 @@ TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 
 _INTERVAL_S = 5.0
 _TIMEOUT_S = 5.0
-_LAST_POST_S = 2.0  # that a finished load waits for its last post
+_LAST_POST_S = 2.0  # how long a finished load waits for its last post
 
 
 class TrainJobStatus:
-    """Posts the latest report of a load, in a thread of its own. Thread-safe; a context manager.
+    """Posts the latest report of a load in a background thread. Thread-safe; a context manager.
 
     Args:
-        url: where to post to.
+        url: where to post.
         ca_file: certificates to trust; None for those of the machine.
-        token_file: holds the bearer token; None to send none.
-        interval_s: between two posts, at least.
+        token_file: has the bearer token; None to send none.
+        interval_s: the shortest time between two posts.
         timeout_s: of each post.
-        closing_s: that `close` waits at most.
+        closing_s: the longest time that `close` waits.
     """
 
     def __init__(
@@ -80,14 +78,14 @@ class TrainJobStatus:
         self._changed = threading.Condition()
         self._latest: LoadReport | None = None
         self._closed = False
-        self._given_up = False  # and no longer waited for
-        self._complained = False
+        self._is_abandoned = False  # nothing must be sent any more
+        self._has_logged = False
         self._thread = threading.Thread(target=self._run, name="trainjob-status", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> TrainJobStatus | None:
-        """The status of the TrainJob of this environment; None where it takes none."""
+        """The status of the TrainJob in this environment; None if it takes none."""
         url, ca_file, token_file = (environ.get(name) for name in (URL, CA_CERT, TOKEN))
         if not url:
             return None
@@ -104,9 +102,9 @@ class TrainJobStatus:
         self.close()
 
     def show(self, report: LoadReport) -> None:
-        """Has ``report`` posted soon, unless a later one comes before; waits for nothing.
+        """Posts ``report`` soon, unless a later one replaces it; does not wait.
 
-        Once this is closed it does nothing.
+        Does nothing after `close`.
         """
         with self._changed:
             if not self._closed:
@@ -114,17 +112,17 @@ class TrainJobStatus:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Posts the last report, if it was not yet, and ends; waits a moment for that at most.
+        """Posts the last report if needed, and ends; waits at most ``closing_s``.
 
-        What was not sent by then never is. One post that was sent, and is not answered, may still
-        be taken.
+        A report that is not sent by then never is. A post that was sent but not answered may still
+        take effect.
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(min(self._closing_s, self._timeout_s))
         with self._changed:
-            self._given_up = True
+            self._is_abandoned = True
             self._latest = None
 
     # -- in the posting thread -----------------------------------------------------------------
@@ -134,12 +132,12 @@ class TrainJobStatus:
             try:
                 self._post(report)
             except (OSError, ValueError, http.client.HTTPException) as error:
-                self._complain(error)
+                self._log_failure(error)
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, self._interval_s)
 
     def _next(self) -> LoadReport | None:
-        """The next report to post; None when there is none any more."""
+        """Waits for the next report to post; None after the last one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._latest is not None)
             report, self._latest = self._latest, None
@@ -155,7 +153,7 @@ class TrainJobStatus:
         try:
             path = (place.path or "/") + (f"?{place.query}" if place.query else "")
             connection.connect()
-            if self._given_up:
+            if self._is_abandoned:
                 return
             connection.request("POST", path, json.dumps(status_of(report)), headers)
             response = connection.getresponse()
@@ -174,18 +172,18 @@ class TrainJobStatus:
             return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
         if scheme == "http":
             return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        raise OSError("it is no http or https address")
+        raise OSError("it is no http or https URL")
 
-    def _complain(self, error: Exception) -> None:
-        level = logging.DEBUG if self._complained else logging.WARNING
-        self._complained = True
-        # Other texts may quote a header, and with it the token.
+    def _log_failure(self, error: Exception) -> None:
+        level = logging.DEBUG if self._has_logged else logging.WARNING
+        self._has_logged = True
+        # Other messages may quote a header, and so the token.
         reason = error if isinstance(error, OSError) else type(error).__name__
         logger.log(level, "TrainJob status not posted url=%s reason=%s", self._url, reason)
 
 
 def status_of(report: LoadReport, now_s: float | None = None) -> dict[str, object]:
-    """The body of a post: an UpdateTrainJobStatusRequest of Trainer's API.
+    """The body of a post: an UpdateTrainJobStatusRequest of Trainer.
 
     Args:
         now_s: seconds since the epoch; default: now.

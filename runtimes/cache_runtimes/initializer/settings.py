@@ -37,7 +37,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec.job_settings import OF_ACCESS, VARIABLES, asks_for_dataset, spec_from_env
-from cache_protocol.storage.memory_budget import LEAST_SHARD_BYTES, shard_bytes
+from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
 DEFAULT_CLUSTER_SIZE = 3
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035, as for a TrainJob
@@ -201,7 +201,7 @@ class _Given:
         memory_bytes = int(_quantity(value) or 0)
         if not memory_bytes:
             self._refuse(name, value, "a Kubernetes quantity above 0, such as 8Gi")
-        elif shard_bytes(memory_bytes) < LEAST_SHARD_BYTES:
+        elif shard_bytes(memory_bytes) < MIN_SHARD_BYTES:
             self.problems.append(
                 f"{name}={value!r} leaves no room for rows: the process itself may take 1Gi or a "
                 "quarter, so at least 1088Mi are needed"

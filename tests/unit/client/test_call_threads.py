@@ -25,22 +25,22 @@ def test_an_interrupt_ends_the_waiting_at_once_and_reaches_nothing_of_the_call()
         assert let_end.wait(WAIT_S)
         ended.set()
 
-    with CallThreads() as aside:
+    with CallThreads() as threads:
         with pytest.raises(KeyboardInterrupt):
-            aside.call(call)
+            threads.call(call)
         assert not ended.is_set()
-        aside.call(let_end.set)  # as a channel is closed, to end a call that was left
+        threads.call(let_end.set)  # as a channel is closed, to end a call that was left
     assert ended.wait(WAIT_S)
 
 
-def test_what_a_call_returns_or_raises_is_what_the_caller_gets() -> None:
-    with CallThreads() as aside:
-        assert aside.call(divmod, 7, 2) == (3, 1)
+def test_the_caller_gets_what_the_call_returns_or_raises() -> None:
+    with CallThreads() as threads:
+        assert threads.call(divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
-            aside.call(divmod, 7, 0)
+            threads.call(divmod, 7, 0)
 
 
-def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
+def test_only_the_caller_keeps_the_error_of_a_call() -> None:
     class Failure(Exception):
         pass
 
@@ -49,27 +49,27 @@ def test_what_a_call_raised_is_kept_by_nobody_but_the_caller() -> None:
 
     gc.disable()  # its traceback would keep what the call used, until the next collection
     try:
-        with CallThreads() as aside:
+        with CallThreads() as threads:
             with pytest.raises(Failure) as caught:
-                aside.call(fail)
+                threads.call(fail)
             failure = weakref.ref(caught.value)
             del caught
-            wait_until(lambda: failure() is None, WAIT_S, "nobody holds what the call raised")
+            wait_until(lambda: failure() is None, WAIT_S, "only the caller has held the error")
     finally:
         gc.enable()
 
 
-def test_a_thread_that_no_interrupt_reaches_makes_its_calls_itself() -> None:
-    with CallThreads() as aside, ThreadPoolExecutor(1) as pool:
-        assert aside.call(threading.get_ident) != threading.get_ident()
+def test_other_threads_than_the_main_thread_make_calls_themselves() -> None:
+    with CallThreads() as threads, ThreadPoolExecutor(1) as pool:
+        assert threads.call(threading.get_ident) != threading.get_ident()
         other = pool.submit(threading.get_ident).result(WAIT_S)
-        assert pool.submit(aside.call, threading.get_ident).result(WAIT_S) == other
+        assert pool.submit(threads.call, threading.get_ident).result(WAIT_S) == other
 
 
 def test_calls_are_still_made_where_no_thread_begins_any_more() -> None:
-    with CallThreads() as aside:
+    with CallThreads() as threads:
         pass
-    assert aside.call(threading.get_ident) == threading.get_ident()
+    assert threads.call(threading.get_ident) == threading.get_ident()
 
 
 def test_a_call_for_which_no_thread_begins_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +82,12 @@ def test_a_call_for_which_no_thread_begins_is_made_once(monkeypatch: pytest.Monk
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with CallThreads() as aside:
+    with CallThreads() as threads:
         with pytest.raises(KeyboardInterrupt):
-            aside.call(left)
+            threads.call(left)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            aside.call(calls.append, threading.get_ident())
+            threads.call(calls.append, threading.get_ident())
         let_end.set()  # the thread that was left takes what waits for one
-        aside.call(calls.append, 0)
+        threads.call(calls.append, 0)
     assert calls == [threading.get_ident(), 0]

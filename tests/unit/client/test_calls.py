@@ -1,4 +1,4 @@
-"""`Call`: made once, by whoever comes first, and waited for by another thread."""
+"""`Call`: run once, by the first thread that takes it, and waited for by another."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from cache_client.grpc_guard.calls import Call
 from tests.interrupts import interrupt_conditions
 
 
-def test_what_a_call_returns_or_raises_in_another_thread_is_what_the_waiting_one_gets() -> None:
+def test_the_waiting_thread_gets_what_the_call_returns_or_raises_in_another_thread() -> None:
     good, bad = Call(divmod, 7, 2), Call(divmod, 7, 0)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(bad.make)
-        pool.submit(good.make)
+        pool.submit(bad.run)
+        pool.submit(good.run)
         assert good.wait() == (3, 1)
         with pytest.raises(ZeroDivisionError):
             bad.wait()
 
 
-def test_a_call_is_made_once_whoever_tries_to() -> None:
+def test_a_call_runs_once_however_often_it_is_tried() -> None:
     made: list[int] = []
     call = Call(made.append, 1)
-    call.make()
-    call.make()
+    call.run()
+    call.run()
     call.wait()
     assert made == [1]
 
@@ -34,7 +34,7 @@ def test_to_wait_for_a_call_takes_no_lock_that_an_interrupt_could_keep(
 ) -> None:
     call = Call(divmod, 7, 2)
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(call.make)
+        made = pool.submit(call.run)
         with monkeypatch.context() as patch:
             interrupt_conditions(patch)
             assert call.wait() == (3, 1)

@@ -62,7 +62,7 @@ def test_neighbouring_columns_stack_without_a_copy_and_others_with_one() -> None
 
 
 @pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
-def test_the_columns_of_a_batch_share_one_storage_of_its_own_rows_alone(
+def test_the_columns_of_a_batch_share_one_storage_of_only_its_rows(
     stack: dict[str, list[str]] | None,
 ) -> None:
     window = rows()
@@ -107,7 +107,7 @@ def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
 
 
 @pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])
-def test_the_type_of_a_list_is_a_matter_of_its_own_row(value_type: pa.DataType) -> None:
+def test_the_type_of_a_list_depends_only_on_its_row(value_type: pa.DataType) -> None:
     values = [[1, 2], None, [3, None], [], [4]]
     layout = Layout(pa.schema([("some", pa.large_list(value_type))]))
     whole = Rows(layout, {}, {0: pa.array(values, layout.logical.field("some").type)}, 5)
@@ -130,7 +130,7 @@ def test_arrow_batches_have_the_logical_columns() -> None:
     assert batch["ragged"].to_pylist() == [[], None]
 
 
-def test_an_arrow_batch_that_is_sent_is_its_own_rows_and_not_those_of_its_window() -> None:
+def test_an_arrow_batch_that_is_sent_has_only_its_rows_and_not_its_window() -> None:
     count = 3_000
     numbers = range(count)
     window = pa.table(
@@ -171,7 +171,7 @@ def test_an_arrow_batch_that_is_sent_is_its_own_rows_and_not_those_of_its_window
         ({"x": ["a"]}, "arrow", "arrow"),
     ],
 )
-def test_what_cannot_be_made_is_refused_by_name(
+def test_arguments_that_do_not_fit_are_refused_by_name(
     stack: dict[str, list[str]], batch_format: str, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

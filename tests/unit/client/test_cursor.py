@@ -43,7 +43,7 @@ def test_a_worker_that_lives_on_uses_the_offset_once_though_its_token_stays() ->
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda cursor: pickle.loads(pickle.dumps(cursor))]
 )
-def test_a_duplicate_stands_where_it_was_made_and_shares_with_its_own_copies(
+def test_a_duplicate_starts_at_the_same_position_and_shares_with_its_copies(
     duplicate: Callable[[Cursor], Cursor],
 ) -> None:
     original = Cursor()
@@ -68,7 +68,7 @@ def test_setting_reaches_the_copies() -> None:
 
 
 @pytest.mark.parametrize("worker", [None, 0])
-def test_it_tells_where_the_latest_pass_began(worker: int | None) -> None:
+def test_the_offset_is_that_of_the_last_pass(worker: int | None) -> None:
     cursor = Cursor()
     cursor.set(1, 30)
     assert cursor.offset == 30
@@ -80,7 +80,7 @@ def test_it_tells_where_the_latest_pass_began(worker: int | None) -> None:
     assert cursor.offset == 20
 
 
-def test_it_tells_where_the_second_pass_of_a_worker_that_lives_on_began() -> None:
+def test_the_offset_is_that_of_the_second_pass_of_a_persistent_worker() -> None:
     cursor = Cursor()
     cursor.set(1, 30)
     worker = copy_in_worker(cursor)
@@ -94,7 +94,7 @@ def test_a_second_pass_of_the_same_token_is_refused_where_it_would_use_the_offse
     cursor.set(1, 30)
     first = [copy_in_worker(cursor) for _ in range(2)]
     assert [worker.begin(7, worker=n) for n, worker in enumerate(first)] == [(1, 30)] * 2
-    with pytest.raises(ConfigError, match=r"seeded alike .*epoch 1 from row 30"):
+    with pytest.raises(ConfigError, match=r"same seed .*epoch 1 at row 30"):
         copy_in_worker(cursor).begin(7, worker=1)
     assert first[0].begin(7, worker=0) == (1, 0)
     cursor.set(1, 20)

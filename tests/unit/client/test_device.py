@@ -95,7 +95,7 @@ def test_every_dtype_keeps_its_values_and_shape(device: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nesting_is_kept_and_what_is_no_dense_tensor_passes_through(device: str) -> None:
+def test_nesting_is_kept_and_all_but_dense_tensors_pass_through(device: str) -> None:
     sparse = torch.eye(3).to_sparse()
     batch = OrderedDict(
         ragged=[torch.arange(n) for n in (3, 0, 1)],
@@ -131,7 +131,7 @@ def test_a_batch_that_is_a_tensor_is_moved_without_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_batches_come_in_order_each_in_memory_of_its_own(device: str) -> None:
+def test_batches_come_in_order_each_in_separate_memory(device: str) -> None:
     source = Source(count=20)
     kept = list(on_device(source.batches(), torch.device(device)))
     assert [batch["number"].tolist() for batch in kept] == [[n] * 4 for n in range(20)]
@@ -212,7 +212,7 @@ def test_an_interrupt_while_its_thread_begins_ends_it(monkeypatch: pytest.Monkey
     assert source.closed_in == "cache-device"
 
 
-def test_an_iterator_whose_thread_cannot_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iterator_whose_thread_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -221,7 +221,7 @@ def test_an_iterator_whose_thread_cannot_begin_says_so(monkeypatch: pytest.Monke
         next(on_device(Source().batches(), CPU))
 
 
-def test_an_iterator_that_nobody_holds_any_more_stops() -> None:
+def test_an_iterator_without_references_stops() -> None:
     source = Source()
     moved = on_device(source.batches(), CPU)
     next(moved)
@@ -230,7 +230,7 @@ def test_an_iterator_that_nobody_holds_any_more_stops() -> None:
     assert source.closed_in == "cache-device"
 
 
-def test_an_iterator_that_is_collected_in_its_own_thread_ends_there() -> None:
+def test_an_iterator_that_its_thread_collects_ends_there() -> None:
     closed: list[BaseException | None] = []
 
     def source() -> Generator[Any, None, None]:
@@ -343,7 +343,7 @@ def test_devices_are_found_by_name_without_asking_them(given: Any, found: Any) -
 
 
 @pytest.mark.parametrize("given", ["gpu", "cuda:x", "meta", "", 1.5, torch.device("meta")])
-def test_what_is_no_device_is_quoted(given: Any) -> None:
+def test_a_bad_device_is_quoted(given: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"got {given!r}") + "$"):
         find_device(given)
 

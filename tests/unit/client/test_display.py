@@ -88,12 +88,12 @@ def nodes_needed(largest: int, limit: int, needed: int, on_node: int) -> str:
     return dict(forecast_facts(from_proto(forecast, 1, 1)))["nodes needed"]
 
 
-def test_a_plan_says_how_many_nodes_it_takes_or_why_none_is_enough() -> None:
+def test_a_plan_shows_how_many_nodes_it_takes_or_why_no_number_is_enough() -> None:
     mib = 2**20
     assert nodes_needed(mib, 4 * mib, 1, mib) == "1, of 4.0 MiB each"
     assert nodes_needed(mib, 4 * mib, 2, 5 * mib) == "2, of 4.0 MiB each; it does not fit"
     assert nodes_needed(15 * mib, 4 * mib, 0, 45 * mib) == (
-        "none is enough: one shard (15.0 MiB) is larger than the limit of 4.0 MiB; lower "
+        "no number is enough: one shard (15.0 MiB) exceeds the limit of 4.0 MiB; lower "
         "target_shard_bytes, or write smaller row groups"
     )
 
@@ -135,11 +135,11 @@ def test_the_types_of_the_source_are_shown_where_a_column_was_stored_as_another(
     ("placement", "shown"),
     [
         ({0: ("a1", "b2"), 1: ("b2", "a1")}, "replicas     2"),
-        ({0: ("a1", "b2"), 1: ("b2",)}, "replicas     2; 1 shard of 2 on fewer nodes"),
-        ({0: (), 1: ("b2",)}, "replicas     2; 2 shards of 2 on fewer nodes"),
+        ({0: ("a1", "b2"), 1: ("b2",)}, "replicas     2; 1 shard of 2 with fewer"),
+        ({0: (), 1: ("b2",)}, "replicas     2; 2 shards of 2 with fewer"),
     ],
 )
-def test_a_dataset_with_fewer_replicas_than_asked_for_says_so(
+def test_a_dataset_with_fewer_replicas_than_requested_shows_it(
     capsys: pytest.CaptureFixture[str], placement: dict[int, tuple[str, ...]], shown: str
 ) -> None:
     schema = pa.schema([("price", pa.float64())])

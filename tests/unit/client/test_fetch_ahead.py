@@ -75,7 +75,7 @@ def test_a_failure_is_raised_in_its_turn_after_the_results_before_it() -> None:
     assert [*results] == []
 
 
-def test_closing_drops_what_was_not_begun_and_waits_for_nothing() -> None:
+def test_closing_drops_requests_that_have_not_started_and_does_not_wait() -> None:
     go_on, begun = threading.Event(), []
 
     def fetch(request: int) -> int:

@@ -32,7 +32,7 @@ def call(gate: ForkGate) -> None:
         pass
 
 
-def test_a_fork_does_not_wait_for_a_call_that_an_interrupt_kept_its_own_thread_from_ending(
+def test_a_fork_does_not_wait_for_a_call_of_its_thread_that_an_interrupt_left(
     gate: ForkGate, pool: ThreadPoolExecutor
 ) -> None:
     never_ended = gate.call()

@@ -19,7 +19,7 @@ def plain(rows: list[Any]) -> list[Any]:
     return [row.tolist() if isinstance(row, torch.Tensor) else row for row in rows]
 
 
-def test_what_was_sent_is_what_arrives_in_one_storage() -> None:
+def test_a_sent_column_arrives_unchanged_in_one_storage() -> None:
     found = pickle.loads(pickle.dumps(ListColumn(ROWS)))
     assert type(found) is list and plain(found) == plain(ROWS)
     tensors = [row for row in found if isinstance(row, torch.Tensor)]
@@ -74,7 +74,7 @@ def test_a_copy_holds_the_same_rows_and_is_still_sent_as_one() -> None:
     assert plain(copy.deepcopy(rows)) == plain(rows)
 
 
-def test_pinning_keeps_every_row_and_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_keeps_every_row_and_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a DataLoader does it with ``pin_memory=True``, before and after a process sent them."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     for rows in (ListColumn(ROWS), pickle.loads(pickle.dumps(ListColumn(ROWS)))):

@@ -530,7 +530,7 @@ def test_the_number_of_steps_is_the_quotient_rounded_as_drop_last_says(plan: Ste
 
 @pytest.mark.parametrize("batch_size", [10**8, 2**32, sys.maxsize])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_step_that_is_longer_than_the_epoch_takes_no_memory_of_its_own(
+def test_a_step_longer_than_the_epoch_takes_no_extra_memory(
     batch_size: int, num_workers: int
 ) -> None:
     plan = StepPlan(2003, world_size=2, batch_size=batch_size)
@@ -658,8 +658,8 @@ def test_a_state_is_a_dict_of_the_documented_keys() -> None:
         ({"format": True}, "format must be an integer, got True"),
         ({"format": 2, "later": 5}, "format must be 1, got 2"),
         ({"later": 5, "also": 6}, "unknown keys: 'also', 'later'"),
-        ({"dataset": ""}, "dataset must be a string that is not empty, got ''"),
-        ({"fingerprint": 9}, "fingerprint must be a string that is not empty, got 9"),
+        ({"dataset": ""}, "dataset must be a non-empty string, got ''"),
+        ({"fingerprint": 9}, "fingerprint must be a non-empty string, got 9"),
         ({"seed": "7"}, "seed must be an integer, got '7'"),
         ({"seed": 7.0}, "seed must be an integer, got 7.0"),
         ({"epoch": -1}, "epoch must be at least 0, got -1"),

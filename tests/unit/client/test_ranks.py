@@ -7,7 +7,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_client.ranks import SOURCES, Rank, Source, find_endpoint, find_rank, find_rank_in
+from cache_client.ranks import (
+    RANK_VARIABLES,
+    Rank,
+    RankVariables,
+    find_endpoint,
+    find_rank,
+    find_rank_in,
+)
 from cache_protocol.errors import ConfigError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
@@ -18,13 +25,15 @@ PMI = {"PMI_RANK": "6", "PMI_SIZE": "7"}
 STEP = {"SLURM_STEP_ID": "0"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "6"}
 
-# What is there when a source speaks, beside its pair.
+# What is there when a source applies, beside its pair.
 BESIDE = {"SLURM_PROCID": STEP}
 
-by_pair = pytest.mark.parametrize("source", SOURCES, ids=lambda s: f"{s.rank}-{s.world_size}")
+by_pair = pytest.mark.parametrize(
+    "source", RANK_VARIABLES, ids=lambda s: f"{s.rank}-{s.world_size}"
+)
 
 
-def environ_of(source: Source, rank: str | None, world_size: str | None) -> dict[str, str]:
+def environ_of(source: RankVariables, rank: str | None, world_size: str | None) -> dict[str, str]:
     pair = {source.rank: rank, source.world_size: world_size}
     present = {name: value for name, value in pair.items() if value is not None}
     return {**BESIDE.get(source.rank, {}), **present}
@@ -72,8 +81,8 @@ def test_arguments_that_do_not_fit_are_quoted(rank: int | None, world_size: int 
 # -- sources ---------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_sources_is_what_is_documented() -> None:
-    assert [(source.rank, source.world_size) for source in SOURCES] == [
+def test_the_order_of_the_variables_is_the_documented_one() -> None:
+    assert [(source.rank, source.world_size) for source in RANK_VARIABLES] == [
         ("RANK", "WORLD_SIZE"),
         ("PET_NODE_RANK", "PET_NNODES"),
         ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
@@ -84,9 +93,9 @@ def test_the_order_of_the_sources_is_what_is_documented() -> None:
     ]
 
 
-@given(st.sampled_from(SOURCES), st.integers(1, 2**31 - 1), st.data())
+@given(st.sampled_from(RANK_VARIABLES), st.integers(1, 2**31 - 1), st.data())
 def test_every_pair_of_every_source_is_found(
-    source: Source, world_size: int, data: st.DataObject
+    source: RankVariables, world_size: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
     environ = environ_of(source, str(rank), str(world_size))
@@ -95,10 +104,10 @@ def test_every_pair_of_every_source_is_found(
 
 @given(st.data())
 def test_the_first_source_wins_whatever_the_others_say(data: st.DataObject) -> None:
-    first = data.draw(st.integers(0, len(SOURCES) - 1))
-    taken = {SOURCES[first].rank, SOURCES[first].world_size}
-    environ = environ_of(SOURCES[first], "1", "4")
-    for source in SOURCES[first + 1 :]:
+    first = data.draw(st.integers(0, len(RANK_VARIABLES) - 1))
+    taken = {RANK_VARIABLES[first].rank, RANK_VARIABLES[first].world_size}
+    environ = environ_of(RANK_VARIABLES[first], "1", "4")
+    for source in RANK_VARIABLES[first + 1 :]:
         for name in {source.rank, source.world_size} - taken:
             value = data.draw(st.sampled_from([None, "", "0", "1", "2", "-1", "nonsense"]))
             if value is not None:
@@ -136,19 +145,19 @@ BAD_PAIRS = [
     ("source", "rank", "world_size"),
     [
         (source, rank, world_size)
-        for source in SOURCES
+        for source in RANK_VARIABLES
         for rank, world_size in BAD_PAIRS
         # Without it, SLURM_NTASKS goes with SLURM_PROCID.
         if world_size or source.world_size != "SLURM_STEP_NUM_TASKS"
     ],
-    ids=lambda value: value.world_size if isinstance(value, Source) else repr(value),
+    ids=lambda value: value.world_size if isinstance(value, RankVariables) else repr(value),
 )
 def test_a_bad_pair_is_quoted_and_no_other_source_is_asked(
-    source: Source, rank: str | None, world_size: str | None
+    source: RankVariables, rank: str | None, world_size: str | None
 ) -> None:
     later = {
         name: value
-        for other in SOURCES[SOURCES.index(source) + 1 :]
+        for other in RANK_VARIABLES[RANK_VARIABLES.index(source) + 1 :]
         for name, value in environ_of(other, "1", "2").items()
         if name != source.rank
     }
@@ -159,7 +168,7 @@ def test_a_bad_pair_is_quoted_and_no_other_source_is_asked(
 
 
 @by_pair
-def test_an_empty_pair_counts_as_absent(source: Source) -> None:
+def test_an_empty_pair_counts_as_absent(source: RankVariables) -> None:
     assert find_rank(environ=environ_of(source, "", "")) == Rank(0, 1)
 
 
@@ -182,7 +191,7 @@ def test_a_node_of_one_process_is_a_rank(one: dict[str, str]) -> None:
 def test_several_processes_a_node_need_torchrun(
     processes: str, later: dict[str, str], nodes: dict[str, str]
 ) -> None:
-    with pytest.raises(ConfigError, match="start the program through torchrun") as caught:
+    with pytest.raises(ConfigError, match="Start the program with torchrun") as caught:
         find_rank(environ={**later, **nodes, "PET_NPROC_PER_NODE": processes})
     for name, value in {**nodes, "PET_NPROC_PER_NODE": processes}.items():
         assert f"{name}={value!r}" in str(caught.value)
@@ -210,7 +219,7 @@ def test_several_processes_a_node_need_torchrun(
         pytest.param(STEP, id="nothing but a step"),
     ],
 )  # fmt: skip
-def test_slurm_does_not_speak_of_what_srun_did_not_start(environ: dict[str, str]) -> None:
+def test_slurm_variables_do_not_apply_without_srun(environ: dict[str, str]) -> None:
     assert find_rank(environ=environ) == Rank(0, 1)
 
 
@@ -251,7 +260,7 @@ def test_an_endpoint_is_the_argument_the_environment_or_that_of_the_train_job(
 
 
 @pytest.mark.parametrize("environ", [{}, {"CACHE_ENDPOINT": "", "TRAIN_JOB_NAME": ""}, TORCHRUN])
-def test_no_endpoint_is_an_error_that_says_all_three_ways(environ: dict[str, str]) -> None:
+def test_a_missing_endpoint_is_an_error_that_names_all_three_ways(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         find_endpoint(None, environ)
     for words in ("endpoint='grpc://HOST:PORT'", "CACHE_ENDPOINT", "TRAIN_JOB_NAME"):
@@ -276,7 +285,7 @@ def test_a_bad_endpoint_is_quoted_with_where_it_comes_from(value: str) -> None:
 
 
 def test_tls_which_nodes_do_not_serve_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"endpoint .* no TLS, got 'grpc\+tls://host:1'"):
+    with pytest.raises(ConfigError, match=r"endpoint .* not serve TLS, got 'grpc\+tls://host:1'"):
         find_endpoint("grpc+tls://host:1", {})
 
 

@@ -51,7 +51,7 @@ def test_an_answer_that_is_the_whole_window_is_a_piece_a_message_without_a_copy(
     assert pieces[0].matrices[0].ctypes.data == values.address
 
 
-def test_what_was_received_may_be_written_to() -> None:
+def test_received_rows_are_writable() -> None:
     (piece,) = pieces_of([1, 2])
     piece.matrices[0][0, 0] = 7
     assert piece.matrices[0][:, 0].tolist() == [7, 2]
@@ -74,7 +74,7 @@ def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> N
 
 
 def test_an_answer_without_positions_beside_another_is_a_defect() -> None:
-    with pytest.raises(ValueError, match="all rows of a window"):
+    with pytest.raises(ValueError, match="all rows of the window"):
         in_order(LAYOUT, 2, [Answer(None, [stored([1])]), Answer(np.array([1]), [stored([2])])])
 
 

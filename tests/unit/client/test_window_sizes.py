@@ -32,7 +32,7 @@ def test_a_row_with_strings_is_as_large_as_the_mean_of_the_stored_ones() -> None
     assert row_bytes(shard_map({"text": pa.string()}, 3, 10)) == 4  # rounded up
 
 
-def test_a_row_without_strings_is_what_its_columns_take() -> None:
+def test_the_bytes_of_a_row_without_strings_are_those_of_its_columns() -> None:
     fixed = {"row": pa.int64(), "image": pa.list_(pa.uint8(), 784)}
     assert row_bytes(shard_map(fixed, 10, 1_000_000)) == 792
 

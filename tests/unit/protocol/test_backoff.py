@@ -40,7 +40,7 @@ def test_a_program_that_is_seeded_pauses_by_chance_all_the_same() -> None:
 
 def test_waiting_for_a_cache_leaves_the_random_numbers_of_the_program_alone() -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
+        closed.bind(("127.0.0.1", 0))  # no server listens
         before = random.getstate()
         with pytest.raises(NodeUnavailableError):
             wait_for_plan(f"grpc://127.0.0.1:{closed.getsockname()[1]}", "t", [], deadline_s=1.0)

@@ -59,7 +59,7 @@ def test_a_bad_setting_is_a_value_error_too() -> None:
     assert issubclass(ConfigError, ValueError)
 
 
-def test_only_what_can_never_succeed_is_a_request_error() -> None:
+def test_only_errors_that_are_never_retried_are_request_errors() -> None:
     names = {kind.__name__ for kind in TREE if issubclass(kind, RequestError)}
 
     assert names == {

@@ -169,7 +169,7 @@ def test_a_fixed_size_list_of_strings_is_plain() -> None:
 
 @quick
 @given(schemas, st.integers(0, 5), st.integers(0, 9))
-def test_unpacking_gives_back_what_was_packed(schema: pa.Schema, count: int, seed: int) -> None:
+def test_unpacking_restores_packed_columns(schema: pa.Schema, count: int, seed: int) -> None:
     batch = batch_of(schema, count, seed)
 
     layout, stored = pack(batch)
@@ -193,7 +193,7 @@ def test_a_slice_unpacks_to_the_slice(schema: pa.Schema, count: int, start: int,
 
 @quick
 @given(schemas, st.integers(0, 4))
-def test_a_file_says_its_layout_itself(
+def test_a_file_has_its_layout_in_its_metadata(
     tmp_path_factory: pytest.TempPathFactory, schema: pa.Schema, count: int
 ) -> None:
     batch = batch_of(schema, count)
@@ -229,7 +229,7 @@ def test_the_logical_metadata_survives_the_file(tmp_path: Path) -> None:
 
 
 def test_a_foreign_schema_is_no_stored_batch() -> None:
-    with pytest.raises(ValueError, match="carries no logical schema"):
+    with pytest.raises(ValueError, match="has no logical schema"):
         Layout.of_stored(pa.schema([("a", pa.int64())]))
 
 

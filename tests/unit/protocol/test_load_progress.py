@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.load_progress import EachSecond, LoadMeter, LoadReport
+from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
 
 
 class Clock:
@@ -33,14 +33,14 @@ def progress(shards: int, of: int, rows: int = 0, estimated: int = 0) -> pb.Load
         (progress(0, 0, rows=500), None),  # a whole query
     ],
 )
-def test_the_percentage_never_says_too_much(given: pb.LoadProgress, percent: int | None) -> None:
+def test_the_percentage_is_never_too_high(given: pb.LoadProgress, percent: int | None) -> None:
     assert LoadMeter("t").read(given).percent == percent
 
 
 def test_the_time_left_is_by_the_rate_since_the_first_look() -> None:
     clock = Clock()
     meter = LoadMeter("t", clock)
-    assert meter.read(progress(4, 8)).remaining_s is None  # whoever did that, not in this time
+    assert meter.read(progress(4, 8)).remaining_s is None  # done before the first reading
 
     clock.now += 10
     assert meter.read(progress(6, 8)).remaining_s == pytest.approx(10)
@@ -75,7 +75,7 @@ def test_a_line_comes_each_second_and_at_the_end() -> None:
     def say(report: LoadReport) -> None:
         said.append((round(clock.now - 100, 2), report.percent))
 
-    meter, each = LoadMeter("t", clock), EachSecond(say, clock=clock)
+    meter, each = LoadMeter("t", clock), OncePerSecond(say, clock=clock)
     for step in range(40):  # three seconds of readings, the last ten of them done
         clock.now = 100 + step * 0.075
         each(meter.read(progress(8 if step >= 30 else 1, 8)))

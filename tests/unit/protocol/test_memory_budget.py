@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from cache_protocol.storage.memory_budget import (
-    least_load_bytes,
     load_bytes,
     loading_bytes,
     loads_at_once,
-    may_keep_freed,
+    may_keep_freed_memory,
+    min_load_bytes,
     shard_bytes,
 )
 
@@ -31,7 +31,7 @@ def test_a_small_container_loads_three_shards_of_small_row_groups_at_once() -> N
 
 @pytest.mark.parametrize("group", [0, 145 << 20, _GIB])
 def test_a_load_needs_more_than_it_takes_at_the_least(group: int) -> None:
-    assert load_bytes(group) > least_load_bytes(group) >= 3 * group
+    assert load_bytes(group) > min_load_bytes(group) >= 3 * group
     assert load_bytes(group, 7) == load_bytes(group) + 7
 
 
@@ -40,4 +40,4 @@ def test_a_load_needs_more_than_it_takes_at_the_least(group: int) -> None:
     [(None, True), (4 * _GIB, False), (8 * _GIB, False), (32 * _GIB, True)],
 )
 def test_freed_memory_is_kept_where_there_is_enough(container: int | None, expected: bool) -> None:
-    assert may_keep_freed(container) is expected
+    assert may_keep_freed_memory(container) is expected

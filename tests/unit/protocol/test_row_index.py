@@ -32,7 +32,7 @@ def test_runs_of_very_different_sizes_are_searched_for() -> None:
     assert index.find(np.array([0, 1, 2, 3, 10**9 - 1, 10**9])).tolist() == [0, 1, 2, 2, 2, 3]
 
 
-def test_rows_before_the_first_run_belong_to_none() -> None:
+def test_rows_before_the_first_run_have_no_run() -> None:
     assert RowIndex(np.array([40, 50]), 60).find(np.array([0, 39, 40, 59])).tolist() == [
         *(-1, -1, 0, 1)
     ]

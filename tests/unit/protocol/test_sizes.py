@@ -19,7 +19,7 @@ from cache_protocol.cli.sizes import size
         (2**50, "1024.0 TiB"),
     ],
 )
-def test_a_size_has_less_than_1024_of_its_unit_while_there_is_a_larger_one(
+def test_a_size_is_below_1024_of_its_unit_unless_it_is_the_largest(
     num_bytes: int, shown: str
 ) -> None:
     assert size(num_bytes) == shown

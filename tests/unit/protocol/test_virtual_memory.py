@@ -21,12 +21,12 @@ def mapped(path: Path) -> MappedFile:
         return MappedFile(file.fileno())
 
 
-def test_pages_of_several_files_stand_side_by_side(tmp_path: Path) -> None:
+def test_pages_of_several_files_are_mapped_side_by_side(tmp_path: Path) -> None:
     first, second = file_of(tmp_path / "first", 2), file_of(tmp_path / "second", 3)
     addresses = AddressRange(5 * PAGE)
 
-    addresses.show(0, mapped(tmp_path / "second"), PAGE, 2 * PAGE)
-    addresses.show(3 * PAGE, mapped(tmp_path / "first"), 0, 2 * PAGE)
+    addresses.map_file(0, mapped(tmp_path / "second"), PAGE, 2 * PAGE)
+    addresses.map_file(3 * PAGE, mapped(tmp_path / "first"), 0, 2 * PAGE)
 
     rows = addresses.rows(0, PAGE, np.dtype(np.uint8))
     assert rows.shape == (5, PAGE)
@@ -34,12 +34,12 @@ def test_pages_of_several_files_stand_side_by_side(tmp_path: Path) -> None:
     assert rows[3:].ravel().tolist() == first.tolist()
 
 
-def test_what_was_shown_stays_without_the_file_its_map_and_the_range(tmp_path: Path) -> None:
+def test_mapped_pages_outlive_the_file_its_map_and_the_range(tmp_path: Path) -> None:
     content = file_of(tmp_path / "file", 2)
     file, addresses = mapped(tmp_path / "file"), AddressRange(2 * PAGE)
     (tmp_path / "file").unlink()
 
-    addresses.show(0, file, 0, 2 * PAGE)
+    addresses.map_file(0, file, 0, 2 * PAGE)
     del file
     rows = addresses.rows(0, 8, np.dtype(np.uint8))
     del addresses
@@ -51,7 +51,7 @@ def test_a_part_of_a_page_may_be_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x" * (PAGE + 7))
     addresses = AddressRange(2 * PAGE)
 
-    addresses.show(0, mapped(tmp_path / "file"), 0, PAGE + 7)
+    addresses.map_file(0, mapped(tmp_path / "file"), 0, PAGE + 7)
 
     assert addresses.rows(0, 1, np.dtype(np.uint8))[: PAGE + 7].tolist() == [[120]] * (PAGE + 7)
 
@@ -66,18 +66,20 @@ def test_rows_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("at", "offset", "size"), [(PAGE, 0, 2 * PAGE), (0, PAGE, 2 * PAGE)])
-def test_what_does_not_fit_is_refused(tmp_path: Path, at: int, offset: int, size: int) -> None:
+def test_a_map_that_does_not_fit_is_refused(
+    tmp_path: Path, at: int, offset: int, size: int
+) -> None:
     file_of(tmp_path / "file", 2)
     with pytest.raises(
         ValueError, match=rf"{size} bytes, from {offset} of \d+, do not fit at {at} of {2 * PAGE}"
     ):
-        AddressRange(2 * PAGE).show(at, mapped(tmp_path / "file"), offset, size)
+        AddressRange(2 * PAGE).map_file(at, mapped(tmp_path / "file"), offset, size)
 
 
 def test_a_place_inside_of_a_page_is_refused_by_the_system(tmp_path: Path) -> None:
     file_of(tmp_path / "file", 2)
     with pytest.raises(OSError, match=r"cannot map 4096 bytes: Invalid argument"):
-        AddressRange(2 * PAGE).show(8, mapped(tmp_path / "file"), 0, PAGE)
+        AddressRange(2 * PAGE).map_file(8, mapped(tmp_path / "file"), 0, PAGE)
 
 
 def test_more_addresses_than_there_are_is_an_error_with_the_size() -> None:
@@ -98,11 +100,11 @@ def test_addresses_are_given_back(tmp_path: Path) -> None:
 
 
 def test_addresses_where_something_could_not_be_shown_are_kept(tmp_path: Path) -> None:
-    """The system may have left a hole, where somebody else's memory may stand by now."""
+    """The system may have left a hole, in which other memory may be mapped by now."""
     file_of(tmp_path / "file", 2)
     addresses = AddressRange(2 * PAGE)
     with pytest.raises(OSError, match="Invalid argument"):
-        addresses.show(8, mapped(tmp_path / "file"), 0, PAGE)
+        addresses.map_file(8, mapped(tmp_path / "file"), 0, PAGE)
     kept = f"{addresses.start:x}-"
     del addresses
 

@@ -134,7 +134,7 @@ def test_a_node_that_cannot_map_its_shards_says_why_and_what_to_raise(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cache_protocol.storage.virtual_memory.AddressRange.show", refuse)
+        patch.setattr("cache_protocol.storage.virtual_memory.AddressRange.map_file", refuse)
         with pytest.raises(NodeUnavailableError, match=r"cannot map 2 .* 'table': .*max_map_count"):
             gather(rows, [5, 1])
 
