@@ -22,7 +22,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
@@ -151,24 +151,24 @@ class CacheServer:
             # In this process, so it answers at once; from then on every call is answered.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
-    def _status(self, coordinator: Coordinator | None) -> Status:
-        held = self._node.held()
+    def _status(self, coordinator: Coordinator | None) -> NodeStatus:
+        versions = self._node.versions()
         node = pb.Node(
             alive=True,
-            stored_bytes=sum(version.num_bytes for version in held),
-            stored_shards=sum(version.sealed for version in held),
+            stored_bytes=sum(version.num_bytes for version in versions),
+            stored_shards=sum(version.sealed for version in versions),
         )
         node.MergeFrom(self._node.description)
         cache = None
         if coordinator is not None:
-            cache = Cache(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
-        return Status(
+            cache = CacheStatus(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
+        return NodeStatus(
             node=node,
             ready=self._readiness.is_ready(),
             coordinator=self._node.coordinator.control_location,
-            held=held,
+            versions=versions,
             huge_page_bytes=self._huge_pages.num_bytes,
-            counts=self._traffic.counts({version.key.dataset for version in held}),
+            counts=self._traffic.counts({version.key.dataset for version in versions}),
             cache=cache,
         )
 

@@ -37,7 +37,7 @@ def check_room(
     sizes = wanted.shard_bytes()
     if sizes is None:
         return
-    plan = wanted.version.plan
+    spec = wanted.version.pinned.spec
     awaited: Counter[str] = Counter()
     for other in others:
         awaited.update(other.lacking_bytes())
@@ -47,11 +47,11 @@ def check_room(
         if not limit or stored + awaited[node_id] + needed <= limit:
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
-        nodes = nodes_needed(sizes, plan.spec.replicas, limit) or "smaller shards: no number of"
+        nodes = nodes_needed(sizes, spec.replicas, limit) or "smaller shards: no number of"
         raise LoadError(
-            f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
+            f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
-            f"is about {sum(sizes)} bytes with replicas={plan.spec.replicas} and needs {nodes} "
+            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {nodes} "
             f"nodes of that limit{_are_lost(members.keys() - alive)}"
         )
 

@@ -21,7 +21,7 @@ from google.protobuf import json_format
 
 from cache_protocol.errors import CacheError, ConfigError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.plan.version import VersionPlan, split_to_proto
+from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards.disk import replace_file
 from cache_server.shards.version_key import VersionKey
 
@@ -50,7 +50,7 @@ class CatalogueEntry:
         failure: why it can never be ready, unless it is loaded again; without secrets.
     """
 
-    plan: VersionPlan
+    pinned: PinnedVersion
     attempt: int
     sealed: tuple[SealedSummary, ...]
     created: int = 0
@@ -86,7 +86,7 @@ class Catalogue:
 
     def write(
         self,
-        plan: VersionPlan,
+        pinned: PinnedVersion,
         attempt: int,
         sealed: Sequence[SealedSummary],
         created: int = 0,
@@ -100,21 +100,21 @@ class Catalogue:
             OSError: it cannot be written; what was kept before still is.
         """
         entry = pb.CatalogueEntry(
-            spec=plan.spec.to_proto(),
-            plan=plan.to_load_plan(attempt),
-            keeps_every_row=plan.keeps_every_row,
+            spec=pinned.spec.to_proto(),
+            plan=pinned.to_load_plan(attempt),
+            keeps_every_row=pinned.keeps_every_row,
             created=created,
             was_ready=was_ready,
             format=_FORMAT,
             failure=None if failure is None else to_proto(failure),
         )
-        for shard in plan.shards or ():
+        for shard in pinned.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
         for summary in sealed:
             entry.sealed.add(
                 num_rows=summary.num_rows, num_bytes=summary.num_bytes, checksum=summary.checksum
             )
-        replace_file(self._path(plan.key), json_format.MessageToJson(entry))
+        replace_file(self._path(pinned.key), json_format.MessageToJson(entry))
 
     def forget(self, key: VersionKey) -> None:
         """Removes one version."""
@@ -195,7 +195,7 @@ def _read_entry(path: Path) -> CatalogueEntry:
                 f"{_FORMAT}"
             )
         entry = json_format.ParseDict(content, pb.CatalogueEntry())
-        plan = VersionPlan.from_catalogue(entry)
+        pinned = PinnedVersion.from_catalogue(entry)
     except (
         *(OSError, ValueError, TypeError, AttributeError),
         *(json_format.ParseError, pa.ArrowException, CacheError),
@@ -207,4 +207,6 @@ def _read_entry(path: Path) -> CatalogueEntry:
         ) from None
     sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
-    return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure)
+    return CatalogueEntry(
+        pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure
+    )

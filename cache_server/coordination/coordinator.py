@@ -29,8 +29,8 @@ from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.membership import Membership
 from cache_server.coordination.orphans import Orphans
-from cache_server.coordination.version_record import Version
-from cache_server.plan.version import plan_version
+from cache_server.coordination.version_record import VersionRecord
+from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Coordinator:
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
         self._load_rate = LoadRate()
-        self._versions: dict[VersionKey, Version] = {}
+        self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._unclaimed = Orphans(
@@ -113,16 +113,16 @@ class Coordinator:
                 return self._attach(version, spec)
         planned = plan_version(spec)
         with self._changed:
-            version = self._versions.get(planned.plan.key)
+            version = self._versions.get(planned.version.key)
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
                 return self._attach(version, spec, fewer_replicas=refresh)
             if version is None:
-                attempt = self._unclaimed.attempt(planned.plan.key)
+                attempt = self._unclaimed.attempt(planned.version.key)
             else:
                 attempt = version.attempt + 1
-            made = Version(
-                planned.plan,
+            made = VersionRecord(
+                planned.version,
                 self._created + 1,
                 spec.secrets_to_proto(),
                 tuple(planned.pins.values()),
@@ -139,13 +139,13 @@ class Coordinator:
                 version.release()
             else:  # what nodes kept of it counts before any of them is answered
                 for node_id, member in self._membership.members.items():
-                    if planned.plan.key in member.actual:
-                        made.take_in(member.actual[planned.plan.key], node_id)
+                    if planned.version.key in member.actual:
+                        made.take_in(member.actual[planned.version.key], node_id)
             self._created = made.created
-            self._versions[planned.plan.key] = made
+            self._versions[planned.version.key] = made
             logger.info(
                 "dataset planned name=%s fingerprint=%s shards=%s",
-                spec.name, planned.plan.key.fingerprint, made.num_shards,
+                spec.name, planned.version.key.fingerprint, made.num_shards,
             )  # fmt: skip
             self._settle()
             self._note_change()
@@ -170,7 +170,7 @@ class Coordinator:
             version = self._newest(
                 version
                 for version in self._versions.values()
-                if version.was_ready and _content(version.plan.spec) == _content(spec)
+                if version.was_ready and _content(version.pinned.spec) == _content(spec)
             )
             return None if version is None else self._attach(version, spec)
 
@@ -196,24 +196,24 @@ class Coordinator:
             limit = memory_limit_bytes or min(limits, default=0)
             return forecast(planned, names, limit, self._load_rate.node_bytes_per_s)
 
-    def _of_same_spec(self, spec: DatasetSpec) -> Version | None:
+    def _of_same_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
         return self._newest(
             version
             for version in self._versions.values()
-            if not version.plan.comparable
+            if not version.pinned.comparable
             # What kept the source as it was planned is lost with a restart in the middle of a load.
             and (version.was_ready or version.asked_at is not None)
             and self._holdings(version).load_failure() is None
-            and _content(version.plan.spec) == _content(spec)
+            and _content(version.pinned.spec) == _content(spec)
         )
 
     @staticmethod
-    def _newest(versions: Iterable[Version]) -> Version | None:
+    def _newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
         return max(versions, key=lambda version: version.created, default=None)
 
     def _attach(
-        self, version: Version, spec: DatasetSpec, *, fewer_replicas: bool = False
+        self, version: VersionRecord, spec: DatasetSpec, *, fewer_replicas: bool = False
     ) -> pb.DatasetInfo:
         """Has one more user of a version that is there already; it is the newest now.
 
@@ -225,15 +225,15 @@ class Coordinator:
                 be written; then nothing has changed.
         """
         given = spec.secrets_to_proto()
-        if spec.replicas > version.plan.spec.replicas:
-            self._check_room(replace(version, plan=replace(version.plan, spec=spec)))
+        if spec.replicas > version.pinned.spec.replicas:
+            self._check_room(replace(version, pinned=replace(version.pinned, spec=spec)))
         elif not fewer_replicas:
-            spec = _with_replicas(spec, version.plan.spec.replicas)
+            spec = _with_replicas(spec, version.pinned.spec.replicas)
         secrets = given if given.tables else version.secrets
-        plan = replace(version.plan, spec=spec, has_secrets=bool(secrets.tables))
+        pinned = replace(version.pinned, spec=spec, has_secrets=bool(secrets.tables))
         created = self._created + 1
-        replace(version, plan=plan, created=created).keep(self._catalogue)
-        version.plan, version.secrets, version.created = plan, secrets, created
+        replace(version, pinned=pinned, created=created).keep(self._catalogue)
+        version.pinned, version.secrets, version.created = pinned, secrets, created
         self._created = created
         self._settle()
         self._note_change()
@@ -369,7 +369,7 @@ class Coordinator:
 
     # -- inside the lock -----------------------------------------------------------------------
 
-    def _find(self, name: str, fingerprint: str = "") -> Version:
+    def _find(self, name: str, fingerprint: str = "") -> VersionRecord:
         named = [
             version
             for key, version in self._versions.items()
@@ -397,10 +397,10 @@ class Coordinator:
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue
-            if version.plan.keeps_every_row and starts[-1] != version.plan.max_rows:
+            if version.pinned.keeps_every_row and starts[-1] != version.pinned.max_rows:
                 reason = (
                     f"it came out with {starts[-1]} rows, but the metadata of its files says "
-                    f"{version.plan.max_rows}"
+                    f"{version.pinned.max_rows}"
                 )
                 version.fail(version.load_error(reason))
                 self._note_change()
@@ -419,13 +419,13 @@ class Coordinator:
                     continue
                 if version.asked_at is not None:
                     elapsed_s = self._clock() - version.asked_at
-                    self._load_rate.note(version.plan, elapsed_s, len(self._membership.alive()))
-                logger.info("dataset ready name=%s rows=%d", version.plan.spec.name, starts[-1])
+                    self._load_rate.note(version.pinned, elapsed_s, len(self._membership.alive()))
+                logger.info("dataset ready name=%s rows=%d", version.pinned.spec.name, starts[-1])
             self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
         for version in self._versions.values():
             version.keep_failure(self._catalogue)
 
-    def _is_leased(self, version: Version) -> bool:
+    def _is_leased(self, version: VersionRecord) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
         return (
             version.was_ready
@@ -433,8 +433,8 @@ class Coordinator:
             and self._clock() - version.last_used < self._lease_s
         )
 
-    def _older(self, version: Version) -> list[VersionKey]:
-        name = version.plan.key.dataset
+    def _older(self, version: VersionRecord) -> list[VersionKey]:
+        name = version.pinned.key.dataset
         return [
             key
             for key, other in self._versions.items()
@@ -451,9 +451,9 @@ class Coordinator:
         if keys:
             self._note_change()
 
-    def _holdings(self, version: Version) -> Holdings:
+    def _holdings(self, version: VersionRecord) -> Holdings:
         """One view until something changes: it goes through every shard, and keeps its answers."""
-        key = version.plan.key
+        key = version.pinned.key
         alive = frozenset(self._membership.alive())
         as_of = self._changes, alive
         known = self._views.get(key)
@@ -464,12 +464,12 @@ class Coordinator:
             self._views[key] = as_of, view
         return view
 
-    def _describe(self, version: Version) -> pb.DatasetInfo:
+    def _describe(self, version: VersionRecord) -> pb.DatasetInfo:
         return self._holdings(version).describe(self._lease_s)
 
-    def _check_room(self, wanted: Version) -> None:
+    def _check_room(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit, new or with another spec than it has now."""
-        key = wanted.plan.key
+        key = wanted.pinned.key
         there = self._versions.get(key)
         # What there is of the same version may be of an attempt that failed.
         lasts = there is not None and there.attempt == wanted.attempt
@@ -493,11 +493,11 @@ class Coordinator:
     def _read_back(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
-            version = Version.read_back(entry)
+            version = VersionRecord.read_back(entry)
             if version.was_ready:  # who reads it now has had no time to say so
                 version.last_used = self._clock()
-            self._versions[entry.plan.key] = version
-            logger.info("dataset found in the catalogue name=%s", entry.plan.spec.name)
+            self._versions[entry.pinned.key] = version
+            logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
 
 
 def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:

@@ -13,8 +13,8 @@ from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.membership import Member
 from cache_server.coordination.placement import bytes_by_node, desired_shards, place
-from cache_server.coordination.version_record import Version
-from cache_server.plan.version import split_to_proto
+from cache_server.coordination.version_record import VersionRecord
+from cache_server.plan.pinned_version import split_to_proto
 
 _NOTHING = pb.ActualDataset()
 
@@ -31,7 +31,7 @@ class Holdings:
     """
 
     def __init__(
-        self, version: Version, members: Mapping[str, Member], alive: Collection[str]
+        self, version: VersionRecord, members: Mapping[str, Member], alive: Collection[str]
     ) -> None:
         self.version = version
         self._members = members
@@ -41,7 +41,7 @@ class Holdings:
 
     def _said(self, node_id: str) -> pb.ActualDataset:
         """What a node said last of this version; nothing, if that was of an attempt before."""
-        actual = self._members[node_id].actual.get(self.version.plan.key, _NOTHING)
+        actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
         return actual if self.version.is_told_of(actual) else _NOTHING
 
     def failure(self) -> CacheError | None:
@@ -78,8 +78,8 @@ class Holdings:
         if len(self.holders(serving=False)) == self.version.num_shards:
             return None  # nothing is to be read
         return LoadError(
-            f"the credentials of {self.version.plan.spec.name!r} were not kept over the restart of "
-            "the coordinator: load its spec again"
+            f"the credentials of {self.version.pinned.spec.name!r} were not kept over the restart "
+            "of the coordinator: load its spec again"
         )
 
     def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
@@ -108,12 +108,12 @@ class Holdings:
         Nobody can while a filter, a join or a whole query may leave more or fewer rows, or while a
         query makes texts of any length.
         """
-        sealed, plan = self.version.sealed, self.version.plan
+        sealed, pinned = self.version.sealed, self.version.pinned
         if self.version.row_starts() is not None:
             return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
-        if plan.shards is None or not plan.keeps_every_row or plan.guessed_columns:
+        if pinned.shards is None or not pinned.keeps_every_row or pinned.guessed_columns:
             return None
-        return [shard.estimated_bytes for shard in plan.shards]
+        return [shard.estimated_bytes for shard in pinned.shards]
 
     def lacking_bytes(self) -> dict[str, int]:
         """What each live node is still to load or to copy, of those that have anything to."""
@@ -144,9 +144,13 @@ class Holdings:
         )
 
     def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
-        plan = self.version.plan
+        pinned = self.version.pinned
         return place(
-            plan.key.fingerprint, num_shards, self._members, plan.spec.replicas, alive=self._alive
+            pinned.key.fingerprint,
+            num_shards,
+            self._members,
+            pinned.spec.replicas,
+            alive=self._alive,
         )
 
     def desired(self, node_id: str) -> pb.DesiredDataset:
@@ -157,14 +161,14 @@ class Holdings:
 
     def _draw_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
-        plan, starts = version.plan, version.row_starts()
+        pinned, starts = version.pinned, version.row_starts()
         desired = pb.DesiredDataset(
             rows_fixed=starts is not None,
             num_rows=starts[-1] if starts else 0,
             secrets=version.secrets,
         )
         sealed_on = self.holders(serving=False)
-        if plan.shards is None:
+        if pinned.shards is None:
             self._ask_for_whole_run(node_id, sealed_on, desired)
             if starts is not None and version.num_shards is not None:
                 desired.num_shards = version.num_shards
@@ -173,7 +177,7 @@ class Holdings:
         holders = self.holders(serving=starts is not None)
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
-        if plan.shards is None and version.num_shards is None:
+        if pinned.shards is None and version.num_shards is None:
             mine = set()  # left over from a run that did not come to its end
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
             held_by = sealed_on.get(index, set())
@@ -182,13 +186,13 @@ class Holdings:
                 continue
             if held_by:
                 self._let_copy(shard, held_by)
-            elif plan.shards is None or version.lacks_secrets or index in loading:
+            elif pinned.shards is None or version.lacks_secrets or index in loading:
                 continue
             elif placement[index][0] == node_id:
                 # One node reads the source; the others copy what it sealed.
-                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
+                shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
-        desired.plan.CopyFrom(plan.to_load_plan(version.attempt, with_splits=reads))
+        desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 
     def _loading(self, node_id: str) -> frozenset[int]:
@@ -226,9 +230,9 @@ class Holdings:
 
     def _draw_description(self, lease_s: float) -> pb.DatasetInfo:
         version = self.version
-        plan, starts = version.plan, version.row_starts()
+        pinned, starts = version.pinned, version.row_starts()
         info = self.summarize()
-        info.schema = plan.logical.serialize().to_pybytes()
+        info.schema = pinned.logical.serialize().to_pybytes()
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self._placement(num_shards)
@@ -254,8 +258,8 @@ class Holdings:
         """Its state and sums, without schema, shards and nodes."""
         version = self.version
         info = pb.DatasetInfo(
-            spec=version.plan.spec.to_proto(),
-            fingerprint=version.plan.key.fingerprint,
+            spec=version.pinned.spec.to_proto(),
+            fingerprint=version.pinned.key.fingerprint,
             num_bytes=sum(s.num_bytes for s in version.sealed.values()),
             progress=self._progress(),
         )
@@ -288,7 +292,7 @@ class Holdings:
             shards_done=len(version.sealed),
             shards_total=version.num_shards or 0,
             rows_done=max(done, whole),
-            estimated_rows=version.plan.max_rows,
+            estimated_rows=version.pinned.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
             waits=waits,
         )

@@ -12,7 +12,7 @@ from cache_protocol.errors import NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.membership import Membership
-from cache_server.coordination.version_record import Version
+from cache_server.coordination.version_record import VersionRecord
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Orphans:
 
     def __init__(
         self,
-        versions: Mapping[VersionKey, Version],
+        versions: Mapping[VersionKey, VersionRecord],
         membership: Membership,
         catalogue: Catalogue,
         *,

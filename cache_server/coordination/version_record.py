@@ -9,14 +9,14 @@ from cache_protocol.errors import CacheError, LoadError
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
-from cache_server.plan.version import VersionPlan
+from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Version:
+class VersionRecord:
     """What is known of one version.
 
     Attributes:
@@ -27,7 +27,7 @@ class Version:
         is_failure_kept: on disk, so that a restart finds it.
     """
 
-    plan: VersionPlan
+    pinned: PinnedVersion
     created: int
     secrets: pb.Secrets = field(default_factory=pb.Secrets)
     pins: tuple[Pin, ...] = ()
@@ -42,11 +42,11 @@ class Version:
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def read_back(cls, entry: CatalogueEntry) -> Version:
+    def read_back(cls, entry: CatalogueEntry) -> VersionRecord:
         """One that was there before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
         return cls(
-            entry.plan,
+            entry.pinned,
             entry.created,
             sealed=dict(enumerate(entry.sealed)),
             failure=entry.failure,
@@ -67,7 +67,7 @@ class Version:
             sealed = [self.sealed[index] for index in range(self.num_shards or 0)]
         try:
             catalogue.write(
-                self.plan,
+                self.pinned,
                 self.attempt,
                 sealed,
                 self.created,
@@ -76,7 +76,7 @@ class Version:
             )
         except OSError as error:
             raise LoadError(
-                f"cannot keep the catalogue entry of {self.plan.spec.name!r}: {error.strerror}"
+                f"cannot keep the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
             ) from None
 
     def keep_failure(self, catalogue: Catalogue) -> None:
@@ -92,12 +92,12 @@ class Version:
     @property
     def num_shards(self) -> int | None:
         """None while a whole query has not run."""
-        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
+        return self.result_shards if self.pinned.shards is None else len(self.pinned.shards)
 
     @property
     def lacks_secrets(self) -> bool:
         """Whether its source cannot be read before somebody gives its secrets again."""
-        return self.plan.has_secrets and not self.secrets.tables
+        return self.pinned.has_secrets and not self.secrets.tables
 
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard and the total; None until every shard was sealed once."""
@@ -136,7 +136,7 @@ class Version:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
         known = self.sealed.setdefault(shard.index, summary)
         same = known.num_rows == summary.num_rows
-        if self.plan.shards is None:
+        if self.pinned.shards is None:
             same = known.checksum == summary.checksum
         if not same:
             reason = (
@@ -158,4 +158,4 @@ class Version:
 
     def load_error(self, reason: str) -> LoadError:
         """A failure, with the name of the dataset."""
-        return LoadError(f"dataset {self.plan.spec.name!r}: {reason}")
+        return LoadError(f"dataset {self.pinned.spec.name!r}: {reason}")

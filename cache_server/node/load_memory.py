@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
@@ -18,8 +18,7 @@ from typing import TypeVar
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory import least_load_bytes, loading_bytes
-from cache_server.node import loading
-from cache_server.node.loading import CancelledError, Job
+from cache_server.node.loading import Job, memory_bytes
 from cache_server.source.pinned import Split
 
 T = TypeVar("T")
@@ -51,13 +50,10 @@ class LoadMemory:
         with self._changed:
             return len(self._queue)
 
-    def run(self, job: Job, splits: Sequence[Split], read: Callable[[], T]) -> T:
+    def run(self, job: Job, read: Callable[[], T]) -> T:
         """Runs ``read`` once it is the turn of its job and there is the memory for it.
 
         A job that needs more than all loads may have begins when no other is under way.
-
-        Args:
-            splits: of the shard; none of a whole query.
 
         Raises:
             LoadError: this node can never have the memory for it; or what ``read`` raises.
@@ -65,7 +61,7 @@ class LoadMemory:
         """
         if self._container_bytes is None:
             return read()
-        with self._hold(job, splits, self._container_bytes):
+        with self._hold(job, self._container_bytes):
             with self._changed:
                 reader = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "read")
             try:
@@ -80,11 +76,11 @@ class LoadMemory:
             reader.shutdown()
 
     @contextmanager
-    def _hold(self, job: Job, splits: Sequence[Split], container_bytes: int) -> Iterator[None]:
-        if wanted := [*splits, *loading.whole_splits(job)]:
-            largest = max(wanted, key=attrgetter("group_bytes"))
+    def _hold(self, job: Job, container_bytes: int) -> Iterator[None]:
+        if splits := [*job.splits, *job.whole_splits]:
+            largest = max(splits, key=attrgetter("group_bytes"))
             self._refuse_if_too_large(largest, container_bytes)
-        num_bytes = loading.memory_bytes(job, splits)
+        num_bytes = memory_bytes(job)
         self._wait(job, num_bytes, loading_bytes(container_bytes))
         try:
             yield
@@ -100,8 +96,7 @@ class LoadMemory:
                 while self._queue[0] is not job or (
                     self._held_bytes and self._held_bytes + num_bytes > limit_bytes
                 ):
-                    if job.cancelled.is_set():
-                        raise CancelledError
+                    job.check_wanted()
                     self._changed.wait(_LOOK_S)
                 self._held_bytes += num_bytes
             finally:

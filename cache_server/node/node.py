@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Protocol
 
 import pyarrow as pa
@@ -30,12 +30,28 @@ from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s
 from cache_server.node import loading
+from cache_server.node.desired import DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
+from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
 from cache_server.node.load_memory import LoadMemory
-from cache_server.node.loading import CancelledError, Job, WholeTables
-from cache_server.node.serving import Load, Serving
-from cache_server.node.status import Held
-from cache_server.plan.version import split_from_proto
+from cache_server.node.loading import CancelledError, Job, SpooledTables
+from cache_server.node.reconcile import (
+    Action,
+    ActualVersion,
+    Cancel,
+    CloseTables,
+    DropShards,
+    Forget,
+    Publish,
+    Remove,
+    Retire,
+    StartLoads,
+    StartWholeQuery,
+    Update,
+    reconcile,
+)
+from cache_server.node.status import VersionStatus
+from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.resident_rows import ResidentRows
@@ -43,6 +59,8 @@ from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
+
+SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
 
 _RETRY_S = 0.5  # between attempts of what failed
 # At most, between heartbeats that are not answered: nodes often start with their coordinator.
@@ -89,15 +107,16 @@ class Node:
         self.description = description
         self._on_ready = on_ready
         self._lock = threading.Lock()
-        self._serving: dict[VersionKey, Serving] = {}
+        self._states: dict[VersionKey, VersionState] = {}
         self._running: set[Job] = set()  # of a load thread each; many more may wait for one
         self._joined = threading.Event()
-        self._ready = False
-        self._room_may_come = False
+        self._is_ready = False
+        self._retry_no_room = False
+        self._decoder = DesiredDecoder()
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
-        self._memory = LoadMemory(container_bytes, self._wanted_bytes)
+        self._memory = LoadMemory(container_bytes, self._desired_bytes)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -146,7 +165,7 @@ class Node:
         return not running and not self._thread.is_alive()
 
     def _loads(self) -> list[Load]:
-        return [load for serving in self._serving.values() for load in serving.all_loads()]
+        return [load for state in self._states.values() for load in state.loads.values()]
 
     def wait_until_joined(self, timeout_s: float) -> bool:
         """Waits until the coordinator has answered once; whether it did."""
@@ -165,15 +184,15 @@ class Node:
             DatasetNotFoundError, StaleVersionError, NotReadyError.
         """
         with self._lock:
-            serving = self._serving.get(VersionKey(dataset, fingerprint))
-            if serving is not None and not serving.retired:
-                if serving.rows is None:
+            state = self._states.get(VersionKey(dataset, fingerprint))
+            if state is not None and not state.is_retired:
+                if state.rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
-                serving.last_read = time.monotonic()
-                return serving.rows
+                state.last_read = time.monotonic()
+                return state.rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            kept = [key for key, serving in self._serving.items() if not serving.retired]
+            kept = [key for key, state in self._states.items() if not state.is_retired]
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
@@ -237,30 +256,19 @@ class Node:
         """Every dataset, as the coordinator knows them."""
         return self._link.datasets()
 
-    def held(self) -> tuple[Held, ...]:
-        """What it has of each version that it was asked for, or still stores; by name."""
+    def versions(self) -> tuple[VersionStatus, ...]:
+        """Every version that it was asked for, or still stores; by name."""
         sealed = self._store.versions()
         with self._lock:
             return tuple(
-                self._held(key, sealed.get(key, {}), self._serving.get(key))
-                for key in sorted({*sealed, *self._serving}, key=astuple)
+                _status(key, sealed.get(key, {}), self._states.get(key))
+                for key in sorted({*sealed, *self._states}, key=astuple)
             )
-
-    @staticmethod
-    def _held(key: VersionKey, sealed: dict[int, MappedShard], serving: Serving | None) -> Held:
-        return Held(
-            key,
-            served=len(serving.row_starts) if serving and serving.rows else 0,
-            sealed=len(sealed),
-            loading=sum(not load.future.done() for load in serving.all_loads()) if serving else 0,
-            failed=len(serving.failures) if serving else 0,
-            num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
-        )
 
     def is_ready(self) -> bool:
         """Whether this node has joined and serves every shard asked of it."""
         with self._lock:
-            return self._ready
+            return self._is_ready
 
     @property
     def is_loading(self) -> bool:
@@ -297,243 +305,203 @@ class Node:
                     continue  # tell the coordinator at once
             self._wake.wait(interval)
 
-    def _report(self) -> pb.HeartbeatRequest:
-        with self._lock:  # before the shards are listed: who says how many there are lists them all
-            num_shards = {key: serving.num_shards for key, serving in self._serving.items()}
-        sealed = self._store.versions()
-        node = pb.Node()
-        node.CopyFrom(self.description)
-        node.stored_bytes = sum(
-            shard.sealed.num_bytes for shards in sealed.values() for shard in shards.values()
-        )
-        node.stored_shards = sum(len(shards) for shards in sealed.values())
-        request = pb.HeartbeatRequest(node=node)
+    def _snapshot(self) -> tuple[dict[VersionKey, ActualVersion], SealedShards]:
+        """Every version on this node, and its sealed shards."""
+        # Loads before the disk: a shard sealed in between counts as both, never as neither.
+        # `num_shards` likewise: a node that reports it lists all of its shards.
+        unfinished = {key: state.unfinished() for key, state in self._states.items()}
+        rows = {
+            key: {index: load.job.rows for index, load in loads.items()}
+            for key, loads in unfinished.items()
+        }
         with self._lock:
-            for key in {*sealed, *self._serving}:
-                serving = self._serving.get(key)
-                if serving is not None and serving.retired:
-                    continue  # what is asked for under this name now has not begun
-                actual = request.datasets.add(dataset=key.dataset, fingerprint=key.fingerprint)
-                starts = serving.row_starts if serving else {}
-                for index, shard in sealed.get(key, {}).items():
-                    actual.shards.add(
-                        index=index,
-                        sealed=True,
-                        num_rows=shard.sealed.num_rows,
-                        num_bytes=shard.sealed.num_bytes,
-                        checksum=shard.sealed.checksum,
-                        rows_fixed=index in starts,
-                        row_start=starts.get(index, 0),
-                    )
-                if serving:
-                    serving.report(actual, num_shards.get(key))
-                    serving.reported = set(sealed.get(key, {}))
-        return request
+            actual = {}
+            for key, state in self._states.items():
+                state.loads = unfinished[key]
+                actual[key] = state.snapshot(rows[key])
+        sealed = self._store.versions()
+        for key, shards in sealed.items():
+            actual[key] = replace(actual.get(key, ActualVersion()), sealed=shards.keys())
+        return actual, sealed
+
+    def _report(self) -> pb.HeartbeatRequest:
+        actual, sealed = self._snapshot()
+        for key, state in self._states.items():
+            state.reported = actual[key].sealed
+        return encode_report(self.description, actual, sealed)
 
     def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
-        """Moves towards what is desired; returns whether there is something new to report."""
-        wanted = {VersionKey(d.plan.dataset, d.plan.fingerprint): d for d in response.datasets}
-        kept = {VersionKey(version.dataset, version.fingerprint) for version in response.kept}
-        news = False
+        """Moves towards what is desired; returns whether there is something new to report.
+
+        Decides and acts without the lock, which every gather takes: files may be slow to remove.
+        """
+        desired = self._decoder.decode(response)
+        actual, sealed = self._snapshot()
+        result = reconcile(desired, actual)
+        for action in result.actions:
+            self._act(action, sealed)
         with self._lock:
-            if self._stop.is_set():
-                return False
-            sealed = self._store.versions()
-            for key in {*self._serving, *sealed} - wanted.keys() - kept:
-                if self._retire(key):
-                    self._store.drop_version(key)
-            for key, dataset in wanted.items():
-                serving = self._serving.get(key)
-                if serving and (
-                    serving.retired or serving.desired.plan.attempt != dataset.plan.attempt
-                ):
-                    if not self._retire(key):
-                        continue
-                    self._store.drop_version(key)
-                    sealed.pop(key, None)
-                    serving = None
-                if serving is None:
-                    # Of its own: two datasets of other names may have the same fingerprint.
-                    tables = WholeTables(self._store.scratch / uuid.uuid4().hex)
-                    serving = self._serving[key] = Serving(key, dataset, tables)
-                serving.want(dataset)
-                if dataset.HasField("num_shards"):
-                    serving.num_shards = dataset.num_shards
-                self._load_missing(key, serving, sealed.get(key, {}))
-                self._drop_surplus(key, serving, sealed.get(key, {}))
-                news |= serving.publish(self._store.shards(key))
-            self._room_may_come = response.room_may_come
+            self._retry_no_room = desired.retry_no_room
             self._joined.set()
-            ready = all(
-                serving.is_settled()
-                for key, serving in self._serving.items()
-                if key in wanted and not serving.retired
-            )
-            changed, self._ready = ready != self._ready, ready
+            changed, self._is_ready = result.is_ready != self._is_ready, result.is_ready
         if changed:
-            self._on_ready(ready)
-        return news
+            self._on_ready(result.is_ready)
+        return any(isinstance(action, Publish) for action in result.actions)
 
-    def _retire(self, key: VersionKey) -> bool:
-        """Stops serving and loading ``key``; returns whether nothing writes to it any more."""
-        serving = self._serving.get(key)
-        if serving is None:
-            return True
-        serving.retired, serving.rows = True, None
-        for load in serving.all_loads():
-            load.job.cancelled.set()
-        if any(not load.future.done() for load in serving.all_loads()):
-            # What is done is not waited for: its room may be needed by what comes next.
-            self._store.drop(key, *self._store.shards(key))
-            return False
-        serving.whole_tables.close()
-        del self._serving[key]
-        return True
+    def _act(self, action: Action, sealed: SealedShards) -> None:
+        match action:
+            case Retire(key):
+                with self._lock:
+                    self._states[key].retire()
+                # Frees the room now: what comes next may need it.
+                self._store.drop(key, *self._store.shards(key))
+            case Remove(key):
+                with self._lock:
+                    state = self._states.pop(key, None)
+                if state is not None:
+                    state.tables.close()
+                self._store.drop_version(key)
+            case Update(desired):
+                self._update(desired)
+            case Forget(key, indices):
+                with self._lock:
+                    self._states[key].forget(indices)
+            case Cancel(key, indices):
+                self._states[key].cancel(indices)
+            case Publish(key, row_starts):
+                self._publish(key, row_starts, sealed.get(key, {}))
+            case DropShards(key, indices):
+                self._store.drop(key, *indices)
+            case CloseTables(key):
+                self._states[key].tables.close()
+            case StartLoads(key, shards):
+                state = self._states[key]
+                for shard in shards:
+                    self._start(state, Job(state.desired.plan, shard))
+            case StartWholeQuery(key, missing):
+                state = self._states[key]
+                self._start(state, Job(state.desired.plan, missing=missing))
 
-    def _load_missing(
-        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
-    ) -> None:
-        desired, wanted = serving.desired, serving.wanted
-        for index, load in list(serving.loads.items()):
-            if index not in wanted:
-                load.job.cancelled.set()
-            if load.future.done():
-                del serving.loads[index]
-        serving.forget_unwanted()
-        serving.forgive_copies()
-        for index, shard in wanted.items():
-            if index in sealed or index in serving.loads or index in serving.failures:
-                continue
-            if not shard.copy_from and not shard.splits:
-                continue  # another node makes it first
-            job = Job(key, desired.plan, desired.secrets, index)
-            work = self._shard_work(job, serving, shard)
-            serving.loads[index] = self._submit(serving, job, work, shard.splits)
-        self._run_whole_if_asked(key, serving, set(sealed))
-        if not serving.loads:
-            serving.whole_tables.close()
-
-    def _shard_work(self, job: Job, serving: Serving, shard: pb.DesiredShard) -> Callable[[], None]:
-        if shard.copy_from:
-            return lambda: loading.copy_shard(self._store, job, shard)
-
-        def work() -> None:
-            splits = [split_from_proto(split) for split in shard.splits]
-            self._memory.run(
-                job,
-                splits,
-                lambda: loading.load_shard(self._store, job, shard, serving.whole_tables),
-            )
-
-        return work
-
-    def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
-        run, desired = serving.whole_run, serving.desired
-        if run is not None and (run.future.done() or not desired.run_whole):
-            run.job.cancelled.set()
-            if not run.future.done():
-                return
-            run = serving.whole_run = None
-        through = serving.num_shards is not None and set(desired.missing) <= sealed
-        if run is not None or not desired.run_whole or through or serving.failure:
-            return
-        job = Job(key, desired.plan, desired.secrets, None)
-        missing = frozenset(desired.missing) or None
-
-        def work() -> None:
-            num_shards = self._memory.run(
-                job, (), lambda: loading.run_whole(self._store, job, missing)
-            )
-            with self._lock:
-                serving.num_shards = num_shards
-
-        serving.whole_run = self._submit(serving, job, work)
-
-    def _submit(
-        self,
-        serving: Serving,
-        job: Job,
-        work: Callable[[], None],
-        splits: Iterable[pb.Split] = (),
-    ) -> Load:
-        what = "the whole query" if job.index is None else f"shard {job.index}"
-        if splits:
-            what += f" of {', '.join(str(split_from_proto(split)) for split in splits)}"
-        return Load(self._pool.submit(self._run_job, serving, what, job, work), job)
-
-    def _wanted_bytes(self) -> int:
+    def _update(self, desired: DesiredVersion) -> None:
+        key = desired.plan.key
         with self._lock:
-            kept = [serving for serving in self._serving.values() if not serving.retired]
-            return sum(serving.wanted_bytes() for serving in kept)
+            if key not in self._states:
+                # Not by fingerprint: two datasets may have the same one.
+                tables = SpooledTables(self._store.scratch / uuid.uuid4().hex)
+                self._states[key] = VersionState(desired, tables)
+            self._states[key].update(desired)
 
-    def _drop_surplus(
-        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
+    def _publish(
+        self,
+        key: VersionKey,
+        row_starts: Mapping[int, int],
+        sealed: Mapping[int, MappedShard],
     ) -> None:
-        if serving.desired.run_whole:
-            return  # whose shards the result will be is not decided yet
-        # What was sealed since the last report is not surplus: nobody has decided about it yet.
-        self._store.drop(key, *(sealed.keys() & serving.reported) - serving.wanted.keys())
+        desired = self._states[key].desired
+        # Shards without rows share their start with the next one; they serve nothing.
+        shards = {
+            start: sealed[index]
+            for index, start in row_starts.items()
+            if sealed[index].sealed.num_rows
+        }
+        rows = ResidentRows(key, desired.plan.layout, desired.num_rows, shards)
+        with self._lock:
+            self._states[key].rows, self._states[key].row_starts = rows, row_starts
+
+    def _start(self, state: VersionState, job: Job) -> None:
+        try:
+            future = self._pool.submit(self._run_job, state, job)
+        except RuntimeError:
+            if self._stop.is_set():
+                return
+            raise
+        with self._lock:
+            state.loads[job.index] = Load(future, job)
+            if self._stop.is_set():  # `stop` may have cancelled the loads before
+                job.cancelled.set()
+
+    def _desired_bytes(self) -> int:
+        with self._lock:
+            desired = [s.desired for s in self._states.values() if not s.is_retired]
+        return sum(version.estimated_bytes for version in desired)
 
     # -- in the loading threads ----------------------------------------------------------------
 
-    def _run_job(self, serving: Serving, what: str, job: Job, work: Callable[[], None]) -> None:
-        """Does ``work`` to its end; what goes wrong is reported with the next heartbeat.
-
-        Args:
-            what: is loaded, for the log.
-        """
+    def _run_job(self, state: VersionState, job: Job) -> None:
+        """Runs a job to its end; the next heartbeat reports its failure."""
         with self._lock:
             self._running.add(job)
-            beside = list(self._running)
+            running = list(self._running)
         waits = False
         try:
             if not job.cancelled.is_set():  # while it waited for a thread
-                work()
+                self._load(state, job)
         except CancelledError:
             return
         except NodeUnavailableError as error:
-            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
+            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
             self._stop.wait(_RETRY_S)
         except CacheError as error:
-            leaving = any(other.cancelled.is_set() for other in beside)
-            waits = isinstance(error, NoRoomError) and (leaving or self._room_may_come)
+            frees_room = any(other.cancelled.is_set() for other in running)
+            waits = isinstance(error, NoRoomError) and (frees_room or self._retry_no_room)
             if waits:
-                self._wait_for_room(serving, what, job, error, leaving=leaving)
+                self._wait_for_room(state, job, error, frees_room=frees_room)
             else:
-                logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
-                self._fail(serving, job, str(error))
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
+                self._fail(state, job, str(error))
         except error_text.NO_DEFECTS:
             raise
         except BaseException as error:
-            reason, trace = (
-                error_text.reason(error, job.secrets),
-                error_text.trace(error, job.secrets),
-            )
-            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
-            self._fail(serving, job, f"cannot load {what}: {reason}")
+            secrets = encode_secrets(job.plan.secrets)
+            reason, trace = error_text.reason(error, secrets), error_text.trace(error, secrets)
+            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, job, trace)
+            self._fail(state, job, f"cannot load {job}: {reason}")
         finally:
             with self._lock:
                 self._running.discard(job)
                 if not waits:
-                    serving.waits.pop(job.index, None)
+                    state.waits.pop(job.index, None)
             self._wake.set()
 
+    def _load(self, state: VersionState, job: Job) -> None:
+        if job.shard is None:
+            num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+            with self._lock:
+                state.num_shards = num_shards
+        elif job.shard.copy:
+            loading.copy_shard(self._store, job)
+        else:
+            self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+
     def _wait_for_room(
-        self, serving: Serving, what: str, job: Job, error: CacheError, *, leaving: bool
+        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
     ) -> None:
-        """Pauses before the load is begun again; says why, once."""
+        """Pauses before the load is tried again; logs the reason once."""
         until = (
             "until a load that is not wanted any more has ended"
-            if leaving
+            if frees_room
             else "for a moment, in which a node that was lost may come back"
         )
-        reason = f"{what} waits on node {self.description.id} {until}: {error}"
+        reason = f"{job} waits on node {self.description.id} {until}: {error}"
         with self._lock:
-            known, serving.waits[job.index] = serving.waits.get(job.index), reason
+            known, state.waits[job.index] = state.waits.get(job.index), reason
         if known is None:
             logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
         self._stop.wait(_RETRY_S)
 
-    def _fail(self, serving: Serving, job: Job, reason: str) -> None:
+    def _fail(self, state: VersionState, job: Job, reason: str) -> None:
         with self._lock:
-            serving.fail(job.index, f"{reason} (on node {self.description.id})")
+            state.fail(job.index, f"{reason} (on node {self.description.id})")
+
+
+def _status(
+    key: VersionKey, sealed: Mapping[int, MappedShard], state: VersionState | None
+) -> VersionStatus:
+    return VersionStatus(
+        key,
+        served=len(state.row_starts or ()) if state and state.rows else 0,
+        sealed=len(sealed),
+        loading=len(state.unfinished()) if state else 0,
+        failed=len(state.failures) if state else 0,
+        num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
+    )

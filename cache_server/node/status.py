@@ -10,7 +10,7 @@ from cache_server.shards.version_key import VersionKey
 
 
 @dataclass(frozen=True)
-class Held:
+class VersionStatus:
     """One version on a node.
 
     Attributes:
@@ -29,7 +29,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheStatus:
     """What a coordinator knows of the whole cache.
 
     Attributes:
@@ -42,14 +42,14 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Status:
+class NodeStatus:
     """One node.
 
     Attributes:
         node: id, locations and memory; ``alive`` is always true.
         ready: what readiness probes are told.
         coordinator: ``host:port`` of the control port of the coordinator; empty until it answered.
-        held: what this node has of each version.
+        versions: what this node has of each version.
         huge_page_bytes: of the shard files, that lie in huge pages.
         counts: what it served.
         cache: of a coordinator only.
@@ -58,7 +58,7 @@ class Status:
     node: pb.Node
     ready: bool
     coordinator: str
-    held: tuple[Held, ...]
+    versions: tuple[VersionStatus, ...]
     huge_page_bytes: int
     counts: Counts
-    cache: Cache | None
+    cache: CacheStatus | None

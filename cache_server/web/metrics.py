@@ -1,4 +1,4 @@
-"""A `Status` in the text formats of Prometheus.
+"""A `NodeStatus` in the text formats of Prometheus.
 
 Imported at the first scrape, since that takes a while.
 
@@ -15,10 +15,10 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from cache_protocol.wire.states import STATE_NAMES
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 
 
-def exposition(status: Status, accept: str) -> tuple[bytes, str]:
+def exposition(status: NodeStatus, accept: str) -> tuple[bytes, str]:
     """The body and the content type of an answer, in the format that an Accept header asks for."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
@@ -28,7 +28,7 @@ def exposition(status: Status, accept: str) -> tuple[bytes, str]:
 
 
 class _StatusCollector(Collector):
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: NodeStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterable[Metric]:
@@ -37,7 +37,7 @@ class _StatusCollector(Collector):
             yield from _of_cache(self._status.cache)
 
 
-def _of_node(status: Status) -> Iterator[Metric]:
+def _of_node(status: NodeStatus) -> Iterator[Metric]:
     yield _gauge("ready", "1 while readiness probes are answered with yes.", float(status.ready))
     yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
     what = "Bytes of the shard files that lie in huge pages, where random rows are found faster."
@@ -50,9 +50,11 @@ def _of_node(status: Status) -> Iterator[Metric]:
         "Shards of a version on this node: sealed on disk, of these served, loading, failed.",
         labels=["dataset", "fingerprint", "state"],
     )
-    for held in status.held:
+    for version in status.versions:
         for state in ("sealed", "served", "loading", "failed"):
-            shards.add_metric([held.key.dataset, held.key.fingerprint, state], getattr(held, state))
+            shards.add_metric(
+                [version.key.dataset, version.key.fingerprint, state], getattr(version, state)
+            )
     yield shards
     rows = CounterMetricFamily(
         "data_cache_served_rows",
@@ -77,7 +79,7 @@ def _of_node(status: Status) -> Iterator[Metric]:
     yield errors
 
 
-def _of_cache(cache: Cache) -> Iterator[Metric]:
+def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     nodes = GaugeMetricFamily(
         "data_cache_nodes", "Nodes that belong to the cache.", labels=["state"]
     )

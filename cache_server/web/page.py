@@ -1,4 +1,4 @@
-"""A `Status` as one page of HTML; every text in it is escaped."""
+"""A `NodeStatus` as one page of HTML; every text in it is escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from cache_protocol.cli.sizes import size
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.states import state_name
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 
 _REFRESH_S = 5
 _STYLE = """
@@ -31,7 +31,7 @@ class _Bad(str):
     """Shown in red."""
 
 
-def page(status: Status) -> str:
+def page(status: NodeStatus) -> str:
     """The page of one node; a coordinator's shows the whole cache before itself."""
     node_id = escape(status.node.id)
     ready = "ready" if status.ready else '<span class="bad">not ready</span>'
@@ -47,7 +47,7 @@ def page(status: Status) -> str:
     )
 
 
-def _of_cache(cache: Cache) -> list[str]:
+def _of_cache(cache: CacheStatus) -> list[str]:
     datasets = [
         [
             info.spec.name,
@@ -76,7 +76,7 @@ def _of_cache(cache: Cache) -> list[str]:
     ]
 
 
-def _of_node(status: Status) -> list[str]:
+def _of_node(status: NodeStatus) -> list[str]:
     node = status.node
     facts = [
         ("Flight", node.flight_location),
@@ -95,7 +95,7 @@ def _of_node(status: Status) -> list[str]:
             _Bad(version.failed) if version.failed else 0,
             size(version.num_bytes),
         ]
-        for version in status.held
+        for version in status.versions
     ]
     sent = [
         [read.dataset, read.verb, f"{served.rows:,}", size(served.num_bytes)]

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from cache_protocol.errors import ConfigError
-from cache_server.node.status import Status
+from cache_server.node.status import NodeStatus
 from cache_server.web.page import page
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class WebService:
             target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True
         )
 
-    def start(self, status: Callable[[], Status], is_ready: Callable[[], bool]) -> None:
+    def start(self, status: Callable[[], NodeStatus], is_ready: Callable[[], bool]) -> None:
         """Begins to answer, each call with the status of its moment, or for a probe with less."""
         self._server.status, self._server.is_ready = status, is_ready
         self._thread.start()
@@ -61,7 +61,7 @@ class WebService:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    status: Callable[[], Status]
+    status: Callable[[], NodeStatus]
     is_ready: Callable[[], bool]
 
     def __init__(self, host: str, port: int) -> None:

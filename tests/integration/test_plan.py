@@ -86,7 +86,7 @@ def test_the_bytes_of_a_load_are_foretold(
 def test_words_are_foretold_without_size_statistics_too(
     client: CacheClient, dataset_name: str, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cache_server.plan.version import plan_version
+    from cache_server.plan.pinned_version import plan_version
     from cache_server.tables import column_sizes
 
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_words_are_foretold_without_size_statistics_too(
     )
     spec = DatasetSpec(dataset_name, table, columns=["word", "note"])
 
-    plan = plan_version(spec).plan
+    plan = plan_version(spec).version
     info = client.load(spec)
 
     assert plan.shards is not None

@@ -29,10 +29,11 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.membership import Membership
-from cache_server.node import loading
+from cache_server.node import loading, version_state
 from cache_server.node import node as node_module
-from cache_server.node import serving as serving_module
+from cache_server.node.desired import DesiredShard
 from cache_server.node.node import Node
+from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable
@@ -218,6 +219,39 @@ def test_unknown_datasets_and_other_versions_are_told_apart(harness: Harness, so
         harness.node.rows("nope", info.fingerprint)
     with pytest.raises(StaleVersionError, match=f"fingerprint {info.fingerprint}, not f00d"):
         harness.node.rows("table", "f00d")
+
+
+def test_rows_are_gathered_while_the_files_of_another_dataset_are_removed(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    drop_version = harness.store.drop_version
+
+    def slow(key: VersionKey) -> None:
+        begun.set()
+        assert ended.wait(WAIT_S)
+        drop_version(key)
+
+    monkeypatch.setattr(harness.store, "drop_version", slow)
+    harness.node.start()
+    harness.coordinator.create(spec(source, "table"))
+    harness.coordinator.create(spec(source, "other"))
+    info = harness.wait(pb.DATASET_STATE_READY)
+    gone = harness.wait(pb.DATASET_STATE_READY, "other")
+
+    harness.coordinator.delete("other")
+    assert begun.wait(WAIT_S)
+
+    gathered: list[list[int]] = []
+    gather = threading.Thread(target=lambda: gathered.append(row_ids(harness.node, info)))
+    gather.start()
+    gather.join(WAIT_S)
+    assert gathered == [[*range(10 * FILES)]]
+    with pytest.raises(DatasetNotFoundError):
+        harness.node.rows("other", gone.fingerprint)
+    assert len(harness.store.shards(VersionKey("other", gone.fingerprint))) == FILES
+    ended.set()
+    wait_until(lambda: len(harness.store.versions()) == 1, WAIT_S, "its files are removed")
 
 
 # -- loads that fail -------------------------------------------------------------------------------
@@ -489,7 +523,7 @@ def test_a_dataset_that_is_loaded_again_while_a_load_of_a_dropped_one_hangs_has_
 def test_a_copy_for_which_there_was_no_room_is_tried_again(
     harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_module, "_COPY_AGAIN_S", 0.0)
+    monkeypatch.setattr(version_state, "_COPY_AGAIN_S", 0.0)
     answer, tries = harness.coordinator.heartbeat, itertools.count()
 
     def replicas(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -500,13 +534,17 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
         response = answer(request)
         for shard in (shard for desired in response.datasets for shard in desired.shards):
             if shard.splits:
+                splits[shard.index] = tuple(map(split_from_proto, shard.splits))
                 shard.copy_from.append("grpc://another:1")
         return response
 
-    def copy(store: ShardStore, job: loading.Job, shard: pb.DesiredShard) -> None:
+    splits = {}
+
+    def copy(store: ShardStore, job: loading.Job) -> None:
         if next(tries) < FILES:
             raise LoadError("no room")
-        loading.load_shard(store, job, shard, loading.WholeTables(store.scratch / "none"))
+        load = loading.Job(job.plan, DesiredShard(job.index, splits=splits[job.index]))
+        loading.load_shard(store, load, loading.SpooledTables(store.scratch / "none"))
 
     monkeypatch.setattr(harness.coordinator, "heartbeat", replicas)
     monkeypatch.setattr(loading, "copy_shard", copy)

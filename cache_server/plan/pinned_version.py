@@ -29,7 +29,7 @@ _SMALL_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class VersionPlan:
+class PinnedVersion:
     """One version of a dataset, as planned from its pinned source.
 
     Attributes:
@@ -91,7 +91,7 @@ class VersionPlan:
         )
 
     @classmethod
-    def from_catalogue(cls, entry: pb.CatalogueEntry) -> VersionPlan:
+    def from_catalogue(cls, entry: pb.CatalogueEntry) -> PinnedVersion:
         """The plan that a catalogue entry keeps."""
         shards = tuple(
             ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
@@ -112,7 +112,7 @@ class VersionPlan:
 
 
 @dataclass(frozen=True)
-class PlannedVersion:
+class OpenPlan:
     """A plan, and what keeps its source as it was planned; `close` once nothing is read any more.
 
     Attributes:
@@ -122,7 +122,7 @@ class PlannedVersion:
         rows_before: of the table that is read split by split, before anything was pruned.
     """
 
-    plan: VersionPlan
+    version: PinnedVersion
     pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
     query: queries.Query
@@ -134,7 +134,7 @@ class PlannedVersion:
             pin.close()
 
 
-def plan_version(spec: DatasetSpec) -> PlannedVersion:
+def plan_version(spec: DatasetSpec) -> OpenPlan:
     """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
 
     Raises:
@@ -152,7 +152,7 @@ def plan_version(spec: DatasetSpec) -> PlannedVersion:
         return planned
 
 
-def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> PlannedVersion:
+def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> OpenPlan:
     text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
     schemas = {name: pin.schema for name, pin in pins.items()}
     query = queries.check_query(
@@ -194,7 +194,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
                 () if table.name == driver else splits[table.name],
             )
         )
-    plan = VersionPlan(
+    version = PinnedVersion(
         spec,
         VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
         text,
@@ -208,7 +208,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         why,
         _guessed_columns(logical, query, driver),
     )
-    return PlannedVersion(plan, dict(pins), splits, query, rows_before)
+    return OpenPlan(version, dict(pins), splits, query, rows_before)
 
 
 def _driver(
