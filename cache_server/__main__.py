@@ -269,13 +269,13 @@ def local(
                     coordinator.load(spec, show)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
-            _tell_who_ends(cluster, signals)
+            _log_ended_nodes(cluster, signals)
     except KeyboardInterrupt:
         if not listening:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _tell_who_ends(cluster: LocalCluster, signals: _Signals) -> NoReturn:
+def _log_ended_nodes(cluster: LocalCluster, signals: _Signals) -> NoReturn:
     """Logs each node that ends by itself, as one that is killed for its memory, until interrupted.
 
     The others go on: they load its shards again.
@@ -302,10 +302,10 @@ def main() -> None:
         with checked_output():
             app()
     except CacheError as error:
-        sys.exit(_tell(error))
+        sys.exit(_print_error(error))
 
 
-def _tell(error: CacheError) -> int:
+def _print_error(error: CacheError) -> int:
     """Says why the process ends, as its last line; returns its exit code."""
     message = " ".join(str(error).split("\n"))
     print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
@@ -317,7 +317,7 @@ def _tell(error: CacheError) -> int:
 def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
     logging.shutdown()
     if error is not None:
-        code = _tell(error)
+        code = _print_error(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # of a reader that is gone
             stream.flush()

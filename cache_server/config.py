@@ -39,7 +39,7 @@ def _host_port(value: object) -> object:
     return f"{match['host']}:{match['port']}"
 
 
-def _given(value: object) -> object:
+def _not_empty(value: object) -> object:
     if value == "":  # of a variable that is not set: pathlib has it for the working directory
         raise ValueError
     return value
@@ -52,7 +52,7 @@ def _is_host(value: str) -> str:
     return value
 
 
-def _said_as(rule: str) -> WrapValidator:
+def _described_as(rule: str) -> WrapValidator:
     """Has what is wrong with a setting said by what it must be."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
@@ -64,18 +64,20 @@ def _said_as(rule: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Port = Annotated[int, Field(ge=0, le=65_535), _said_as("a port, from 0 to 65535")]
+Port = Annotated[int, Field(ge=0, le=65_535), _described_as("a port, from 0 to 65535")]
 Bytes = Annotated[
-    int, BeforeValidator(parse_bytes), Field(ge=1), _said_as("a size in bytes such as 64MiB")
+    int, BeforeValidator(parse_bytes), Field(ge=1), _described_as("a size in bytes such as 64MiB")
 ]
-Count = Annotated[int, Field(ge=1), _said_as("an integer of at least 1")]
+Count = Annotated[int, Field(ge=1), _described_as("an integer of at least 1")]
 Seconds = Annotated[
-    float, Field(gt=0, allow_inf_nan=False), _said_as("a number of seconds, more than 0")
+    float, Field(gt=0, allow_inf_nan=False), _described_as("a number of seconds, more than 0")
 ]
 Lease = Annotated[
-    float, Field(ge=0, allow_inf_nan=False), _said_as("a number of seconds, at least 0")
+    float, Field(ge=0, allow_inf_nan=False), _described_as("a number of seconds, at least 0")
 ]
-Host = Annotated[str, AfterValidator(_is_host), _said_as("a host name or address without a port")]
+Host = Annotated[
+    str, AfterValidator(_is_host), _described_as("a host name or address without a port")
+]
 
 
 class NodeConfig(BaseModel):
@@ -106,7 +108,7 @@ class NodeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cache_dir: Annotated[Path, BeforeValidator(_given), _said_as("a path")]
+    cache_dir: Annotated[Path, BeforeValidator(_not_empty), _described_as("a path")]
     bind: Host = "127.0.0.1"
     advertise: Host | None = None
     flight_port: Port = 50_051

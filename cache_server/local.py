@@ -34,7 +34,7 @@ class LocalNode:
     Its standard input is a pipe from this process: when it closes, for whatever reason, the node
     ends, so that it never outlives its parent. A fork of this process lets go of its copy.
 
-    Its ports are chosen and held by this process, so that while the node is down no other program
+    Its ports are chosen and reserved by this process, so that while the node is down no other program
     is given one of them (Linux gives a bound port to nobody who asks for any, and lets the node
     bind and listen beside a socket that does not).
     """
@@ -44,7 +44,7 @@ class LocalNode:
         self.log = cache_dir / ".log"  # no dataset's name begins with a dot
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
-        self._held_ports: list[socket.socket] = []
+        self._reserved_ports: list[socket.socket] = []
         self._log_start = 0  # of the process that runs, in bytes
         self.endpoint = ""
         self.control_location = ""
@@ -73,7 +73,7 @@ class LocalNode:
             CacheError: it is running already.
         """
         self.begin()
-        self.wait_until_it_listens()
+        self.wait_until_listening()
 
     def begin(self) -> None:
         """Starts the process, from now on known by its ``control_location``.
@@ -83,9 +83,9 @@ class LocalNode:
         """
         if self._process is not None and self._process.poll() is None:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
-        if not self._held_ports:
-            self._held_ports = [_held_port(), _held_port()]
-        flight_port, control_port = (held.getsockname()[1] for held in self._held_ports)
+        if not self._reserved_ports:
+            self._reserved_ports = [_reserve_port(), _reserve_port()]
+        flight_port, control_port = (reserved.getsockname()[1] for reserved in self._reserved_ports)
         self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
             self._log_start = log_file.tell()
@@ -101,7 +101,7 @@ class LocalNode:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._spawn, command, log_file).result()
 
-    def wait_until_it_listens(self) -> None:
+    def wait_until_listening(self) -> None:
         """Waits for what was begun.
 
         Raises:
@@ -167,9 +167,9 @@ class LocalNode:
         )
 
     def _release_ports(self) -> None:
-        for held in self._held_ports:
-            held.close()
-        self._held_ports = []
+        for reserved in self._reserved_ports:
+            reserved.close()
+        self._reserved_ports = []
 
     def _open_log(self) -> IO[bytes]:
         try:
@@ -258,7 +258,7 @@ class LocalCluster:
                 self.nodes.append(node)
                 node.begin()  # all at once: most of their start is Python's imports
             for node in self.nodes:
-                node.wait_until_it_listens()
+                node.wait_until_listening()
             self.wait_for_nodes()
         except BaseException:
             self.close()
@@ -368,12 +368,12 @@ def _first_line(stream: IO[str], timeout_s: float) -> str | None:
     return lines[0] if lines else None
 
 
-def _held_port() -> socket.socket:
+def _reserve_port() -> socket.socket:
     """Bound to a free port, never listening."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def describe_nodes(nodes: Sequence[LocalNode]) -> str:

@@ -13,13 +13,13 @@ from cache_server.coordination.placement import nodes_needed
 from cache_server.shards.version_key import VersionKey
 
 
-def check_room(
+def check_capacity(
     wanted: Holdings,
     others: Iterable[Holdings],
     members: Mapping[str, Member],
     *,
     alive: Collection[str],
-    is_going: Callable[[VersionKey, pb.ActualDataset], bool],
+    will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
 ) -> None:
     """Refuses what cannot fit, beside what there is and what other loads are about to bring.
 
@@ -28,7 +28,7 @@ def check_room(
         others: the versions that stay.
         members: those of the versions.
         alive: those of them that answer.
-        is_going: whether a node is about to remove what it said of a version, which makes room.
+        will_be_removed: whether a node is about to remove what it said of a version, which makes room.
 
     Raises:
         LoadError: quoting what it comes to on one node, how many nodes would do, and which ones
@@ -40,10 +40,10 @@ def check_room(
     spec = wanted.version.pinned.spec
     awaited: Counter[str] = Counter()
     for other in others:
-        awaited.update(other.lacking_bytes())
-    for node_id, needed in sorted(wanted.lacking_bytes().items()):
+        awaited.update(other.missing_bytes())
+    for node_id, needed in sorted(wanted.missing_bytes().items()):
         limit = members[node_id].node.memory_limit_bytes
-        stored = _lasting_bytes(members[node_id], is_going)
+        stored = _lasting_bytes(members[node_id], will_be_removed)
         if not limit or stored + awaited[node_id] + needed <= limit:
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
@@ -63,12 +63,14 @@ def _are_lost(node_ids: Set[str]) -> str:
     return f"; node {names} is lost" if names else ""
 
 
-def _lasting_bytes(member: Member, is_going: Callable[[VersionKey, pb.ActualDataset], bool]) -> int:
+def _lasting_bytes(
+    member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
+) -> int:
     """What a node holds, without the versions that it is about to remove."""
     going = sum(
         shard.num_bytes
         for key, actual in member.actual.items()
-        if is_going(key, actual)
+        if will_be_removed(key, actual)
         for shard in actual.shards
         if shard.sealed
     )

@@ -168,7 +168,7 @@ class Catalogue:
     def read_dropped(self) -> dict[VersionKey, int]:
         """The versions that were dropped; none where they cannot be read.
 
-        Then what nodes still hold or say of one may count once more.
+        Then what nodes still hold or listeners of one may count once more.
         """
         if not self._dropped.exists():
             return {}

@@ -23,7 +23,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.coordination.capacity import check_room
+from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holdings import Holdings
@@ -77,17 +77,17 @@ class Coordinator:
         self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
-        self._unclaimed = Orphans(
+        self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
         )
-        self._read_back()
+        self._restore()
 
     def close(self) -> None:
         """Lets go of the sources of loads under way; nothing is decided any more after it."""
         with self._changed:
             for version in self._versions.values():
                 version.release()
-            self._note_change()
+            self._mark_changed()
 
     def listen(self, callback: Callable[[], None]) -> None:
         """Has ``callback`` called when there is something new to do, before a heartbeat is due."""
@@ -108,7 +108,7 @@ class Coordinator:
             RequestError: a bad query.
         """
         with self._changed:
-            version = None if refresh else self._of_same_spec(spec)
+            version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
                 return self._attach(version, spec)
         planned = plan_version(spec)
@@ -118,7 +118,7 @@ class Coordinator:
                 planned.close()
                 return self._attach(version, spec, fewer_replicas=refresh)
             if version is None:
-                attempt = self._unclaimed.attempt(planned.version.key)
+                attempt = self._orphans.attempt(planned.version.key)
             else:
                 attempt = version.attempt + 1
             made = VersionRecord(
@@ -130,8 +130,8 @@ class Coordinator:
                 asked_at=self._clock(),
             )
             try:
-                self._check_room(made)
-                made.keep(self._catalogue)
+                self._check_capacity(made)
+                made.save(self._catalogue)
             except LoadError:
                 made.release()
                 raise
@@ -140,7 +140,7 @@ class Coordinator:
             else:  # what nodes kept of it counts before any of them is answered
                 for node_id, member in self._membership.members.items():
                     if planned.version.key in member.actual:
-                        made.take_in(member.actual[planned.version.key], node_id)
+                        made.apply_report(member.actual[planned.version.key], node_id)
             self._created = made.created
             self._versions[planned.version.key] = made
             logger.info(
@@ -148,9 +148,9 @@ class Coordinator:
                 spec.name, planned.version.key.fingerprint, made.num_shards,
             )  # fmt: skip
             self._settle()
-            self._note_change()
+            self._mark_changed()
             info = self._describe(made)
-        self._tell()
+        self._notify_listeners()
         return info
 
     def attach(self, spec: DatasetSpec) -> pb.DatasetInfo | None:
@@ -196,7 +196,7 @@ class Coordinator:
             limit = memory_limit_bytes or min(limits, default=0)
             return forecast(planned, names, limit, self._load_rate.node_bytes_per_s)
 
-    def _of_same_spec(self, spec: DatasetSpec) -> VersionRecord | None:
+    def _newest_of_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, of a source that cannot tell whether it changed."""
         return self._newest(
             version
@@ -226,18 +226,18 @@ class Coordinator:
         """
         given = spec.secrets_to_proto()
         if spec.replicas > version.pinned.spec.replicas:
-            self._check_room(replace(version, pinned=replace(version.pinned, spec=spec)))
+            self._check_capacity(replace(version, pinned=replace(version.pinned, spec=spec)))
         elif not fewer_replicas:
             spec = _with_replicas(spec, version.pinned.spec.replicas)
         secrets = given if given.tables else version.secrets
         pinned = replace(version.pinned, spec=spec, has_secrets=bool(secrets.tables))
         created = self._created + 1
-        replace(version, pinned=pinned, created=created).keep(self._catalogue)
+        replace(version, pinned=pinned, created=created).save(self._catalogue)
         version.pinned, version.secrets, version.created = pinned, secrets, created
         self._created = created
         self._settle()
-        self._note_change()
-        self._tell()
+        self._mark_changed()
+        self._notify_listeners()
         return self._describe(version)
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
@@ -288,13 +288,13 @@ class Coordinator:
             DatasetNotFoundError: listing the datasets there are.
         """
         with self._changed:
-            unclaimed = self._unclaimed.held(name)
-            if not unclaimed:
+            orphans = self._orphans.find(name)
+            if not orphans:
                 self._find(name)
-            self._unclaimed.drop(*unclaimed)
+            self._orphans.drop(*orphans)
             self._forget(*(key for key in self._versions if key.dataset == name))
-            self._note_change()
-        self._tell()
+            self._mark_changed()
+        self._notify_listeners()
 
     def watch(
         self, name: str, fingerprint: str, active: Callable[[], bool]
@@ -332,38 +332,38 @@ class Coordinator:
         """
         node_id = request.node.id
         with self._changed:
-            member = self._membership.take_in(request)
-            is_news = member.is_news
+            member = self._membership.apply_heartbeat(request)
+            has_news = member.has_news
             for key, actual in member.actual.items():
                 if (version := self._versions.get(key)) is not None:
-                    is_news |= version.take_in(actual, node_id)
+                    has_news |= version.apply_report(actual, node_id)
                     if actual.HasField("idle_s"):
                         version.last_used = max(
                             version.last_used or 0.0, self._clock() - actual.idle_s
                         )
-            if is_news:
-                self._note_change()
+            if has_news:
+                self._mark_changed()
             self._settle()
             response = pb.HeartbeatResponse(
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
-                room_may_come=not self._membership.is_settled(),
+                room_may_come=not self._membership.is_stable(),
                 datasets=[
                     self._holdings(version).desired(node_id)
                     for version in self._versions.values()
                     if version.failure is None
                 ],
             )
-            for key in member.actual.keys() & self._unclaimed.held():
+            for key in member.actual.keys() & self._orphans.find():
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             return response
 
-    def _note_change(self) -> None:
+    def _mark_changed(self) -> None:
         """Inside the lock, after any change: wakes whoever watches, and ends every view."""
         self._changes += 1
         self._changed.notify_all()
 
-    def _tell(self) -> None:
+    def _notify_listeners(self) -> None:
         for callback in self._listeners:
             callback()
 
@@ -380,7 +380,7 @@ class Coordinator:
             found = self._newest(named)
         if found is not None:
             return found
-        self._unclaimed.require_none(name, fingerprint)
+        self._orphans.require_none(name, fingerprint)
         others = [key.fingerprint for key in self._versions if key.dataset == name]
         if others:
             raise StaleVersionError(
@@ -403,27 +403,27 @@ class Coordinator:
                     f"{version.pinned.max_rows}"
                 )
                 version.fail(version.load_error(reason))
-                self._note_change()
+                self._mark_changed()
                 continue
             if not self._holdings(version).is_ready():
                 continue
             if not version.was_ready:
                 version.was_ready = True
                 version.release()
-                self._note_change()
+                self._mark_changed()
                 try:
-                    version.keep(self._catalogue)
+                    version.save(self._catalogue)
                 except LoadError as error:  # after a restart nobody would know of its shards
                     version.was_ready = False
                     version.fail(error)
                     continue
                 if version.asked_at is not None:
                     elapsed_s = self._clock() - version.asked_at
-                    self._load_rate.note(version.pinned, elapsed_s, len(self._membership.alive()))
+                    self._load_rate.record(version.pinned, elapsed_s, len(self._membership.alive()))
                 logger.info("dataset ready name=%s rows=%d", version.pinned.spec.name, starts[-1])
             self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
         for version in self._versions.values():
-            version.keep_failure(self._catalogue)
+            version.save_failure(self._catalogue)
 
     def _is_leased(self, version: VersionRecord) -> bool:
         """Whether somebody may still read it: rows were read, or asked for, not long ago."""
@@ -442,14 +442,14 @@ class Coordinator:
         ]
 
     def _forget(self, *keys: VersionKey) -> None:
-        self._unclaimed.drop(*keys)
+        self._orphans.drop(*keys)
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
         if keys:
-            self._note_change()
+            self._mark_changed()
 
     def _holdings(self, version: VersionRecord) -> Holdings:
         """One view until something changes: it goes through every shard, and keeps its answers."""
@@ -467,34 +467,34 @@ class Coordinator:
     def _describe(self, version: VersionRecord) -> pb.DatasetInfo:
         return self._holdings(version).describe(self._lease_s)
 
-    def _check_room(self, wanted: VersionRecord) -> None:
+    def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit, new or with another spec than it has now."""
         key = wanted.pinned.key
         there = self._versions.get(key)
         # What there is of the same version may be of an attempt that failed.
         lasts = there is not None and there.attempt == wanted.attempt
-        check_room(
+        check_capacity(
             self._holdings(wanted),
             [self._holdings(version) for other, version in self._versions.items() if other != key],
             self._membership.members,
             alive=self._membership.alive(),
-            is_going=lambda other, actual: (
-                self._is_going(other, actual) or (other == key and not lasts)
+            will_be_removed=lambda other, actual: (
+                self._will_be_removed(other, actual) or (other == key and not lasts)
             ),
         )
 
-    def _is_going(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
+    def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes at its next heartbeat what it said of a version."""
         version = self._versions.get(key)
         if version is None:
-            return key not in self._unclaimed.held()
-        return version.failure is not None or not version.is_told_of(actual)
+            return key not in self._orphans.find()
+        return version.failure is not None or not version.is_current(actual)
 
-    def _read_back(self) -> None:
+    def _restore(self) -> None:
         for entry in self._catalogue.read():
             self._created = max(self._created, entry.created)
-            version = VersionRecord.read_back(entry)
-            if version.was_ready:  # who reads it now has had no time to say so
+            version = VersionRecord.from_catalogue(entry)
+            if version.was_ready:  # who reads it now has had no time to listeners so
                 version.last_used = self._clock()
             self._versions[entry.pinned.key] = version
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)

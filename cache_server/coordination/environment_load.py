@@ -74,8 +74,8 @@ class EnvironmentLoad:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._was_ready = False  # in this process or before it
-        self._was_short = False  # of a node, at some time of a load that was never ready
-        self._told = False
+        self._lacked_a_node = False  # of a node, at some time of a load that was never ready
+        self._is_notified = False
         self._stop = threading.Event()
         self._status = ExitStack()
         self._thread = threading.Thread(target=self._run, name="environment-load", daemon=True)
@@ -112,27 +112,27 @@ class EnvironmentLoad:
         if info is None:
             if not self._wait_for_nodes():
                 return
-            say = self._sayers()
+            listeners = self._progress_listeners()
             info = self._coordinator.create(self._spec)
         else:
             self._was_ready = True
             logger.info("dataset was ready before name=%s: it is taken as it is", self._spec.name)
-            say = [EachSecond(_log)]  # trainers may have begun to report to their TrainJob
+            listeners = [EachSecond(_log)]  # trainers may have begun to report to their TrainJob
         failed_at: float | None = None
         while not self._stop.is_set():
-            info = self._wait_until_settled(info, say)
+            info = self._wait_until_settled(info, listeners)
             if info.state == pb.DATASET_STATE_READY:
                 failed_at = None
                 self._become_ready()
-                say = [EachSecond(_log)]
+                listeners = [EachSecond(_log)]
                 self._wait_for_failure(info.fingerprint)
             elif info.state == pb.DATASET_STATE_FAILED:
                 if failed_at is None:
                     failed_at = time.monotonic()
                     logger.error("dataset failed reason=%s", info.error.message)
-                info = self._bear(info, failed_at)
+                info = self._retry_or_fail(info, failed_at)
 
-    def _sayers(self) -> list[Callable[[LoadReport], None]]:
+    def _progress_listeners(self) -> list[Callable[[LoadReport], None]]:
         status = TrainJobStatus.from_env(self._environ)
         if status is None:
             return [EachSecond(_log)]
@@ -162,15 +162,15 @@ class EnvironmentLoad:
         return [node.flight_location for node in nodes if node.alive and node.flight_location]
 
     def _wait_until_settled(
-        self, info: pb.DatasetInfo, say: list[Callable[[LoadReport], None]]
+        self, info: pb.DatasetInfo, listeners: list[Callable[[LoadReport], None]]
     ) -> pb.DatasetInfo:
         """The dataset once it is ready or failed, or as it is when nobody waits any more."""
         meter = LoadMeter(self._spec.name)
         latest = info
         for latest in self._coordinator.watch(self._spec.name, info.fingerprint, self._active):
-            self._note_missing()
+            self._count_missing()
             report = meter.read(latest.progress)
-            for take in say:
+            for take in listeners:
                 take(report)
         return latest
 
@@ -182,16 +182,16 @@ class EnvironmentLoad:
             if self._coordinator.failure(self._spec.name, fingerprint) is not None:
                 return
 
-    def _bear(self, info: pb.DatasetInfo, failed_at: float) -> pb.DatasetInfo:
+    def _retry_or_fail(self, info: pb.DatasetInfo, failed_at: float) -> pb.DatasetInfo:
         """Waits a moment while a missing node may make up for the failure, else raises.
 
         Returns:
             The dataset; as it is loaded again, once the node is back that a first load lacked.
         """
-        missing = self._note_missing()
+        missing = self._count_missing()
         patient = time.monotonic() - failed_at < self._join_timeout_s
-        if missing <= 0 and self._was_short and patient:
-            self._was_short = False
+        if missing <= 0 and self._lacked_a_node and patient:
+            self._lacked_a_node = False
             logger.info("no node is missing any more: loading again name=%s", self._spec.name)
             return self._coordinator.create(self._spec)
         if missing <= 0 or not patient:
@@ -199,16 +199,16 @@ class EnvironmentLoad:
         self._stop.wait(_CHECK_S)
         return info
 
-    def _note_missing(self) -> int:
+    def _count_missing(self) -> int:
         """How many nodes are missing now."""
         missing = self._num_nodes - len(self._joined())
-        self._was_short = not self._was_ready and (self._was_short or missing > 0)
+        self._lacked_a_node = not self._was_ready and (self._lacked_a_node or missing > 0)
         return missing
 
     def _become_ready(self) -> None:
         self._was_ready = True
-        if not self._told:
-            self._told = True
+        if not self._is_notified:
+            self._is_notified = True
             self._status.close()  # from now on trainers may report
             self._on_ready()
 

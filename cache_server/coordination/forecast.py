@@ -32,7 +32,7 @@ class LoadRate:
     def __init__(self) -> None:
         self.node_bytes_per_s = 0.0
 
-    def note(self, version: PinnedVersion, elapsed_s: float, num_nodes: int) -> None:
+    def record(self, version: PinnedVersion, elapsed_s: float, num_nodes: int) -> None:
         """Of a load that has ended: all that was read, by the nodes that had something to read."""
         shards = version.shards or ()
         loaded = sum(shard.estimated_bytes for shard in shards)
@@ -60,11 +60,11 @@ def forecast(
         fingerprint=version.key.fingerprint,
         schema=version.logical.serialize().to_pybytes(),
         whole=version.shards is None,
-        why=version.why,
+        why=version.explanation,
         ordered=planned.query.ordered,
         memory_limit_bytes=memory_limit_bytes,
         makes_rows=version.shards is not None and not planned.query.only_drops_rows,
-        guessed_columns=version.guessed_columns,
+        guessed_columns=version.unsized_columns,
         load_memory_bytes=_load_memory_bytes(version),
     )
     for number, table in enumerate(version.tables):
@@ -94,7 +94,7 @@ def forecast(
     result.num_shards = len(sizes)
     result.largest_shard_bytes = max(sizes, default=0)
     result.node_bytes.extend(_node_bytes(version, node_ids))
-    if not (result.makes_rows or version.guessed_columns):
+    if not (result.makes_rows or version.unsized_columns):
         result.nodes_needed = nodes_needed(sizes, version.spec.replicas, memory_limit_bytes)
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(version.spec.replicas, result.nodes_needed):

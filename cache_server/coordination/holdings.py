@@ -39,10 +39,10 @@ class Holdings:
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
 
-    def _said(self, node_id: str) -> pb.ActualDataset:
+    def _last_report(self, node_id: str) -> pb.ActualDataset:
         """What a node said last of this version; nothing, if that was of an attempt before."""
         actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
-        return actual if self.version.is_told_of(actual) else _NOTHING
+        return actual if self.version.is_current(actual) else _NOTHING
 
     def failure(self) -> CacheError | None:
         """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
@@ -62,7 +62,7 @@ class Holdings:
             return version.failure
         held = self.holders(serving=False)
         for node_id in sorted(self._alive):
-            actual = self._said(node_id)
+            actual = self._last_report(node_id)
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
                     return version.load_error(shard.failure)
@@ -74,7 +74,7 @@ class Holdings:
         if not self.version.lacks_secrets:
             return None
         if not all(self._members[node_id].node.flight_location for node_id in self._alive):
-            return None  # known from before a restart, and yet to say what it holds
+            return None  # known from before a restart, and yet to listeners what it holds
         if len(self.holders(serving=False)) == self.version.num_shards:
             return None  # nothing is to be read
         return LoadError(
@@ -93,7 +93,7 @@ class Holdings:
         holding: dict[int, set[str]] = {}
         serving: dict[int, set[str]] = {}
         for node_id in self._alive:
-            for shard in self._said(node_id).shards:
+            for shard in self._last_report(node_id).shards:
                 index = shard.index
                 if not shard.sealed or index not in known:
                     continue  # the latter of an earlier version of the same content, now dropped
@@ -111,11 +111,11 @@ class Holdings:
         sealed, pinned = self.version.sealed, self.version.pinned
         if self.version.row_starts() is not None:
             return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
-        if pinned.shards is None or not pinned.keeps_every_row or pinned.guessed_columns:
+        if pinned.shards is None or not pinned.keeps_every_row or pinned.unsized_columns:
             return None
         return [shard.estimated_bytes for shard in pinned.shards]
 
-    def lacking_bytes(self) -> dict[str, int]:
+    def missing_bytes(self) -> dict[str, int]:
         """What each live node is still to load or to copy, of those that have anything to."""
         sizes = self.shard_bytes()
         if sizes is None or self.failure() is not None:
@@ -156,10 +156,10 @@ class Holdings:
     def desired(self, node_id: str) -> pb.DesiredDataset:
         """What a node should hold, and how it comes by what it lacks."""
         if node_id not in self._desired:
-            self._desired[node_id] = self._draw_desired(node_id)
+            self._desired[node_id] = self._build_desired(node_id)
         return self._desired[node_id]
 
-    def _draw_desired(self, node_id: str) -> pb.DesiredDataset:
+    def _build_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
         pinned, starts = version.pinned, version.row_starts()
         desired = pb.DesiredDataset(
@@ -197,7 +197,7 @@ class Holdings:
 
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node says it is loading: it knows their splits already."""
-        shards = self._said(node_id).shards
+        shards = self._last_report(node_id).shards
         return frozenset(s.index for s in shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
@@ -225,10 +225,10 @@ class Holdings:
     def describe(self, lease_s: float) -> pb.DatasetInfo:
         """The version as callers see it."""
         if lease_s not in self._described:
-            self._described[lease_s] = self._draw_description(lease_s)
+            self._described[lease_s] = self._build_description(lease_s)
         return self._described[lease_s]
 
-    def _draw_description(self, lease_s: float) -> pb.DatasetInfo:
+    def _build_description(self, lease_s: float) -> pb.DatasetInfo:
         version = self.version
         pinned, starts = version.pinned, version.row_starts()
         info = self.summarize()
@@ -280,7 +280,7 @@ class Holdings:
         partial: dict[int, int] = {}
         whole, waits = 0, ""
         for node_id in self._alive:
-            actual = self._said(node_id)
+            actual = self._last_report(node_id)
             whole += actual.rows_loaded
             waits = max(waits, actual.waits)
             for shard in actual.shards:

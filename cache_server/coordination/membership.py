@@ -24,19 +24,19 @@ class Member:
 
     Attributes:
         back_at: when it reported for the first time after it was lost; None if it never was.
-        is_news: whether the report said anything new, but for how long ago rows were read.
+        has_news: whether the report said anything new, but for how long ago rows were read.
     """
 
     node: pb.Node
     last_seen: float
     back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
-    former: Former | None = None
-    is_news: bool = True
+    former: FormerProcess | None = None
+    has_news: bool = True
 
 
 @dataclass(frozen=True)
-class Former:
+class FormerProcess:
     """What a node was before it was another process, or somewhere else, and until when."""
 
     node: pb.Node
@@ -71,7 +71,7 @@ class Membership:
         """The ids of those that answer."""
         return self._silent_for_less_than(self._timeout_s)
 
-    def is_settled(self) -> bool:
+    def is_stable(self) -> bool:
         """Whether every shard is where it stays: nobody was lost, or came back, lately."""
         lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self.alive()
         now = self._clock()
@@ -89,7 +89,7 @@ class Membership:
             result.append(node)
         return result
 
-    def take_in(self, request: pb.HeartbeatRequest) -> Member:
+    def apply_heartbeat(self, request: pb.HeartbeatRequest) -> Member:
         """A heartbeat: from now on its node is a member. Long silent ones no longer are.
 
         Those are, for example, pods that came back under another name.
@@ -106,7 +106,7 @@ class Membership:
         if known is not None:
             is_back = node_id not in self.alive()
             member.back_at = member.last_seen if is_back else known.back_at
-            member.is_news = is_back or not _say_the_same(known, member)
+            member.has_news = is_back or not _is_same_report(known, member)
         self._members[node_id] = member
         kept = self._silent_for_less_than(_FORGET_TIMEOUTS * self._timeout_s)
         gone = sorted(self._members.keys() - kept)
@@ -114,12 +114,12 @@ class Membership:
             del self._members[silent]
         if joined or gone:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
-            self._unwritten = member.is_news = True
+            self._unwritten = member.has_news = True
         if self._unwritten:
             self._write()
         return member
 
-    def _former(self, known: Member | None, node: pb.Node) -> Former | None:
+    def _former(self, known: Member | None, node: pb.Node) -> FormerProcess | None:
         """A node that starts again may be elsewhere; one that then reports from before is two."""
         if known is None:
             return None
@@ -134,7 +134,7 @@ class Membership:
         ):
             known.former = replace(former, last_seen=self._clock())
             raise ConfigError(_two_nodes(node, known.node))
-        return Former(known.node, known.last_seen)
+        return FormerProcess(known.node, known.last_seen)
 
     def _silent_for_less_than(self, seconds: float) -> set[str]:
         oldest = self._clock() - seconds
@@ -148,7 +148,7 @@ class Membership:
             logger.error("members not kept reason=%s", error.strerror)
 
 
-def _say_the_same(before: Member, now: Member) -> bool:
+def _is_same_report(before: Member, now: Member) -> bool:
     """Whether two reports differ by how long ago rows were read at most; ends the earlier one."""
     if before.node != now.node or before.actual.keys() != now.actual.keys():
         return False

@@ -17,7 +17,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 1000  # drops: what nodes still hold or say of an older one is long past
+_REMEMBERED = 1000  # drops: what nodes still hold or listeners of an older one is long past
 
 
 class Orphans:
@@ -49,7 +49,7 @@ class Orphans:
         self._dropped = catalogue.read_dropped()
 
     def drop(self, *keys: VersionKey) -> None:
-        """Nobody waits for these any more, whatever nodes still hold or say of them.
+        """Nobody waits for these any more, whatever nodes still hold or listeners of them.
 
         Of those that the coordinator knows: called before it forgets them.
         """
@@ -66,7 +66,7 @@ class Orphans:
         except OSError as error:  # it is missed after a restart only
             logger.error("drops not kept reason=%s", error.strerror)
 
-    def held(self, name: str | None = None) -> set[VersionKey]:
+    def find(self, name: str | None = None) -> set[VersionKey]:
         """Those that may be wanted, all or of one dataset."""
         is_new = self._is_new()
         held = {
@@ -85,17 +85,19 @@ class Orphans:
         one that no node can speak of yet, as of a version that was dropped or failed.
         """
         attempt = self._newest_attempt(key)
-        failed = any(_has_failed(said) for said in self._said(key) if said.attempt == attempt)
-        return attempt if key in self.held() and not failed else attempt + 1
+        failed = any(
+            _reports_failure(said) for said in self._last_report(key) if said.attempt == attempt
+        )
+        return attempt if key in self.find() and not failed else attempt + 1
 
     def _newest_attempt(self, key: VersionKey) -> int:
         """-1 where there was none."""
-        attempts = [said.attempt for said in self._said(key)]
+        attempts = [said.attempt for said in self._last_report(key)]
         if key in self._versions:
             attempts.append(self._versions[key].attempt)
         return max(*attempts, self._dropped.get(key, -1), -1)
 
-    def _said(self, key: VersionKey) -> list[pb.ActualDataset]:
+    def _last_report(self, key: VersionKey) -> list[pb.ActualDataset]:
         members = self._membership.members.values()
         return [member.actual[key] for member in members if key in member.actual]
 
@@ -106,7 +108,7 @@ class Orphans:
             NotReadyError: there may be one.
         """
         wanted = VersionKey(name, fingerprint)
-        there = self.held(name)
+        there = self.find(name)
         lost = wanted in there if fingerprint else bool(there)
         # Whoever names a version has read it; its nodes may not have reported yet.
         known = any(key.dataset == name for key in self._versions)
@@ -121,5 +123,5 @@ class Orphans:
         return self._clock() < self._new_until
 
 
-def _has_failed(said: pb.ActualDataset) -> bool:
+def _reports_failure(said: pb.ActualDataset) -> bool:
     return bool(said.failure) or any(shard.failure for shard in said.shards)

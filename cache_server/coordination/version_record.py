@@ -24,7 +24,7 @@ class VersionRecord:
         pins: keep the source as it was planned; closed when no split will be read any more.
         last_used: by the coordinator's clock; None while nobody has read its rows.
         asked_at: by the coordinator's clock; None of one that was there before a restart.
-        is_failure_kept: on disk, so that a restart finds it.
+        is_failure_saved: on disk, so that a restart finds it.
     """
 
     pinned: PinnedVersion
@@ -38,11 +38,11 @@ class VersionRecord:
     result_shards: int | None = None
     last_used: float | None = None
     asked_at: float | None = None
-    is_failure_kept: bool = False
+    is_failure_saved: bool = False
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def read_back(cls, entry: CatalogueEntry) -> VersionRecord:
+    def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
         """One that was there before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
         return cls(
@@ -53,10 +53,10 @@ class VersionRecord:
             attempt=entry.attempt,
             was_ready=entry.was_ready,
             result_shards=len(entry.sealed) if has_run else None,
-            is_failure_kept=entry.failure is not None,
+            is_failure_saved=entry.failure is not None,
         )
 
-    def keep(self, catalogue: Catalogue) -> None:
+    def save(self, catalogue: Catalogue) -> None:
         """Has it last over a restart, as it is now.
 
         Raises:
@@ -79,13 +79,13 @@ class VersionRecord:
                 f"cannot keep the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
             ) from None
 
-    def keep_failure(self, catalogue: Catalogue) -> None:
+    def save_failure(self, catalogue: Catalogue) -> None:
         """Has a failure, if there is one, last over a restart; to be called until it does."""
-        if self.failure is None or self.is_failure_kept:
+        if self.failure is None or self.is_failure_saved:
             return
         try:
-            self.keep(catalogue)
-            self.is_failure_kept = True
+            self.save(catalogue)
+            self.is_failure_saved = True
         except LoadError as error:  # it is missed after a restart only
             logger.error("failure not kept reason=%s", error)
 
@@ -111,13 +111,13 @@ class VersionRecord:
             pin.close()
         self.pins = ()
 
-    def take_in(self, actual: pb.ActualDataset, node_id: str) -> bool:
+    def apply_report(self, actual: pb.ActualDataset, node_id: str) -> bool:
         """What a node says of this version: shards that it sealed, or why it cannot.
 
         Returns:
             whether anything was learned.
         """
-        if not self.is_told_of(actual):
+        if not self.is_current(actual):
             return False
         before = (self.failure, self.result_shards, len(self.sealed))
         if actual.failure and not self.was_ready:
@@ -129,10 +129,10 @@ class VersionRecord:
                 if not self.was_ready:
                     self.fail(self.load_error(shard.failure))
             elif shard.sealed and shard.index < (self.num_shards or 0):
-                self._take_in_sealed(shard, node_id)
+                self._apply_sealed(shard, node_id)
         return before != (self.failure, self.result_shards, len(self.sealed))
 
-    def _take_in_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
+    def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
         known = self.sealed.setdefault(shard.index, summary)
         same = known.num_rows == summary.num_rows
@@ -145,7 +145,7 @@ class VersionRecord:
             )
             self.fail(self.load_error(reason))
 
-    def is_told_of(self, actual: pb.ActualDataset) -> bool:
+    def is_current(self, actual: pb.ActualDataset) -> bool:
         """Whether what a node reports counts: a node that has just started knows of no attempt."""
         return not actual.HasField("attempt") or actual.attempt == self.attempt
 

@@ -19,9 +19,9 @@ class HeartbeatLog:
     def __init__(self) -> None:
         self._since: float | None = None
         self._due = 0.0
-        self._said = False
+        self._has_logged = False
 
-    def note(self, error: CacheError, *, joined: bool) -> None:
+    def record_failure(self, error: CacheError, *, joined: bool) -> None:
         """A heartbeat was not answered."""
         now = time.monotonic()
         if self._since is None:
@@ -30,12 +30,12 @@ class HeartbeatLog:
         if now >= self._due:
             what = "heartbeat failed" if joined else "waiting for the coordinator to join it"
             logger.warning("%s since_s=%.0f reason=%s", what, now - self._since, error)
-            self._due, self._said = now + _LOG_S, True
+            self._due, self._has_logged = now + _LOG_S, True
 
-    def end(self) -> None:
+    def record_answer(self) -> None:
         """One was answered."""
         if self._since is not None:
-            if self._said:
+            if self._has_logged:
                 waited_s = time.monotonic() - self._since
                 logger.info("the coordinator answers after_s=%.1f", waited_s)
-            self._since, self._said = None, False
+            self._since, self._has_logged = None, False

@@ -23,7 +23,7 @@ from cache_server.source.pinned import Split
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2  # how long a load that is not wanted any more may stand in the way
+_CHECK_S = 0.2  # how long a load that is not wanted any more may stand in the way
 
 
 class LoadMemory:
@@ -97,7 +97,7 @@ class LoadMemory:
                     self._held_bytes and self._held_bytes + num_bytes > limit_bytes
                 ):
                     job.check_wanted()
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_CHECK_S)
                 self._held_bytes += num_bytes
             finally:
                 self._queue.remove(job)

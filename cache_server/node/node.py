@@ -280,20 +280,20 @@ class Node:
 
     def _run(self) -> None:
         failed = 0  # heartbeats, one after the other
-        outage = HeartbeatLog()
+        log = HeartbeatLog()
         while not self._stop.is_set():
             self._wake.clear()
             try:
                 response = self._link.heartbeat(self._report())
             except CacheError as error:
-                outage.note(error, joined=self._joined.is_set())
+                log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
                 interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
             except Exception:  # of the coordinator in this process, such as a full disk
                 logger.exception("heartbeat failed; trying again")
                 interval = _RETRY_S
             else:
-                outage.end()
+                log.record_answer()
                 failed, interval = 0, response.interval_s
                 self.coordinator = response.coordinator
                 try:

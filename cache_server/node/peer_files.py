@@ -20,14 +20,14 @@ def shard_file(
     key: VersionKey,
     index: int,
     *,
-    quiet_s: float = 10.0,
-    answer_s: float = 10.0,
+    keepalive_s: float = 10.0,
+    keepalive_timeout_s: float = 10.0,
 ) -> Generator[pa.Buffer, None, None]:
     """The bytes of a sealed shard's file, in order.
 
     Args:
-        quiet_s: after so long without a byte the peer is asked for a sign of life.
-        answer_s: for that sign, and to connect. A slow disk of the peer does not count, a process
+        keepalive_s: after so long without a byte the peer is asked for a sign of life.
+        keepalive_timeout_s: for that sign, and to connect. A slow disk of the peer does not count, a process
             that is stopped and a network that is cut do.
 
     Raises:
@@ -37,7 +37,7 @@ def shard_file(
     options = flight.FlightCallOptions(timeout=_TIMEOUT_S)
     try:
         with flight.FlightClient(
-            location, generic_options=_signs_of_life(quiet_s, answer_s)
+            location, generic_options=_keepalive_options(keepalive_s, keepalive_timeout_s)
         ) as client:
             reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
             for chunk in reader:
@@ -49,15 +49,15 @@ def shard_file(
         ) from None
 
 
-def _signs_of_life(quiet_s: float, answer_s: float) -> list[tuple[str, int]]:
+def _keepalive_options(keepalive_s: float, keepalive_timeout_s: float) -> list[tuple[str, int]]:
     """Settings of gRPC.
 
     Pings without data stay as few as it has them by default: a server takes more for an attack.
     """
-    answer_ms = round(answer_s * 1000)
+    answer_ms = round(keepalive_timeout_s * 1000)
     return [
         DIRECT,
-        ("grpc.keepalive_time_ms", round(quiet_s * 1000)),
+        ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", answer_ms),
         ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise a minute, whatever the other says
         ("grpc.min_reconnect_backoff_ms", answer_ms),  # which is the time to connect

@@ -25,13 +25,13 @@ from cache_server.sql.loader import LocalFile
 from cache_server.tables import arrow_reader, files, parquet
 
 # Staged at once for one shard: enough to hide the latency of a store behind the reading.
-_AHEAD = 8
-_AHEAD_BYTES = 64 * 1024 * 1024
+_MAX_AHEAD = 8
+_MAX_AHEAD_BYTES = 64 * 1024 * 1024
 # Below this, fetching a whole object costs less than asking where its columns are.
-_WHOLE_BYTES = 4 * 1024 * 1024
+_MAX_WHOLE_BYTES = 4 * 1024 * 1024
 # Whole files up to this size are read together, so many of them, and so many bytes, at once.
-_SMALL_BYTES = 1024 * 1024
-_TOGETHER, _TOGETHER_BYTES = 32, 8 * 1024 * 1024
+_MAX_SMALL_BYTES = 1024 * 1024
+_MAX_GROUP_FILES, _MAX_GROUP_BYTES = 32, 8 * 1024 * 1024
 
 
 def stage(
@@ -56,7 +56,7 @@ def stage(
             and not table.is_for_arrow
             and not any(object_stores.is_remote(split.file.path) for split in splits)
         ):
-            yield from _where_they_lie(table, splits, directory)
+            yield from _read_in_place(table, splits, directory)
         else:
             yield from _fetched(table, splits, secrets, directory)
     except OSError as error:
@@ -80,14 +80,14 @@ def _fetched(
     """Of splits that must be fetched, a few ahead."""
     folder = _new_folder(directory)
     # As many as the files that are read together: of small ones, most of the time is latency.
-    pool = ThreadPoolExecutor(_TOGETHER, thread_name_prefix="stage")
+    pool = ThreadPoolExecutor(_MAX_GROUP_FILES, thread_name_prefix="stage")
     under_way: deque[tuple[Path, int, list[Future[LocalFile]]]] = deque()
     waiting = deque(enumerate(_groups(table, splits)))
     staged_bytes = 0
     try:
         while waiting or under_way:
             while waiting and (
-                not under_way or (len(under_way) < _AHEAD and staged_bytes < _AHEAD_BYTES)
+                not under_way or (len(under_way) < _MAX_AHEAD and staged_bytes < _MAX_AHEAD_BYTES)
             ):
                 number, group = waiting.popleft()
                 place = folder / str(number)
@@ -113,7 +113,7 @@ def _new_folder(directory: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=directory))
 
 
-def _where_they_lie(
+def _read_in_place(
     table: PinnedTable, splits: Sequence[Split], directory: Path
 ) -> Generator[tuple[LocalFile, ...], None, None]:
     for group in _groups(table, splits):
@@ -153,20 +153,20 @@ def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]
             table.format == "parquet"
             and not table.is_for_arrow
             and split.parts == 1
-            and split.file.size <= _SMALL_BYTES
+            and split.file.size <= _MAX_SMALL_BYTES
         )
         found = table.partition_of(split)
         if group and not (
             small
-            and len(group) < _TOGETHER
-            and size + split.file.size <= _TOGETHER_BYTES
+            and len(group) < _MAX_GROUP_FILES
+            and size + split.file.size <= _MAX_GROUP_BYTES
             and found == partition
         ):
             yield group
             group, size = [], 0
         group.append(split)
         partition = found
-        size += split.file.size if small else _TOGETHER_BYTES
+        size += split.file.size if small else _MAX_GROUP_BYTES
     if group:
         yield group
 
@@ -202,7 +202,7 @@ def _wanted_ranges(
     table: PinnedTable, split: Split, secrets: Mapping[str, str]
 ) -> tuple[list[parquet.Range] | None, bytes]:
     """Which bytes of a Parquet object are needed, None for all of it, and its end, where known."""
-    if split.parts == 1 and (split.file.size <= _WHOLE_BYTES or table.columns is None):
+    if split.parts == 1 and (split.file.size <= _MAX_WHOLE_BYTES or table.columns is None):
         return None, b""
     tail = b""
 

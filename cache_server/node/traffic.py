@@ -46,13 +46,13 @@ class Traffic:
         self._bytes: Counter[Read] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def note(self, read: Read, *, rows: int, num_bytes: int) -> None:
+    def count(self, read: Read, *, rows: int, num_bytes: int) -> None:
         """Adds what was handed to the wire."""
         with self._lock:
             self._rows[read] += rows
             self._bytes[read] += num_bytes
 
-    def note_error(self, name: str) -> None:
+    def count_error(self, name: str) -> None:
         """Adds a call that ended in an error."""
         with self._lock:
             self._errors[name] += 1

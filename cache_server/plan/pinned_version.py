@@ -38,12 +38,12 @@ class PinnedVersion:
         tables: unless ``whole``, the first is read split by split, the others whole.
         logical: schema of the stored columns.
         shards: in row order; None of a whole query, whose result is cut when it is there.
-        why: how the query goes, and why, for a person.
+        explanation: how the query goes, and why, for a person.
         keeps_every_row: the splits tell the number of rows exactly.
         comparable: planning it again tells whether the source changed.
         joined: the query also reads other tables, or the same ones in subqueries.
         has_secrets: without those of its spec it cannot be loaded.
-        guessed_columns: strings and lists that the query makes, whose bytes nobody can tell. Not
+        unsized_columns: strings and lists that the query makes, whose bytes nobody can tell. Not
             kept: where it matters, the plan is new.
     """
 
@@ -57,8 +57,8 @@ class PinnedVersion:
     comparable: bool = True
     joined: bool = False
     has_secrets: bool = False
-    why: str = field(default="", compare=False)
-    guessed_columns: tuple[str, ...] = field(default=(), compare=False)
+    explanation: str = field(default="", compare=False)
+    unsized_columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def max_rows(self) -> int:
@@ -167,7 +167,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         alone = len(pins) == 1 and query.drivers
         stored = _made_of(logical, query, name) if alone else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
-    driver, why = _driver(query, splits)
+    driver, explanation = _driver(query, splits)
     if driver is not None and len(pins) > 1:  # what is stored has columns of the other tables, too
         splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
     rows_before = max_rows(splits[driver]) if driver is not None else None
@@ -205,8 +205,8 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         all(pin.comparable for pin in pins.values()),
         query.joins,
         any(table.secrets for table in spec.tables),
-        why,
-        _guessed_columns(logical, query, driver),
+        explanation,
+        _unsized_columns(logical, query, driver),
     )
     return OpenPlan(version, dict(pins), splits, query, rows_before)
 
@@ -237,7 +237,7 @@ def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
     )
 
 
-def _guessed_columns(
+def _unsized_columns(
     logical: pa.Schema, query: queries.Query, driver: str | None
 ) -> tuple[str, ...]:
     """Strings and lists that stand for none of the table that is read split by split."""

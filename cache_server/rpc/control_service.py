@@ -80,7 +80,7 @@ class ControlService:
             self.port = self._server.add_insecure_port(f"{bind}:{port}")
         except RuntimeError:
             raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
-        self._planned = _Running()
+        self._planning_calls = _RunningCalls()
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_ready(False)
@@ -90,7 +90,7 @@ class ControlService:
     def start(self, coordinator: Coordinator | None) -> None:
         """Serves health, and the coordinator's verbs where there is one."""
         if coordinator is not None:
-            servicer = CoordinatorServicer(coordinator, self._planned)
+            servicer = CoordinatorServicer(coordinator, self._planning_calls)
             cache_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
         self._server.start()
 
@@ -108,20 +108,20 @@ class ControlService:
         """
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
-        return self._planned.have_ended(_LEAST_WAIT_S)
+        return self._planning_calls.have_ended(_LEAST_WAIT_S)
 
 
 class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     """cache.v1.Coordinator over a `Coordinator`.
 
     Args:
-        planned: is told of the calls that look at sources.
+        planning_calls: is told of the calls that look at sources.
     """
 
-    def __init__(self, coordinator: Coordinator, planned: _Running) -> None:
-        self._planned = planned
+    def __init__(self, coordinator: Coordinator, planning_calls: _RunningCalls) -> None:
+        self._planning_calls = planning_calls
         self._coordinator = coordinator
-        self._stays = threading.Semaphore(_WATCHING_THREADS // 2)
+        self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
         planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
         for verb, threads in (
@@ -129,13 +129,13 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             ("PlanDataset", planning),
             ("WatchDataset", watching),
         ):
-            setattr(self, verb, _Apart(getattr(self, verb), threads))
+            setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
 
     def CreateDataset(
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
-        with self._planned.call(), _statuses(context, request.secrets):
+        with self._planning_calls.call(), _error_statuses(context, request.secrets):
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
             info = self._coordinator.create(spec, refresh=request.refresh)
             return pb.CreateDatasetResponse(dataset=info)
@@ -144,7 +144,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
     ) -> pb.PlanDatasetResponse:
         """What a load would come to."""
-        with self._planned.call(), _statuses(context, request.secrets):
+        with self._planning_calls.call(), _error_statuses(context, request.secrets):
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
@@ -156,7 +156,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
     ) -> pb.GetDatasetResponse:
         """One dataset."""
-        with _statuses(context):
+        with _error_statuses(context):
             info = self._coordinator.get(request.name, request.fingerprint, lease=request.lease)
             return pb.GetDatasetResponse(dataset=info)
 
@@ -167,30 +167,30 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
 
         Beyond so many watches one ends after its first answer; its caller asks again.
         """
-        stays = self._stays.acquire(blocking=False)
+        is_long = self._long_watches.acquire(blocking=False)
         try:
-            with _statuses(context):
+            with _error_statuses(context):
                 active: Callable[[], bool] = context.is_active
                 for info in self._coordinator.watch(request.name, request.fingerprint, active):
                     yield pb.WatchDatasetResponse(dataset=info)
-                    if not stays:
+                    if not is_long:
                         return
         finally:
-            if stays:
-                self._stays.release()
+            if is_long:
+                self._long_watches.release()
 
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
     ) -> pb.ListDatasetsResponse:
         """One version of every dataset: the newest that has not failed."""
-        with _statuses(context):
+        with _error_statuses(context):
             return pb.ListDatasetsResponse(datasets=self._coordinator.datasets())
 
     def DeleteDataset(
         self, request: pb.DeleteDatasetRequest, context: grpc.ServicerContext
     ) -> pb.DeleteDatasetResponse:
         """Forgets a dataset."""
-        with _statuses(context):
+        with _error_statuses(context):
             self._coordinator.delete(request.name)
             return pb.DeleteDatasetResponse()
 
@@ -198,18 +198,18 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.ListNodesRequest, context: grpc.ServicerContext
     ) -> pb.ListNodesResponse:
         """Every node heard of."""
-        with _statuses(context):
+        with _error_statuses(context):
             return pb.ListNodesResponse(nodes=self._coordinator.nodes())
 
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:
         """What a node holds -> what it should hold."""
-        with _statuses(context):
+        with _error_statuses(context):
             return self._coordinator.heartbeat(request)
 
 
-class _Running:
+class _RunningCalls:
     """Counts calls while they run. Thread-safe."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class _Running:
             return self._changed.wait_for(lambda: not self._count, timeout_s)
 
 
-class _Apart:
+class _PooledHandler:
     """A handler whose calls run in threads of their own: grpc looks for the attribute.
 
     Attributes:
@@ -250,7 +250,9 @@ class _Apart:
 
 
 @contextmanager
-def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) -> Iterator[None]:
+def _error_statuses(
+    context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS
+) -> Iterator[None]:
     """Turns the error tree into statuses; of what nobody foresaw shows no secret of the request."""
     try:
         yield
@@ -268,7 +270,7 @@ def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) 
 
 def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
     status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    told = to_proto(error)
-    context.set_trailing_metadata(((ERROR_TRAILER, told.SerializeToString()),))
-    context.abort(status, told.message)
+    message = to_proto(error)
+    context.set_trailing_metadata(((ERROR_TRAILER, message.SerializeToString()),))
+    context.abort(status, message.message)
     raise AssertionError("abort raises")

@@ -158,7 +158,7 @@ class FlightService(flight.FlightServerBase):
                         header = header_size(batch)
                     num_bytes = batch.nbytes
                     writer.write_with_metadata(batch, padding(header, num_bytes))
-                    self._traffic.note(read, rows=batch.num_rows, num_bytes=num_bytes)
+                    self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The one action."""
@@ -180,7 +180,7 @@ class FlightService(flight.FlightServerBase):
         for batch in batches:
             yield batch
             rows = batch.num_rows if read.verb != "file" else 0
-            self._traffic.note(read, rows=rows, num_bytes=batch.nbytes)
+            self._traffic.count(read, rows=rows, num_bytes=batch.nbytes)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -188,12 +188,12 @@ class FlightService(flight.FlightServerBase):
         try:
             yield
         except CacheError as error:
-            self._traffic.note_error(type(error).__name__)
+            self._traffic.count_error(type(error).__name__)
             raise _flight_error(error) from None
         except (flight.FlightError, pa.ArrowException, *error_text.NO_DEFECTS):
             raise
         except BaseException as error:
-            self._traffic.note_error("defect")
+            self._traffic.count_error("defect")
             secrets = pb.Secrets()  # no verb of Flight has any
             logger.error("defect in a Flight verb\n%s", error_text.trace(error, secrets))
             reason = error_text.reason(error, secrets)

@@ -27,7 +27,7 @@ div { overflow-x: auto }
 _WORDS = {"dataset", "fingerprint", "verb", "error", "id", "Flight", "state"}
 
 
-class _Bad(str):
+class _Alert(str):
     """Shown in red."""
 
 
@@ -51,7 +51,7 @@ def _of_cache(cache: CacheStatus) -> list[str]:
     datasets = [
         [
             info.spec.name,
-            _Bad(f"failed: {info.error.message}")
+            _Alert(f"failed: {info.error.message}")
             if info.state == pb.DATASET_STATE_FAILED
             else state_name(info.state),
             f"{info.num_rows or info.progress.rows_done:,}",
@@ -64,7 +64,7 @@ def _of_cache(cache: CacheStatus) -> list[str]:
         [
             node.id,
             node.flight_location,
-            "alive" if node.alive else _Bad("lost"),
+            "alive" if node.alive else _Alert("lost"),
             f"{node.stored_shards:,}",
             _memory(node),
         ]
@@ -81,7 +81,7 @@ def _of_node(status: NodeStatus) -> list[str]:
     facts = [
         ("Flight", node.flight_location),
         ("control", node.control_location),
-        ("coordinator", status.coordinator or _Bad("not reached yet")),
+        ("coordinator", status.coordinator or _Alert("not reached yet")),
         ("directory", node.cache_dir),
         ("memory", _memory(node)),
     ]
@@ -92,7 +92,7 @@ def _of_node(status: NodeStatus) -> list[str]:
             version.served,
             version.sealed,
             version.loading,
-            _Bad(version.failed) if version.failed else 0,
+            _Alert(version.failed) if version.failed else 0,
             size(version.num_bytes),
         ]
         for version in status.versions
@@ -131,7 +131,7 @@ def _table(lines: Iterable[str]) -> str:
 
 
 def _cell(value: object, tag: str = "td", *, number: bool = False) -> str:
-    kinds = ["number"] * number + ["bad"] * isinstance(value, _Bad)
+    kinds = ["number"] * number + ["bad"] * isinstance(value, _Alert)
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
     return f"<{tag}{kind}>{escape(str(value))}</{tag}>"
 

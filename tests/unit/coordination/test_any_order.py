@@ -146,7 +146,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def coordinator_starts_again(self) -> None:
-        # Of one that was ready, no more than what live nodes say of it.
+        # Of one that was ready, no more than what live nodes listeners of it.
         failed = {key for key in self.loads.keys() - self.ready if self._state(key) == FAILED}
         self.coordinator.close()
         self.coordinator = make_coordinator(self.directory, self.clock)
@@ -208,7 +208,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert set(shard.node_ids) <= alive
                 assert shard.node_ids or info.state != READY
                 for node_id in shard.node_ids if info.state == READY else ():
-                    (said,) = (s for s in self._said(node_id, key) if s.index == shard.index)
+                    (said,) = (s for s in self._last_report(node_id, key) if s.index == shard.index)
                     assert said.sealed and said.rows_fixed
                     assert said.row_start == shard.rows.start
 
@@ -232,11 +232,11 @@ class AnyOrder(RuleBasedStateMachine):
         """What the coordinator keeps between changes is never of before one."""
         kept = self.coordinator.datasets()
         with self.coordinator._changed:
-            self.coordinator._note_change()
+            self.coordinator._mark_changed()
         assert self.coordinator.datasets() == kept
         assert self.coordinator.heartbeat(request) == answer
 
-    def _said(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
+    def _last_report(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
         """The shards that a node reported last, of the latest load of a version."""
         for actual in self.said[node_id][1].datasets:
             if VersionKey(actual.dataset, actual.fingerprint) == key:

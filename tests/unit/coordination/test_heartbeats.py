@@ -26,7 +26,7 @@ def nodes(coordinator: Coordinator, source: Path) -> list[FakeNode]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """For which nodes it was gone through all shards, or for ``describe``."""
     calls: list[str] = []
-    desired, describe = Holdings._draw_desired, Holdings._draw_description
+    desired, describe = Holdings._build_desired, Holdings._build_description
 
     def noting_desired(self: Holdings, node_id: str) -> object:
         calls.append(node_id)
@@ -36,8 +36,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("describe")
         return describe(self, lease_s)
 
-    monkeypatch.setattr(Holdings, "_draw_desired", noting_desired)
-    monkeypatch.setattr(Holdings, "_draw_description", noting_describe)
+    monkeypatch.setattr(Holdings, "_build_desired", noting_desired)
+    monkeypatch.setattr(Holdings, "_build_description", noting_describe)
     return calls
 
 

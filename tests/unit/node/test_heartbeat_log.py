@@ -26,8 +26,8 @@ def test_a_coordinator_that_starts_with_its_nodes_is_not_spoken_of(
     log = HeartbeatLog()
     for seconds in (100.0, 100.3, 100.9):
         at(monkeypatch, seconds)
-        log.note(ERROR, joined=False)
-    log.end()
+        log.record_failure(ERROR, joined=False)
+    log.record_answer()
     assert not caplog.messages
 
 
@@ -37,9 +37,9 @@ def test_one_that_does_not_answer_is_said_every_ten_seconds_and_once_it_does(
     log = HeartbeatLog()
     for tenths in range(1000, 1250):
         at(monkeypatch, tenths / 10)
-        log.note(ERROR, joined=False)
-    log.end()
-    log.end()
+        log.record_failure(ERROR, joined=False)
+    log.record_answer()
+    log.record_answer()
     assert caplog.messages == [
         "waiting for the coordinator to join it since_s=1 reason=nobody answers",
         "waiting for the coordinator to join it since_s=11 reason=nobody answers",
@@ -52,5 +52,5 @@ def test_one_that_a_node_had_joined_is_said_at_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     at(monkeypatch, 100.0)
-    HeartbeatLog().note(ERROR, joined=True)
+    HeartbeatLog().record_failure(ERROR, joined=True)
     assert caplog.messages == ["heartbeat failed since_s=0 reason=nobody answers"]

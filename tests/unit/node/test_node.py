@@ -391,10 +391,10 @@ def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_writt
 
 
 @pytest.fixture
-def room_may_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def room_is_awaited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set while a node was lost, or came back, a moment ago."""
     lately = threading.Event()
-    monkeypatch.setattr(Membership, "is_settled", lambda _: not lately.is_set())
+    monkeypatch.setattr(Membership, "is_stable", lambda _: not lately.is_set())
     lately.set()
     return lately
 
@@ -405,7 +405,7 @@ def room_may_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_load_waits_for_room_that_may_come_and_says_once_why(
     tmp_path: Path,
     source: Path,
-    room_may_come: threading.Event,
+    room_is_awaited: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     query: dict[str, str],
@@ -433,7 +433,7 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
 
 
 def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
-    tmp_path: Path, source: Path, room_may_come: threading.Event
+    tmp_path: Path, source: Path, room_is_awaited: threading.Event
 ) -> None:
     harness = Harness(tmp_path, memory_limit_bytes=2500)
     with harness.store, harness.node:
@@ -442,7 +442,7 @@ def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
         wait_until(lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits")
         assert harness.coordinator.get("table").state == pb.DATASET_STATE_LOADING
 
-        room_may_come.clear()
+        room_is_awaited.clear()
 
         assert "memory limit of 2500" in harness.wait(pb.DATASET_STATE_FAILED).error.message
 

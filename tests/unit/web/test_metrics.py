@@ -16,9 +16,9 @@ from cache_server.web.metrics import exposition
 def status(**changes: object) -> NodeStatus:
     traffic = Traffic()
     for rows in (100, 23):
-        traffic.note(Read("trips", "exchange"), rows=rows, num_bytes=8 * rows)
-    traffic.note(Read("trips", "file"), rows=0, num_bytes=77)
-    traffic.note_error("NotReadyError")
+        traffic.count(Read("trips", "exchange"), rows=rows, num_bytes=8 * rows)
+    traffic.count(Read("trips", "file"), rows=0, num_bytes=77)
+    traffic.count_error("NotReadyError")
     version = VersionStatus(
         VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64
     )
