@@ -1,4 +1,4 @@
-"""Whether shards fit on the nodes there are, where that is known before they are made."""
+"""Refuses loads that cannot fit on the nodes, where the sizes are known beforehand."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ def check_capacity(
     alive: Collection[str],
     will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
 ) -> None:
-    """Refuses what cannot fit, beside what there is and what other loads are about to bring.
+    """Refuses a version that cannot fit beside stored shards and running loads.
 
     Args:
-        wanted: the version as it would be; one whose size is not known is let in.
+        wanted: the version to add; a version of unknown size is accepted.
         others: the versions that stay.
-        members: those of the versions.
-        alive: those of them that answer.
-        will_be_removed: whether a node is about to remove what it said of a version, which makes room.
+        members: all nodes.
+        alive: ids of the nodes that answer.
+        will_be_removed: whether a node is about to remove a version, which makes room.
 
     Raises:
-        LoadError: quoting what it comes to on one node, how many nodes would do, and which ones
-            are lost, whose share the others have.
+        LoadError: names the node that is too small, the number of nodes needed, and lost nodes.
     """
     sizes = wanted.shard_bytes()
     if sizes is None:
@@ -66,7 +65,7 @@ def _are_lost(node_ids: Set[str]) -> str:
 def _lasting_bytes(
     member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
 ) -> int:
-    """What a node holds, without the versions that it is about to remove."""
+    """Stored bytes of a node, without the versions that it is about to remove."""
     going = sum(
         shard.num_bytes
         for key, actual in member.actual.items()

@@ -1,6 +1,6 @@
-"""What a load would come to: rows, bytes and nodes, from footers and metadata alone.
+"""Forecasts the rows, bytes and nodes of a load from metadata.
 
-Reads nothing of the source; all of it was pinned before.
+The source was pinned before; no data is read.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from cache_server.sql import loader
 logger = logging.getLogger(__name__)
 
 _SAMPLE_ROWS = 20_000
-_FEWEST_RATED_BYTES = 16 * 1024 * 1024  # of a smaller load most of the time is not reading
+_FEWEST_RATED_BYTES = 16 * 1024 * 1024  # in a smaller load, most time is not reading
 
 
 class LoadRate:
-    """How fast the latest load went, to foretell the next one by. One thread at a time.
+    """The rate of the latest load, to forecast the next one. One thread at a time.
 
     Attributes:
-        node_bytes_per_s: decoded bytes that a node loads; 0 before the first load.
+        node_bytes_per_s: decoded bytes that a node loads each second; 0 before the first load.
     """
 
     def __init__(self) -> None:
         self.node_bytes_per_s = 0.0
 
     def record(self, version: PinnedVersion, elapsed_s: float, num_nodes: int) -> None:
-        """Of a load that has ended: all that was read, by the nodes that had something to read."""
+        """Computes the rate of a finished load, for the nodes that had a shard to read."""
         shards = version.shards or ()
         loaded = sum(shard.estimated_bytes for shard in shards)
         if loaded >= _FEWEST_RATED_BYTES:
@@ -50,9 +50,9 @@ def forecast(
     """The forecast of a planned load.
 
     Args:
-        node_ids: over which its shards would be spread.
+        node_ids: of the nodes that would hold the shards.
         memory_limit_bytes: of each node; 0 for none.
-        node_bytes_per_s: decoded bytes that a node loads, by experience; 0 where there is none.
+        node_bytes_per_s: see `LoadRate`.
     """
     version = planned.version
     result = pb.LoadForecast(
@@ -98,7 +98,7 @@ def forecast(
         result.nodes_needed = nodes_needed(sizes, version.spec.replicas, memory_limit_bytes)
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(version.spec.replicas, result.nodes_needed):
-        result.nodes_needed = len(node_ids)  # by luck; see `nodes_needed`
+        result.nodes_needed = len(node_ids)  # `nodes_needed` is an upper bound
     if node_bytes_per_s and node_ids:
         result.load_s = (
             result.num_bytes / node_bytes_per_s / min(len(node_ids), len(version.shards) or 1)
@@ -110,7 +110,7 @@ def forecast(
 
 
 def _load_memory_bytes(version: PinnedVersion) -> int:
-    """Of the shard whose load takes the most, or of the whole query."""
+    """Memory for the largest load of a shard, or for the whole query."""
     whole = [split for table in version.tables for split in table.splits]
     placed = Layout(version.logical).fixed_row_bytes if version.keeps_every_row else 0
     loads = [()] if version.shards is None else [shard.splits for shard in version.shards]
@@ -118,7 +118,7 @@ def _load_memory_bytes(version: PinnedVersion) -> int:
 
 
 def _node_bytes(version: PinnedVersion, node_ids: Sequence[str]) -> list[int]:
-    """All replicas on each node, in the order of their names."""
+    """Bytes of all replicas on each node, in the order of ``node_ids``."""
     shards = version.shards or ()
     placement = place(version.key.fingerprint, len(shards), node_ids, version.spec.replicas)
     totals = bytes_by_node(placement, [shard.estimated_bytes for shard in shards])
@@ -126,7 +126,7 @@ def _node_bytes(version: PinnedVersion, node_ids: Sequence[str]) -> list[int]:
 
 
 def _filtered_rows(planned: OpenPlan, rows: int | None) -> int | None:
-    """An estimate of the rows that pass the filter; None without one, or without statistics."""
+    """Estimated rows that pass the filter; None without a filter or without statistics."""
     version, query = planned.version, planned.query
     table = version.tables[0]
     sample = planned.pins[table.name].sample

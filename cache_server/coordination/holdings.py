@@ -1,7 +1,6 @@
-"""One version as the live nodes hold it: who has what, what each should have, how callers see it.
+"""One version on the live nodes: what each holds, what it should hold, what callers see.
 
-Follows from the version, the members and which of them are alive; decides nothing that lasts, and
-changes nothing.
+Everything follows from the version, the members and which of them are alive. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ _NOTHING = pb.ActualDataset()
 
 
 class Holdings:
-    """A view of one version, for as long as its arguments do not change.
+    """A view of one version, valid while its arguments do not change.
 
-    What it answers is worked out once; nobody may change it.
+    Answers are computed once and cached: do not change them.
 
     Args:
-        version: whose shards they are.
+        version: to look at.
         members: every node that belongs to the cache.
-        alive: those of them that answer.
+        alive: ids of the nodes that answer.
     """
 
     def __init__(
@@ -40,22 +39,22 @@ class Holdings:
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
 
     def _last_report(self, node_id: str) -> pb.ActualDataset:
-        """What a node said last of this version; nothing, if that was of an attempt before."""
+        """The last report of a node about this attempt of the version; empty if there is none."""
         actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
         return actual if self.version.is_current(actual) else _NOTHING
 
     def failure(self) -> CacheError | None:
-        """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
+        """Why the version cannot be served: `load_failure`, or its secrets were lost.
 
-        A load of the same spec with its secrets mends the latter, and goes on with what is there.
+        A load of the same spec with its secrets repairs the latter and continues.
         """
         return self.load_failure() or self._secrets_failure()
 
     def load_failure(self) -> CacheError | None:
-        """Why the version must be loaded anew: its load failed, or that of a lost shard does.
+        """Why the version must be loaded again: its load failed, or the load of a lost shard.
 
-        The latter is no more than what the live nodes report now. The shards that are left stay
-        where they are: a lost node that comes back makes the version whole again.
+        The latter follows from the reports of the live nodes. The other shards stay: the version is
+        complete again when the lost node comes back.
         """
         version = self.version
         if version.failure is not None or not version.was_ready:
@@ -74,21 +73,21 @@ class Holdings:
         if not self.version.lacks_secrets:
             return None
         if not all(self._members[node_id].node.flight_location for node_id in self._alive):
-            return None  # known from before a restart, and yet to listeners what it holds
+            return None  # a node from before a restart has not reported yet
         if len(self.holders(serving=False)) == self.version.num_shards:
-            return None  # nothing is to be read
+            return None  # no source is read
         return LoadError(
             f"the credentials of {self.version.pinned.spec.name!r} were not kept over the restart "
             "of the coordinator: load its spec again"
         )
 
     def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
-        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
+        """The live nodes that hold each shard; with ``serving``, those that serve it."""
         return self._holders[serving]
 
     @cached_property
     def _holders(self) -> tuple[Mapping[int, Set[str]], Mapping[int, Set[str]]]:
-        """Both, of one pass: it goes through what every node says of every shard."""
+        """Both results of `holders`, from one pass over all reports."""
         known, starts = self.version.sealed, self.version.row_starts()
         holding: dict[int, set[str]] = {}
         serving: dict[int, set[str]] = {}
@@ -96,17 +95,17 @@ class Holdings:
             for shard in self._last_report(node_id).shards:
                 index = shard.index
                 if not shard.sealed or index not in known:
-                    continue  # the latter of an earlier version of the same content, now dropped
+                    continue  # unknown: from an earlier, dropped version with the same content
                 holding.setdefault(index, set()).add(node_id)
                 if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
                     serving.setdefault(index, set()).add(node_id)
         return holding, serving
 
     def shard_bytes(self) -> list[int] | None:
-        """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.
+        """Bytes of each shard, sealed or estimated; None if there is no estimate.
 
-        Nobody can while a filter, a join or a whole query may leave more or fewer rows, or while a
-        query makes texts of any length.
+        There is none before a load with a filter, a join or a whole query has ended, and none for
+        strings of unknown length.
         """
         sealed, pinned = self.version.sealed, self.version.pinned
         if self.version.row_starts() is not None:
@@ -116,7 +115,7 @@ class Holdings:
         return [shard.estimated_bytes for shard in pinned.shards]
 
     def missing_bytes(self) -> dict[str, int]:
-        """What each live node is still to load or to copy, of those that have anything to."""
+        """Bytes that each live node must still load or copy; without nodes that lack nothing."""
         sizes = self.shard_bytes()
         if sizes is None or self.failure() is not None:
             return {}
@@ -128,7 +127,7 @@ class Holdings:
         return bytes_by_node(lacking, sizes)
 
     def is_ready(self) -> bool:
-        """Whether every shard is served by a live node; the first time, by all that should."""
+        """Whether a live node serves every shard; the first time, whether every replica does."""
         version = self.version
         if version.failure is not None or version.row_starts() is None:
             return False
@@ -136,7 +135,7 @@ class Holdings:
         shards = range(version.num_shards or 0)
         if version.was_ready:
             return all(holders.get(index) for index in shards)
-        # Whoever asks for replicas and sees the dataset ready may lose a node.
+        # A ready dataset with replicas survives the loss of a node.
         placement = self._placement(len(shards))
         return all(
             placement[index] and set(placement[index]) <= holders.get(index, set())
@@ -154,7 +153,7 @@ class Holdings:
         )
 
     def desired(self, node_id: str) -> pb.DesiredDataset:
-        """What a node should hold, and how it comes by what it lacks."""
+        """What a node should hold, and where it gets missing shards."""
         if node_id not in self._desired:
             self._desired[node_id] = self._build_desired(node_id)
         return self._desired[node_id]
@@ -173,12 +172,12 @@ class Holdings:
             if starts is not None and version.num_shards is not None:
                 desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
-        # Nobody reads before row ids are known: what is held twice by then only takes room.
+        # Rows cannot be read before row ids are known, so extra copies only take room.
         holders = self.holders(serving=starts is not None)
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         if pinned.shards is None and version.num_shards is None:
-            mine = set()  # left over from a run that did not come to its end
+            mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
             held_by = sealed_on.get(index, set())
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
@@ -189,21 +188,21 @@ class Holdings:
             elif pinned.shards is None or version.lacks_secrets or index in loading:
                 continue
             elif placement[index][0] == node_id:
-                # One node reads the source; the others copy what it sealed.
+                # One node reads the source; the others copy its sealed shard.
                 shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
         desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 
     def _loading(self, node_id: str) -> frozenset[int]:
-        """The shards that a node says it is loading: it knows their splits already."""
+        """The shards that a node reports as loading: it has their splits already."""
         shards = self._last_report(node_id).shards
         return frozenset(s.index for s in shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
         self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
     ) -> None:
-        """Has one node run a whole query, the first time or for the shards that were lost."""
+        """Asks one node to run a whole query, the first time or for lost shards."""
         version = self.version
         if version.lacks_secrets:
             return
@@ -223,7 +222,7 @@ class Holdings:
         )
 
     def describe(self, lease_s: float) -> pb.DatasetInfo:
-        """The version as callers see it."""
+        """The version for callers."""
         if lease_s not in self._described:
             self._described[lease_s] = self._build_description(lease_s)
         return self._described[lease_s]
@@ -255,7 +254,7 @@ class Holdings:
         return info
 
     def summarize(self) -> pb.DatasetInfo:
-        """Its state and sums, without schema, shards and nodes."""
+        """State and sums of the version, without schema, shards and nodes."""
         version = self.version
         info = pb.DatasetInfo(
             spec=version.pinned.spec.to_proto(),

@@ -1,4 +1,4 @@
-"""What the coordinator remembers of one version, and learns of it from heartbeats."""
+"""The state of one version in the coordinator."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class VersionRecord:
-    """What is known of one version.
+    """One version, as planned and as the nodes report it.
 
     Attributes:
-        result_shards: of a whole query; None until it has run.
-        pins: keep the source as it was planned; closed when no split will be read any more.
-        last_used: by the coordinator's clock; None while nobody has read its rows.
-        asked_at: by the coordinator's clock; None of one that was there before a restart.
-        is_failure_saved: on disk, so that a restart finds it.
+        pins: keep the source unchanged; closed after the last split was read.
+        result_shards: number of shards of a whole query; None until it has run.
+        last_used: time of the last read; None if there was none.
+        asked_at: time of the request; None for a version from before a restart.
+        is_failure_saved: the failure is in the catalogue.
     """
 
     pinned: PinnedVersion
@@ -43,7 +43,7 @@ class VersionRecord:
 
     @classmethod
     def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
-        """One that was there before a restart."""
+        """A version from before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
         return cls(
             entry.pinned,
@@ -57,10 +57,10 @@ class VersionRecord:
         )
 
     def save(self, catalogue: Catalogue) -> None:
-        """Has it last over a restart, as it is now.
+        """Writes the version to the catalogue.
 
         Raises:
-            LoadError: it cannot be written; what was kept before still is.
+            LoadError: it cannot be written; the entry before stays.
         """
         sealed: list[SealedSummary] = []
         if self.row_starts() is not None:
@@ -76,46 +76,46 @@ class VersionRecord:
             )
         except OSError as error:
             raise LoadError(
-                f"cannot keep the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
+                f"cannot write the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
             ) from None
 
     def save_failure(self, catalogue: Catalogue) -> None:
-        """Has a failure, if there is one, last over a restart; to be called until it does."""
+        """Writes a failure to the catalogue, unless it was written before."""
         if self.failure is None or self.is_failure_saved:
             return
         try:
             self.save(catalogue)
             self.is_failure_saved = True
-        except LoadError as error:  # it is missed after a restart only
-            logger.error("failure not kept reason=%s", error)
+        except LoadError as error:  # matters only after a restart
+            logger.error("failure not written reason=%s", error)
 
     @property
     def num_shards(self) -> int | None:
-        """None while a whole query has not run."""
+        """Number of shards; None before a whole query has run."""
         return self.result_shards if self.pinned.shards is None else len(self.pinned.shards)
 
     @property
     def lacks_secrets(self) -> bool:
-        """Whether its source cannot be read before somebody gives its secrets again."""
+        """Whether its source needs secrets that the coordinator does not have."""
         return self.pinned.has_secrets and not self.secrets.tables
 
     def row_starts(self) -> tuple[int, ...] | None:
-        """First row id of each shard and the total; None until every shard was sealed once."""
+        """First row id of each shard, and the total; None until every shard was sealed once."""
         if self._row_starts is None and len(self.sealed) == self.num_shards:
             self._row_starts = row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
         return self._row_starts
 
     def release(self) -> None:
-        """Lets go of the source."""
+        """Closes the pins of the source."""
         for pin in self.pins:
             pin.close()
         self.pins = ()
 
     def apply_report(self, actual: pb.ActualDataset, node_id: str) -> bool:
-        """What a node says of this version: shards that it sealed, or why it cannot.
+        """Applies a node's report: sealed shards and failures.
 
         Returns:
-            whether anything was learned.
+            Whether anything changed.
         """
         if not self.is_current(actual):
             return False
@@ -141,21 +141,21 @@ class VersionRecord:
         if not same:
             reason = (
                 f"shard {shard.index} has {summary.num_rows} rows on node {node_id} and "
-                f"{known.num_rows} elsewhere, or other ones: load it again"
+                f"{known.num_rows} on another node, or other values: load it again"
             )
             self.fail(self.load_error(reason))
 
     def is_current(self, actual: pb.ActualDataset) -> bool:
-        """Whether what a node reports counts: a node that has just started knows of no attempt."""
+        """Whether a report is about this attempt. A restarted node reports no attempt."""
         return not actual.HasField("attempt") or actual.attempt == self.attempt
 
     def fail(self, error: CacheError) -> None:
-        """The first failure of a version is the one that its users are told."""
+        """Marks the version as failed. The first failure stays."""
         if self.failure is None:
             self.failure = error
             self.release()
             logger.error("dataset failed reason=%s", error)
 
     def load_error(self, reason: str) -> LoadError:
-        """A failure, with the name of the dataset."""
+        """A `LoadError` that names the dataset."""
         return LoadError(f"dataset {self.pinned.spec.name!r}: {reason}")

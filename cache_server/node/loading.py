@@ -1,7 +1,7 @@
-"""What a node does to come by a shard: read its splits, run a whole query, or copy its file.
+"""Makes one shard: reads its splits, runs a whole query, or copies its file.
 
-Runs in the node's loading threads; each function does one job to its end, or leaves nothing behind.
-It knows no heartbeats: what is to be done is decided elsewhere.
+Runs in the load threads of a node. A job that fails leaves nothing behind. This module knows no
+heartbeats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class CancelledError(Exception):
-    """What is being loaded is not wanted any more."""
+    """The job was cancelled."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Job:
     Attributes:
         shard: to load or to copy; None for a run of the whole query.
         missing: the shards to keep of a whole query; empty: all of them.
-        cancelled: set when the result is not needed any more.
+        cancelled: set when the result is no longer needed.
         rows: loaded so far; written by the load thread.
     """
 
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """That the job reads of the table that is read split by split."""
+        """Of the table that is read split by split."""
         return () if self.shard is None else self.shard.splits
 
     @property
@@ -86,24 +86,24 @@ class Job:
         return self.plan.secrets.get(table.name, {})
 
     def check_wanted(self) -> None:
-        """Raises a `CancelledError` once the job is cancelled."""
+        """Raises `CancelledError` after the job was cancelled."""
         if self.cancelled.is_set():
             raise CancelledError
 
 
 def memory_bytes(job: Job) -> int:
-    """What a job takes of the memory of its node: see `shard_plan.load_memory_bytes`."""
+    """Memory that a job needs: see `shard_plan.load_memory_bytes`."""
     placed = job.plan.layout.fixed_row_bytes if job.plan.keeps_every_row else 0
     return load_memory_bytes(job.splits, job.whole_splits, placed)
 
 
 class SpooledTables:
-    """Tables that a query reads whole, as Arrow files of this node; written when first needed.
+    """Tables that a query reads whole, as local Arrow files. Thread-safe.
 
-    Thread-safe; `close` removes them.
+    Each file is written when it is first needed; `close` removes them all.
 
     Args:
-        directory: that nothing else uses.
+        directory: used by nothing else.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -113,7 +113,7 @@ class SpooledTables:
         self.is_used = False
 
     def paths(self, job: Job, wanted: Sequence[PinnedTable]) -> dict[str, Path]:
-        """The files of these tables.
+        """The files of these tables, by name.
 
         Raises:
             LoadError: naming table, file, split and reason.
@@ -128,7 +128,7 @@ class SpooledTables:
             return {table.name: self._paths[table.name] for table in wanted}
 
     def close(self) -> None:
-        """Removes the files; costs nothing where there are none."""
+        """Removes the files. Without files it does nothing."""
         with self._lock:
             if self.is_used:
                 self._paths.clear()
@@ -167,10 +167,10 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
 def run_whole(store: ShardStore, job: Job) -> int:
     """Runs a whole query and cuts its result into shards.
 
-    The same tables give the same rows in the same order, so that lost shards can be made again.
+    The same tables give the same rows in the same order, so lost shards can be made again.
 
     Returns:
-        the number of shards of the result.
+        The number of shards of the result.
 
     Raises:
         LoadError: with the reason. CancelledError.
@@ -209,7 +209,7 @@ def copy_shard(store: ShardStore, job: Job) -> None:
     """Copies the file of a sealed shard from another node.
 
     Raises:
-        NodeUnavailableError, CacheError: no node gave it; the coordinator decides what is next.
+        NodeUnavailableError: no node gave it.
         LoadError: it does not fit here. CancelledError.
     """
     assert job.shard is not None and job.shard.copy is not None
@@ -238,7 +238,7 @@ def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
 def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
 ) -> Generator[tuple[str, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table, in row order, and whose they are."""
+    """The rows of a query over each split of one table, in row order, with the names of splits."""
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
             if len(files) == 1:
@@ -259,7 +259,7 @@ def _joined_rows(
     others: Mapping[str, Path],
     scratch: Path,
 ) -> Generator[tuple[str, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table and the whole of others, and whose."""
+    """Like `_rows`, for a query that also reads other tables."""
     for split in splits:
         path = scratch / f"{uuid.uuid4().hex}.arrow"
         try:
@@ -272,7 +272,7 @@ def _joined_rows(
 
 
 def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
-    """The rows of a query of which one table holds the rows of ``split``."""
+    """The rows of a query; an error names the split."""
     try:
         yield from loader.run_whole(sql, tables)
     except LoadError as error:
@@ -280,7 +280,7 @@ def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa
 
 
 def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) -> None:
-    """Writes what a query reads of some splits as one Arrow file, all of it or none."""
+    """Writes the columns that a query reads of some splits as one Arrow file, or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ", ".join(map(identifier, table.read_schema.names))
     rows = _rows(job, table, splits, f"SELECT {names} FROM {identifier(table.name)}", path.parent)
@@ -300,7 +300,7 @@ def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) ->
 
 
 def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows of a batch, each about a sixteenth of a shard at most: start and rows."""
+    """Start and length of runs of rows, each at most about a sixteenth of a shard."""
     row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), layout.fixed_row_bytes)
     step = max(1, target_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):

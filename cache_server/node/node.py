@@ -1,9 +1,9 @@
-"""A node: makes what it holds equal to what it should hold, and serves the rows it holds.
+"""A node: loads the shards that it should hold, and serves their rows.
 
-Each heartbeat tells the coordinator the actual shards and brings back the desired ones. The node
-then starts loads, stops them, drops shards and publishes immutable `ResidentRows` for readers; it
-never waits for a load inside the loop. It knows neither Flight nor gRPC: how the coordinator is
-reached is a `CoordinatorLink`.
+Each heartbeat reports the actual shards and answers the desired ones. `reconcile` compares them,
+and the node acts on the difference. The loop never waits for a load. Readers get immutable
+`ResidentRows`. This module knows neither Flight nor gRPC: a `CoordinatorLink` reaches the
+coordinator.
 """
 
 from __future__ import annotations
@@ -62,33 +62,33 @@ logger = logging.getLogger(__name__)
 
 SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
 
-_RETRY_S = 0.5  # between attempts of what failed
-# At most, between heartbeats that are not answered: nodes often start with their coordinator.
+_RETRY_S = 0.5  # after a failure
+# After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 
 
 class CoordinatorLink(Protocol):
-    """What a node asks of its coordinator, in this process or another."""
+    """The calls of a node to its coordinator, in this process or another."""
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Reports the actual shards; answers the desired ones."""
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """One dataset; the newest version that has not failed unless a fingerprint is given."""
+        """One dataset: the given version, or the newest one that has not failed."""
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset."""
 
 
 class Node:
-    """Thread-safe; `start` begins the heartbeat loop, `close` ends it.
+    """One cache node. Thread-safe; `start` begins the heartbeat loop, `close` ends it.
 
     Args:
         store: the shards on disk; the caller closes it after the node.
         link: the coordinator.
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
-        container_bytes: memory limit of the container, which the loads keep to; None for none.
+        container_bytes: memory limit of the container, which the loads respect; None: no limit.
         on_ready: called with True or False whenever `is_ready` changes.
     """
 
@@ -108,7 +108,7 @@ class Node:
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
-        self._running: set[Job] = set()  # of a load thread each; many more may wait for one
+        self._running: set[Job] = set()  # those that have a thread; others wait for one
         self._joined = threading.Event()
         self._is_ready = False
         self._retry_no_room = False
@@ -121,7 +121,7 @@ class Node:
         self.coordinator = pb.CoordinatorEndpoints()
 
     def start(self) -> None:
-        """Begins to report to the coordinator."""
+        """Starts the heartbeat loop."""
         self._thread.start()
 
     def __enter__(self) -> Node:
@@ -131,22 +131,21 @@ class Node:
         self.close()
 
     def stop(self) -> None:
-        """Ends the loop and the loads, and waits for neither; what is served is served on."""
+        """Tells the loop and the loads to end, without waiting. Reads still work."""
         self._stop.set()
         self._wake.set()
-        with self._lock:  # so that no load begins meanwhile
+        with self._lock:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for load in self._loads():
                 load.job.cancelled.set()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, and waits until nothing writes any more; sealed shards stay on disk.
+        """Stops, and waits until nothing writes. Sealed shards stay on disk.
 
-        A load looks only now and then whether it is still wanted, and a source that hangs may
-        never let it.
+        A load checks for cancellation between batches. A source that hangs can block it forever.
 
         Args:
-            timeout_s: None for as long as it takes.
+            timeout_s: None waits without a limit.
 
         Returns:
             Whether the loop and every load ended in time.
@@ -156,7 +155,7 @@ class Node:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         with self._lock:
-            # Not those that never began: `wait` would wait for them for ever.
+            # `wait` never returns for futures that were cancelled before they began.
             futures = [load.future for load in self._loads() if not load.future.done()]
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         _, running = wait(futures, left)
@@ -168,11 +167,11 @@ class Node:
         return [load for state in self._states.values() for load in state.loads.values()]
 
     def wait_until_joined(self, timeout_s: float) -> bool:
-        """Waits until the coordinator has answered once; whether it did."""
+        """Waits until the coordinator has answered once; returns whether it did."""
         return self._joined.wait(timeout_s)
 
     def wake(self) -> None:
-        """Has the next heartbeat sent now."""
+        """Sends the next heartbeat now."""
         self._wake.set()
 
     # -- reading -------------------------------------------------------------------------------
@@ -204,16 +203,15 @@ class Node:
         )
 
     def shard_file(self, key: VersionKey, index: int, max_bytes: int) -> Iterator[pa.Buffer]:
-        """The bytes of a sealed shard's file, whether its rows are served yet or not.
+        """The bytes of a sealed shard's file, even before its rows are served.
 
-        A file that is not what was sealed any more is dropped at its end, and made anew: whoever
-        copies it notices, too. So is one that is gone.
+        A damaged or removed file is dropped and made again. The caller must compare the checksum.
 
         Args:
-            max_bytes: of a piece.
+            max_bytes: of each piece.
 
         Raises:
-            NotReadyError: it is not here.
+            NotReadyError: this node does not have the shard.
         """
         shard = self._store.shards(key).get(index)
         if shard is None:
@@ -222,7 +220,7 @@ class Node:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
             if self._drop_damaged(key, shard):
-                reason = "is made anew: its file was removed"
+                reason = "is made again: its file was removed"
             else:
                 reason = "was just dropped"
             raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
@@ -241,7 +239,7 @@ class Node:
             self._drop_damaged(key, shard)
 
     def _drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
-        """Has a shard made anew, unless it was dropped, or another took its place, meanwhile."""
+        """Drops a shard, which is then made again; returns whether it was still there."""
         dropped = self._store.drop_this(key, shard)
         if dropped:
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
@@ -249,15 +247,15 @@ class Node:
         return dropped
 
     def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
-        """One dataset, as the coordinator knows it, for somebody who is about to read its rows."""
+        """One dataset, from the coordinator, leased because its rows are about to be read."""
         return self._link.get(dataset, fingerprint, lease=True)
 
     def datasets(self) -> list[pb.DatasetInfo]:
-        """Every dataset, as the coordinator knows them."""
+        """Every dataset, from the coordinator."""
         return self._link.datasets()
 
     def versions(self) -> tuple[VersionStatus, ...]:
-        """Every version that it was asked for, or still stores; by name."""
+        """Every version that this node should hold or still stores, by name."""
         sealed = self._store.versions()
         with self._lock:
             return tuple(
@@ -266,20 +264,20 @@ class Node:
             )
 
     def is_ready(self) -> bool:
-        """Whether this node has joined and serves every shard asked of it."""
+        """Whether this node has joined and serves every desired shard."""
         with self._lock:
             return self._is_ready
 
     @property
     def is_loading(self) -> bool:
-        """Whether a shard is loaded or copied just now."""
+        """Whether a load or a copy is running."""
         with self._lock:
             return bool(self._running)
 
     # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failed = 0  # heartbeats, one after the other
+        failed = 0  # consecutive heartbeats
         log = HeartbeatLog()
         while not self._stop.is_set():
             self._wake.clear()
@@ -289,8 +287,8 @@ class Node:
                 log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
                 interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
-            except Exception:  # of the coordinator in this process, such as a full disk
-                logger.exception("heartbeat failed; trying again")
+            except Exception:  # from a coordinator in this process, for example of a full disk
+                logger.exception("heartbeat failed, will be tried again")
                 interval = _RETRY_S
             else:
                 log.record_answer()
@@ -298,17 +296,17 @@ class Node:
                 self.coordinator = response.coordinator
                 try:
                     news = self._reconcile(response)
-                except Exception:  # such as no room for a thread; the node must not fall silent
-                    logger.exception("reconcile failed; trying again")
+                except Exception:  # for example no new thread: heartbeats must continue
+                    logger.exception("reconcile failed, will be tried again")
                     news = False
                 if news:
-                    continue  # tell the coordinator at once
+                    continue  # report it at once
             self._wake.wait(interval)
 
     def _snapshot(self) -> tuple[dict[VersionKey, ActualVersion], SealedShards]:
         """Every version on this node, and its sealed shards."""
-        # Loads before the disk: a shard sealed in between counts as both, never as neither.
-        # `num_shards` likewise: a node that reports it lists all of its shards.
+        # Loads and `num_shards` first: a shard that is sealed in between counts as loading and
+        # sealed, never as neither, and a node that reports `num_shards` lists every shard.
         unfinished = {key: state.unfinished() for key, state in self._states.items()}
         rows = {
             key: {index: load.job.rows for index, load in loads.items()}
@@ -331,10 +329,12 @@ class Node:
         return encode_report(self.description, actual, sealed)
 
     def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
-        """Moves towards what is desired; returns whether there is something new to report.
+        """Acts on an answer; returns whether there is something new to report.
 
-        Decides and acts without the lock, which every gather takes: files may be slow to remove.
+        Every gather takes the lock, so it is not held while files are removed.
         """
+        if self._stop.is_set():
+            return False
         desired = self._decoder.decode(response)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual)
@@ -353,7 +353,7 @@ class Node:
             case Retire(key):
                 with self._lock:
                     self._states[key].retire()
-                # Frees the room now: what comes next may need it.
+                # The next version may need the room before the last load has ended.
                 self._store.drop(key, *self._store.shards(key))
             case Remove(key):
                 with self._lock:
@@ -386,7 +386,7 @@ class Node:
         key = desired.plan.key
         with self._lock:
             if key not in self._states:
-                # Not by fingerprint: two datasets may have the same one.
+                # A random name: two datasets may have the same fingerprint.
                 tables = SpooledTables(self._store.scratch / uuid.uuid4().hex)
                 self._states[key] = VersionState(desired, tables)
             self._states[key].update(desired)
@@ -398,7 +398,7 @@ class Node:
         sealed: Mapping[int, MappedShard],
     ) -> None:
         desired = self._states[key].desired
-        # Shards without rows share their start with the next one; they serve nothing.
+        # A shard without rows starts where the next one does.
         shards = {
             start: sealed[index]
             for index, start in row_starts.items()
@@ -417,7 +417,7 @@ class Node:
             raise
         with self._lock:
             state.loads[job.index] = Load(future, job)
-            if self._stop.is_set():  # `stop` may have cancelled the loads before
+            if self._stop.is_set():  # `stop` may have missed this job
                 job.cancelled.set()
 
     def _desired_bytes(self) -> int:
@@ -425,16 +425,16 @@ class Node:
             desired = [s.desired for s in self._states.values() if not s.is_retired]
         return sum(version.estimated_bytes for version in desired)
 
-    # -- in the loading threads ----------------------------------------------------------------
+    # -- in the load threads -------------------------------------------------------------------
 
     def _run_job(self, state: VersionState, job: Job) -> None:
-        """Runs a job to its end; the next heartbeat reports its failure."""
+        """Runs a job to its end. The next heartbeat reports a failure."""
         with self._lock:
             self._running.add(job)
             running = list(self._running)
         waits = False
         try:
-            if not job.cancelled.is_set():  # while it waited for a thread
+            if not job.cancelled.is_set():
                 self._load(state, job)
         except CancelledError:
             return
@@ -477,12 +477,8 @@ class Node:
         self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
     ) -> None:
         """Pauses before the load is tried again; logs the reason once."""
-        until = (
-            "until a load that is not wanted any more has ended"
-            if frees_room
-            else "for a moment, in which a node that was lost may come back"
-        )
-        reason = f"{job} waits on node {self.description.id} {until}: {error}"
+        until = "a cancelled load has ended" if frees_room else "a lost node may be back"
+        reason = f"{job} waits on node {self.description.id} until {until}: {error}"
         with self._lock:
             known, state.waits[job.index] = state.waits.get(job.index), reason
         if known is None:

@@ -53,7 +53,7 @@ class Retire:
 
 @dataclass(frozen=True)
 class Remove:
-    """Stop serving a version that nothing writes to any more, and remove its files."""
+    """Stop serving a version without running loads, and remove its files."""
 
     key: VersionKey
 
@@ -155,7 +155,7 @@ def reconcile(desired: DesiredState, actual: Mapping[VersionKey, ActualVersion])
     """The actions that bring a node from ``actual`` towards ``desired``.
 
     Args:
-        actual: every version that the node was asked for, or has on its disk.
+        actual: every version that the node should hold or stores.
     """
     actions: list[Action] = []
     is_ready = True

@@ -1,4 +1,4 @@
-"""One node at one moment, as its page and its metrics show it."""
+"""A snapshot of one node, for its page and its metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class VersionStatus:
 
     Attributes:
         served: shards whose rows are served.
-        sealed: shards on disk; those that are not served yet wait for their row ids.
-        loading, failed: shards under way, and shards that could not be loaded or copied.
+        sealed: shards on disk; a shard is served once its row ids are known.
+        loading: running loads and copies.
+        failed: loads and copies that failed.
         num_bytes: of the sealed shards.
     """
 
@@ -30,11 +31,11 @@ class VersionStatus:
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """What a coordinator knows of the whole cache.
+    """The whole cache, as the coordinator knows it.
 
     Attributes:
-        nodes: every node heard of.
-        datasets: as `Coordinator.summaries` has them.
+        nodes: lost ones too.
+        datasets: from `Coordinator.summaries`.
     """
 
     nodes: tuple[pb.Node, ...]
@@ -47,12 +48,12 @@ class NodeStatus:
 
     Attributes:
         node: id, locations and memory; ``alive`` is always true.
-        ready: what readiness probes are told.
-        coordinator: ``host:port`` of the control port of the coordinator; empty until it answered.
-        versions: what this node has of each version.
-        huge_page_bytes: of the shard files, that lie in huge pages.
-        counts: what it served.
-        cache: of a coordinator only.
+        ready: the answer to readiness probes.
+        coordinator: ``host:port`` of the coordinator's control port; empty until it answers.
+        versions: those on this node.
+        huge_page_bytes: bytes of the shard files in huge pages.
+        counts: of its requests.
+        cache: only on a coordinator.
     """
 
     node: pb.Node

@@ -1,8 +1,7 @@
 """A `NodeStatus` in the text formats of Prometheus.
 
-Imported at the first scrape, since that takes a while.
-
-Names follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` of counters.
+Imported at the first scrape, because the import is slow. Names follow
+https://prometheus.io/docs/practices/naming/: base units, and ``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from cache_server.node.status import CacheStatus, NodeStatus
 
 
 def exposition(status: NodeStatus, accept: str) -> tuple[bytes, str]:
-    """The body and the content type of an answer, in the format that an Accept header asks for."""
+    """Body and content type of an answer, in the format of the Accept header."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     registry.register(_StatusCollector(status))
@@ -38,16 +37,16 @@ class _StatusCollector(Collector):
 
 
 def _of_node(status: NodeStatus) -> Iterator[Metric]:
-    yield _gauge("ready", "1 while readiness probes are answered with yes.", float(status.ready))
+    yield _gauge("ready", "1 while the node is ready.", float(status.ready))
     yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
-    what = "Bytes of the shard files that lie in huge pages, where random rows are found faster."
+    what = "Bytes of the shard files in huge pages, which make random reads faster."
     yield _gauge("huge_page_bytes", what, status.huge_page_bytes)
     if status.node.memory_limit_bytes:
         limit = status.node.memory_limit_bytes
-        yield _gauge("memory_limit_bytes", "Bytes that the shard files may take.", limit)
+        yield _gauge("memory_limit_bytes", "Limit of the bytes of the shard files.", limit)
     shards = GaugeMetricFamily(
         "data_cache_shards",
-        "Shards of a version on this node: sealed on disk, of these served, loading, failed.",
+        "Shards of a version on this node: sealed, served (also sealed), loading, failed.",
         labels=["dataset", "fingerprint", "state"],
     )
     for version in status.versions:
@@ -58,7 +57,7 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
     yield shards
     rows = CounterMetricFamily(
         "data_cache_served_rows",
-        "Rows sent, by Flight verb. Trainers on the same machine read files instead.",
+        "Rows sent, by Flight verb. Trainers on the same machine read the files directly.",
         labels=["dataset", "verb"],
     )
     sent = CounterMetricFamily(
@@ -72,7 +71,7 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
     yield rows
     yield sent
     errors = CounterMetricFamily(
-        "data_cache_errors", "Flight calls that ended in an error, by its name.", labels=["error"]
+        "data_cache_errors", "Failed Flight calls, by name of the error.", labels=["error"]
     )
     for name, times in status.counts.errors.items():
         errors.add_metric([name], times)
@@ -89,11 +88,13 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     yield nodes
     state = GaugeMetricFamily(
         "data_cache_dataset_state",
-        "1 of the state that a dataset is in.",
+        "1 for the current state of a dataset.",
         labels=["dataset", "state"],
     )
     rows = GaugeMetricFamily(
-        "data_cache_dataset_rows", "Rows; while it loads, those loaded so far.", labels=["dataset"]
+        "data_cache_dataset_rows",
+        "Rows; during a load, the rows loaded so far.",
+        labels=["dataset"],
     )
     size = GaugeMetricFamily(
         "data_cache_dataset_bytes", "Bytes of the sealed shards, one replica.", labels=["dataset"]

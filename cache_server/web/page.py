@@ -1,4 +1,4 @@
-"""A `NodeStatus` as one page of HTML; every text in it is escaped."""
+"""A `NodeStatus` as one HTML page. Every string is escaped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ div { overflow-x: auto }
   a { color: #8bf } .bad { color: #f77 }
 }
 """
-# Columns of words; the others hold numbers.
+# Columns of words; the other columns hold numbers.
 _WORDS = {"dataset", "fingerprint", "verb", "error", "id", "Flight", "state"}
 
 
@@ -32,7 +32,7 @@ class _Alert(str):
 
 
 def page(status: NodeStatus) -> str:
-    """The page of one node; a coordinator's shows the whole cache before itself."""
+    """The page of one node. A coordinator's page begins with the whole cache."""
     node_id = escape(status.node.id)
     ready = "ready" if status.ready else '<span class="bad">not ready</span>'
     cache = _of_cache(status.cache) if status.cache is not None else []
@@ -108,7 +108,7 @@ def _of_node(status: NodeStatus) -> list[str]:
         _table([_cell(name, "th") + _cell(text) for name, text in facts]),
         _section("Shards on this node", shards, held),
         _section("Sent by this node", ["dataset", "verb", "rows", "size"], sent),
-        _section("Calls that it refused", ["error", "times"], errors),
+        _section("Failed calls", ["error", "count"], errors),
     ]
 
 
@@ -127,7 +127,7 @@ def _section(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
 
 def _table(lines: Iterable[str]) -> str:
     rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div><table>{rows}</table></div>"  # which scrolls by itself where it is too wide
+    return f"<div><table>{rows}</table></div>"  # scrolls if it is too wide
 
 
 def _cell(value: object, tag: str = "td", *, number: bool = False) -> str:

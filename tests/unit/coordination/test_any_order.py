@@ -146,7 +146,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def coordinator_starts_again(self) -> None:
-        # Of one that was ready, no more than what live nodes listeners of it.
+        # Of one that was ready, no more than what live nodes say of it.
         failed = {key for key in self.loads.keys() - self.ready if self._state(key) == FAILED}
         self.coordinator.close()
         self.coordinator = make_coordinator(self.directory, self.clock)

@@ -189,7 +189,7 @@ def test_rows_that_do_not_add_up_to_what_the_footers_say_fail_the_dataset(
     settle(node)
 
     assert state(coordinator) == "failed"
-    assert "came out with 39 rows" in coordinator.get("table").error.message
+    assert "it has 39 rows" in coordinator.get("table").error.message
     assert "40" in coordinator.get("table").error.message
 
 
@@ -205,8 +205,8 @@ def test_replicas_that_differ_in_rows_fail_the_dataset(
 
     assert state(coordinator) == "failed"
     message = coordinator.get("table").error.message
-    assert ("shard 3" in message and "1 rows" in message and "2 elsewhere" in message) or (
-        "2 rows" in message and "1 elsewhere" in message
+    assert ("shard 3" in message and "1 rows" in message and "2 on another node" in message) or (
+        "2 rows" in message and "1 on another node" in message
     )
 
 

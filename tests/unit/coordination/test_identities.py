@@ -1,4 +1,4 @@
-"""Nodes that listeners they are one and the same, and those that only start again."""
+"""Nodes that say they are one and the same, and those that only start again."""
 
 from __future__ import annotations
 

@@ -421,7 +421,7 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
             lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits"
         )
         assert harness.node.description.id in waits
-        assert "may come back" in waits and "memory limit of 13000 bytes" in waits
+        assert "until a lost node may be back" in waits and "memory limit of 13000 bytes" in waits
 
         harness.coordinator.delete("other")
 
@@ -691,7 +691,7 @@ def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
         waits = wait_until(
             lambda: harness.coordinator.get("other").progress.waits, WAIT_S, "it finds no room"
         )
-        assert "until a load that is not wanted any more has ended" in waits
+        assert "until a cancelled load has ended" in waits
         gate.open.set()
 
         assert harness.wait(pb.DATASET_STATE_READY, "other").num_rows == rows
@@ -736,7 +736,7 @@ def test_a_shard_whose_file_was_removed_is_made_anew_when_it_is_copied(
     lost = harness.store.versions()[key][0]
     lost.path.unlink()
 
-    with pytest.raises(NotReadyError, match="shard 0 of 'table' is made anew: its file was remove"):
+    with pytest.raises(NotReadyError, match="shard 0 of 'table' is made again: its file was remov"):
         harness.node.shard_file(key, 0, 2**20)
 
     wait_until(lambda: len(harness.store.versions().get(key, ())) == FILES, WAIT_S, "it is whole")
