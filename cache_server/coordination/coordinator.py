@@ -468,9 +468,9 @@ class Coordinator:
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
         key = wanted.pinned.key
-        there = self._versions.get(key)
+        existing = self._versions.get(key)
         # Shards of a failed attempt of the same version are removed.
-        lasts = there is not None and there.attempt == wanted.attempt
+        lasts = existing is not None and existing.attempt == wanted.attempt
         check_capacity(
             self._holdings(wanted),
             [self._holdings(version) for other, version in self._versions.items() if other != key],

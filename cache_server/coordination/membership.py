@@ -157,12 +157,12 @@ def _is_same_report(before: Member, now: Member) -> bool:
     if before.node != now.node or before.actual.keys() != now.actual.keys():
         return False
     for key, actual in now.actual.items():
-        said = before.actual[key]
+        known = before.actual[key]
         if actual.HasField("idle_s"):
-            said.idle_s = actual.idle_s
+            known.idle_s = actual.idle_s
         else:
-            said.ClearField("idle_s")
-        if said != actual:
+            known.ClearField("idle_s")
+        if known != actual:
             return False
     return True
 

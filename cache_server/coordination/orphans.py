@@ -86,18 +86,20 @@ class Orphans:
         """
         attempt = self._newest_attempt(key)
         failed = any(
-            _reports_failure(said) for said in self._last_report(key) if said.attempt == attempt
+            _reports_failure(report)
+            for report in self._last_reports(key)
+            if report.attempt == attempt
         )
         return attempt if key in self.find() and not failed else attempt + 1
 
     def _newest_attempt(self, key: VersionKey) -> int:
         """The newest known attempt; -1 if there was none."""
-        attempts = [said.attempt for said in self._last_report(key)]
+        attempts = [report.attempt for report in self._last_reports(key)]
         if key in self._versions:
             attempts.append(self._versions[key].attempt)
         return max(*attempts, self._dropped.get(key, -1), -1)
 
-    def _last_report(self, key: VersionKey) -> list[pb.ActualDataset]:
+    def _last_reports(self, key: VersionKey) -> list[pb.ActualDataset]:
         members = self._membership.members.values()
         return [member.actual[key] for member in members if key in member.actual]
 
@@ -108,8 +110,8 @@ class Orphans:
             NotReadyError: there may be such an orphan.
         """
         wanted = VersionKey(name, fingerprint)
-        there = self.find(name)
-        lost = wanted in there if fingerprint else bool(there)
+        found = self.find(name)
+        lost = wanted in found if fingerprint else bool(found)
         # A caller that names a version has read it; its nodes may not have reported yet.
         known = any(key.dataset == name for key in self._versions)
         read = fingerprint and not known and self._is_new() and wanted not in self._dropped
@@ -123,5 +125,5 @@ class Orphans:
         return self._clock() < self._new_until
 
 
-def _reports_failure(said: pb.ActualDataset) -> bool:
-    return bool(said.failure) or any(shard.failure for shard in said.shards)
+def _reports_failure(report: pb.ActualDataset) -> bool:
+    return bool(report.failure) or any(shard.failure for shard in report.shards)

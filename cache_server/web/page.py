@@ -85,7 +85,7 @@ def _of_node(status: NodeStatus) -> list[str]:
         ("directory", node.cache_dir),
         ("memory", _memory(node)),
     ]
-    held = [
+    versions = [
         [
             version.key.dataset,
             version.key.fingerprint,
@@ -106,7 +106,7 @@ def _of_node(status: NodeStatus) -> list[str]:
     return [
         "<h2>This node</h2>",
         _table([_cell(name, "th") + _cell(text) for name, text in facts]),
-        _section("Shards on this node", shards, held),
+        _section("Shards on this node", shards, versions),
         _section("Sent by this node", ["dataset", "verb", "rows", "size"], sent),
         _section("Failed calls", ["error", "count"], errors),
     ]

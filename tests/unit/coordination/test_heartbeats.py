@@ -1,4 +1,4 @@
-"""What a heartbeat costs: a cache that only serves has nothing to decide anew."""
+"""The cost of heartbeats: without news, nothing is computed again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_reports_that_say_nothing_new_are_answered_as_before(
     assert drawn == []
 
 
-def test_what_one_node_says_anew_is_drawn_for_all(
+def test_news_of_one_node_are_computed_for_all(
     coordinator: Coordinator, nodes: list[FakeNode], drawn: list[str]
 ) -> None:
     (sealed,) = nodes[0].sealed.values()

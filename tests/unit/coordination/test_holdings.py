@@ -1,4 +1,4 @@
-"""Which node is asked for which shard, and what it is told of it."""
+"""Which node should hold which shard, and what the answer to its heartbeat says."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_replica_is_copied_from_where_it_is_and_the_source_is_read_once(
     assert one.holds("table") == two.holds("table") == SHARDS
 
 
-def test_whoever_asks_for_fewer_replicas_of_a_dataset_takes_none_away(
+def test_a_spec_with_fewer_replicas_keeps_the_existing_ones(
     coordinator: Coordinator, source: Path
 ) -> None:
     nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
@@ -165,7 +165,7 @@ def test_whoever_asks_for_fewer_replicas_of_a_dataset_takes_none_away(
     assert [node.holds("table") for node in nodes] == [SHARDS, SHARDS]
 
 
-# -- what is told with a heartbeat -----------------------------------------------------------------
+# -- answers to heartbeats -------------------------------------------------------------------------
 
 
 def test_a_shard_that_a_node_is_loading_is_not_explained_again(

@@ -76,7 +76,7 @@ def test_a_new_coordinator_that_restarts_is_not_older_for_it(
     assert [node.holds("table") for node in replaced] == [SHARDS, SHARDS]
 
 
-def test_what_nobody_asks_for_again_is_kept_only_while_it_is_read(
+def test_an_orphan_that_is_not_requested_again_is_kept_only_while_it_is_read(
     replaced: list[FakeNode], clock: Clock
 ) -> None:
     clock.now += LEASE_S + 1
@@ -149,7 +149,7 @@ def test_what_failed_under_the_lost_catalogue_does_not_fail_a_load_of_the_new_on
     assert state(one.coordinator) == "ready"
 
 
-def test_the_result_of_a_whole_query_is_found_again_whoever_reports_first(
+def test_the_result_of_a_whole_query_is_found_again_in_any_order_of_reports(
     tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
 ) -> None:
     query = spec(source, sql="SELECT row FROM source ORDER BY row")

@@ -145,7 +145,7 @@ def test_a_move_passes_through_both_nodes() -> None:
     assert desired_shards("new", placement, {0: {"old", "new"}}) == {0}
 
 
-def test_a_shard_that_nobody_holds_is_loaded_by_its_homes_only() -> None:
+def test_a_shard_that_no_node_holds_is_loaded_only_by_its_homes() -> None:
     placement = [("a", "b"), ("b",)]
 
     assert desired_shards("a", placement, {}) == {0}
@@ -183,7 +183,7 @@ def test_a_node_counts_each_of_its_shards_once() -> None:
     replicas=st.integers(1, 4),
     limit=st.integers(1, 400),
 )
-def test_so_many_nodes_hold_every_replica(sizes: list[int], replicas: int, limit: int) -> None:
+def test_the_needed_nodes_hold_every_replica(sizes: list[int], replicas: int, limit: int) -> None:
     needed = nodes_needed(sizes, replicas, limit)
 
     if max(sizes) > limit:

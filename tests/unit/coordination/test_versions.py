@@ -116,7 +116,7 @@ def test_another_spec_or_a_load_that_never_came_to_its_end_is_nothing_to_attach_
 # -- secrets ---------------------------------------------------------------------------------------
 
 
-def test_whoever_attaches_without_secrets_takes_none_away(
+def test_a_spec_without_secrets_keeps_the_stored_ones(
     coordinator: Coordinator, source: Path
 ) -> None:
     node = FakeNode(coordinator, "one")

@@ -46,7 +46,7 @@ def memory() -> Iterator[LoadMemory]:
 
 
 class Load:
-    """One load in a thread; it reads until it is told to end."""
+    """One load in a thread; it reads until `end` is set."""
 
     def __init__(
         self, memory: LoadMemory, threads: ThreadPoolExecutor, plan: PinnedVersion, group_bytes: int

@@ -82,7 +82,7 @@ def test_a_table_of_which_a_file_cannot_be_read_leaves_no_part_of_itself(
 
 
 class SetAtTheSecondLook(threading.Event):
-    """Nobody wants the load any more, once one batch was read."""
+    """Cancels the load after one batch."""
 
     def is_set(self) -> bool:
         was_set = super().is_set()

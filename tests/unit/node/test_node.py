@@ -1,4 +1,4 @@
-"""A node with a real store and a real coordinator in this process, and loads that wait for us."""
+"""A node with a real store and coordinator in this process, and loads that wait for the test."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error_and_nam
     assert info.error.message == f"{message} (on node {harness.store.node_id})"
 
 
-def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
+def test_an_unexpected_exception_shows_no_secret(
     tmp_path: Path,
     harness: Harness,
     source: Path,
@@ -376,7 +376,7 @@ def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
 def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_written(
     tmp_path: Path, source: Path
 ) -> None:
-    # With a filter nobody can know beforehand.
+    # With a filter the size is not known beforehand.
     limit = 2500
     harness = Harness(tmp_path, memory_limit_bytes=limit)
     with harness.store, harness.node:
@@ -465,7 +465,7 @@ def test_a_load_begins_at_once_however_many_wait_for_a_thread(
     wait_until(lambda: len(begun) >= shards, WAIT_S, "every load has begun")
 
 
-# -- loads that are not wanted any more ------------------------------------------------------------
+# -- cancelled loads -------------------------------------------------------------------------------
 
 
 def test_a_dataset_that_is_dropped_while_it_loads_leaves_nothing_behind(
@@ -606,7 +606,7 @@ def test_a_node_whose_coordinator_fails_for_a_moment_goes_on(
     assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
 
 
-def test_a_failed_dataset_that_is_asked_for_while_its_loads_still_run_is_loaded_anew(
+def test_a_failed_dataset_that_is_requested_while_its_loads_run_is_loaded_again(
     harness: Harness, source: Path, gate: Gate
 ) -> None:
     harness.coordinator.create(spec(source))
@@ -726,7 +726,7 @@ def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
     assert (held[0] is healthy[0]) == loaded_again
 
 
-def test_a_shard_whose_file_was_removed_is_made_anew_when_it_is_copied(
+def test_a_shard_whose_file_was_removed_is_made_again_when_it_is_copied(
     harness: Harness, source: Path
 ) -> None:
     harness.node.start()

@@ -45,7 +45,7 @@ def plan(key: VersionKey = KEY, attempt: int = 1) -> LoadPlan:
 
 
 def held(index: int) -> DesiredShard:
-    """A shard that the node has, or gets from nobody yet."""
+    """A shard that the node has, or cannot get yet."""
     return DesiredShard(index, row_start=10 * index)
 
 
@@ -63,7 +63,7 @@ def wanted(*shards: DesiredShard, key: VersionKey = KEY, **changes: Any) -> Desi
 
 
 def fixed(*shards: DesiredShard, **changes: Any) -> DesiredVersion:
-    """A version of which every shard is sealed somewhere."""
+    """A version with every shard sealed somewhere."""
     return wanted(*shards, rows_fixed=True, num_rows=30, **changes)
 
 
@@ -81,11 +81,11 @@ def actions(
 
 
 def known(desired: DesiredVersion, **changes: Any) -> ActualVersion:
-    """A version of which the node was asked for just this."""
+    """A version that the node should hold exactly so."""
     return ActualVersion(desired, **changes)
 
 
-# -- what is to be had -----------------------------------------------------------------------------
+# -- loads and copies ------------------------------------------------------------------------------
 
 
 def test_a_new_version_is_noted_and_its_shards_are_loaded_or_copied() -> None:
@@ -97,7 +97,7 @@ def test_a_new_version_is_noted_and_its_shards_are_loaded_or_copied() -> None:
     ]
 
 
-def test_a_shard_that_another_node_makes_first_is_waited_for() -> None:
+def test_a_shard_without_splits_or_copy_waits_for_another_node() -> None:
     desired = wanted(held(0))
 
     assert actions(desired, None) == [Update(desired)]
@@ -145,10 +145,10 @@ def test_only_a_change_of_what_is_desired_is_noted() -> None:
     assert actions(after, known(before)) == [Update(after)]
 
 
-# -- what is not wanted any more -------------------------------------------------------------------
+# -- what is no longer desired ---------------------------------------------------------------------
 
 
-def test_loads_of_shards_that_are_another_nodes_now_are_cancelled_and_forgotten() -> None:
+def test_loads_and_failures_of_undesired_shards_are_cancelled_and_forgotten() -> None:
     desired = wanted(readable(0))
     actual = known(
         desired, loading={0: 5, 1: 5}, failures={2: "corrupt"}, waits={0: "room", 3: "room"}
@@ -176,7 +176,7 @@ def test_no_shard_is_dropped_before_a_whole_query_has_run() -> None:
 
 
 @pytest.mark.parametrize("actual", [ActualVersion(sealed={0}), known(wanted(held(0)))])
-def test_a_version_that_is_not_wanted_any_more_is_removed(actual: ActualVersion) -> None:
+def test_an_undesired_version_is_removed(actual: ActualVersion) -> None:
     assert actions(None, actual) == [Remove(KEY)]
 
 
@@ -206,7 +206,7 @@ def test_spooled_tables_are_closed_when_nothing_is_loaded() -> None:
 # -- attempts --------------------------------------------------------------------------------------
 
 
-def test_another_attempt_begins_anew_without_what_the_former_left() -> None:
+def test_another_attempt_starts_without_the_shards_and_failures_of_the_former() -> None:
     desired = wanted(readable(0), plan=plan(attempt=2))
     former = known(wanted(readable(0)), sealed={0}, failures={0: "corrupt"}, row_starts={0: 0})
 
@@ -254,7 +254,7 @@ def test_a_whole_query_that_runs_or_failed_or_has_run_is_not_run(state: dict[str
     assert actions(desired, known(desired, **state)) == []
 
 
-def test_a_whole_query_that_is_another_nodes_now_is_cancelled_and_its_failure_forgotten() -> None:
+def test_an_undesired_whole_query_is_cancelled_and_its_failure_forgotten() -> None:
     desired = wanted()
 
     assert actions(desired, known(desired, loading={None: 5})) == [Cancel(KEY, frozenset({None}))]
