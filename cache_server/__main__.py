@@ -1,4 +1,4 @@
-"""``cache-server``: the only place of this package that reads argv, environment and signals."""
+"""``cache-server``: reads argv, the environment and signals."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
 EXIT_CONFIG = 78  # EX_CONFIG
 _PURGE_DELAY_MS = 1000
-EXIT_INTERRUPTED = 130  # as shells say it of SIGINT
+EXIT_INTERRUPTED = 130  # the code of shells for SIGINT
 
 app = typer.Typer(
     name="cache-server",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # its tables cut long options off at 80 columns
+    rich_markup_mode=None,  # its tables truncate long options at 80 columns
     pretty_exceptions_enable=False,
 )
 
@@ -64,7 +64,7 @@ def serve(
         str | None,
         typer.Option(
             help="Host name at which clients and other nodes reach this one; default: --bind, or "
-            "the name of this machine where that is a wildcard."
+            "the name of this machine if --bind is a wildcard."
         ),
     ] = None,
     flight_port: Annotated[int, typer.Option(help="Port of Arrow Flight; 0: a free one.")] = 50_051,
@@ -75,44 +75,46 @@ def serve(
     coordinator: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT of the coordinator's control port, which may be this node's own; "
+            help="HOST:PORT of the coordinator's control port. This node may name itself; "
             "default: this node."
         ),
     ] = None,
     num_nodes: Annotated[
-        int, typer.Option(help="With --load-from-env: nodes to wait for before it loads.")
+        int, typer.Option(help="With --load-from-env: nodes to wait for before the load.")
     ] = 1,
     join_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for --num-nodes.")] = 300.0,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Most bytes of shards on this node, such as 8GiB; default: none."),
+        typer.Option(
+            help="Limit of the bytes of all shards on this node, such as 8GiB; default: none."
+        ),
     ] = None,
     container_memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --memory-limit: memory of the container. Shards get it less 1 GiB or "
-            "a quarter of it, whichever is more."
+            help="Memory of the container, instead of --memory-limit. Shards get all of it except "
+            "1 GiB or a quarter, whichever is more."
         ),
     ] = None,
     load_from_env: Annotated[
         bool,
         typer.Option(
             help="On the coordinator: load the dataset that STORAGE_URI and the other variables of "
-            "a TrainJob describe, and be ready once it is loaded."
+            "a TrainJob describe. The node is ready when the dataset is loaded."
         ),
     ] = False,
     load_threads: Annotated[
         int | None,
         typer.Option(
-            help="Shards loaded at once; default: one per processor, from 2 to 8. Fewer where "
-            "--container-memory-limit leaves too little for their row groups."
+            help="Shards that load at once; default: one for each processor, from 2 to 8. Fewer "
+            "load at once if --container-memory-limit leaves too little for their row groups."
         ),
     ] = None,
     huge_pages: Annotated[
         bool,
         typer.Option(
-            help="Move shards on a tmpfs to huge pages while nothing is loaded, in which random "
-            "rows of gigabytes are found faster. It takes one processor 0.3 to 4 s a GB, once."
+            help="Move shards on a tmpfs to huge pages while nothing is loading. This makes random "
+            "reads of gigabytes faster. It takes one processor 0.3 to 4 s for each GB, once."
         ),
     ] = True,
     heartbeat_interval_s: Annotated[
@@ -121,20 +123,20 @@ def serve(
     node_timeout_s: Annotated[
         float,
         typer.Option(
-            help="On the coordinator: seconds without a heartbeat until a node counts as lost."
+            help="On the coordinator: a node without a heartbeat for this many seconds is lost."
         ),
     ] = 10.0,
     lease_s: Annotated[
         float,
         typer.Option(
-            help="On the coordinator: seconds that a replaced version is kept after its last read."
+            help="On the coordinator: seconds to keep a replaced version after its last read."
         ),
     ] = 600.0,
     drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds that running calls may take at shutdown.")
+        float, typer.Option(help="Seconds to wait for running calls at shutdown.")
     ] = 5.0,
     exit_with_stdin: Annotated[
-        bool, typer.Option(help="End when standard input closes (for a parent process).")
+        bool, typer.Option(help="Exit when standard input closes (for a parent process).")
     ] = False,
     ephemeral: Annotated[
         bool,
@@ -145,13 +147,13 @@ def serve(
     signal_exit_code: Annotated[
         int,
         typer.Option(
-            help="Exit code after SIGTERM or SIGINT. A Kubernetes Job takes 0 for work that is "
-            "done and does not replace the pod: 143 there."
+            help="Exit code after SIGTERM or SIGINT. Use 143 in a Kubernetes Job: it counts a pod "
+            "that exits 0 as finished and does not replace it."
         ),
     ] = 0,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run one cache node. Prints one JSON line when it listens."""
+    """Run one cache node. Prints one line of JSON when it listens."""
     problems: list[str] = []
     checked(problems, lambda: _set_up_logging(log_level))
     checked(problems, lambda: _check_exit_code(signal_exit_code))
@@ -185,11 +187,11 @@ def serve(
     if problems or config is None:
         raise ConfigError("; ".join(problems))
     if loads and spec is None:
-        logger.info("no dataset in the environment: one may be loaded later")
+        logger.info("no dataset in the environment")
     stop = _Stop(with_stdin=exit_with_stdin)
     if may_keep_freed_memory(config.container_memory_limit_bytes):
-        # DataFusion's allocator reads it when it is loaded. By default what a load frees goes back
-        # to the kernel after 10 ms, and comes again as fresh pages while the same load goes on.
+        # DataFusion's allocator reads this when it is imported. By default it returns freed memory
+        # to the kernel after 10 ms, and the same load soon needs it again.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
     from cache_server.server import CacheServer
 
@@ -208,14 +210,13 @@ def serve(
         if not (exit_with_stdin and isinstance(error, BrokenPipeError)):
             server.close()
             raise
-        # The parent is gone, who was to read it: standard input ends, too.
+        # The parent is gone, so standard input ends too.
     stop.wait()
     drained = server.close()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:
-        # A Flight stream that a client keeps open, or a source that hangs, would hold the
-        # interpreter's exit forever.
+        # An open Flight stream or a source that hangs would block the exit of the interpreter.
         _exit_at_once(stop.failure, signal_exit_code if stop.by_signal else 0)
     if stop.failure is not None:
         raise stop.failure
@@ -225,7 +226,7 @@ def serve(
 
 @app.command()
 def local(
-    nodes: Annotated[int, typer.Option(help="How many node processes.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of node processes.")] = 1,
     load: Annotated[Path | None, typer.Option(help="YAML file of a dataset to load.")] = None,
     load_from_env: Annotated[
         bool,
@@ -242,11 +243,13 @@ def local(
     ] = None,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Most bytes of shards on each node, such as 8GiB; default: none."),
+        typer.Option(
+            help="Limit of the bytes of all shards on each node, such as 8GiB; default: none."
+        ),
     ] = None,
     log_level: LogLevel = "warning",
 ) -> None:
-    """Run a cache on this machine until interrupted. Prints its endpoint as one JSON line."""
+    """Run a cache on this machine until interrupted. Prints its endpoint as one line of JSON."""
     problems: list[str] = []
     checked(problems, lambda: _set_up_logging(log_level))
     spec = checked(problems, lambda: _spec_to_load(load, load_from_env))
@@ -254,9 +257,9 @@ def local(
     checked(problems, lambda: checked_settings(nodes, cache_dir, limit))
     if problems:
         raise ConfigError("; ".join(problems))
-    # Also while it starts and loads: the cluster then stops its processes on the way out.
+    # From the start: so the cluster always stops its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # so that it wakes who waits
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes `_Signals.wait`
     signals = _Signals()
     listening = False
     try:
@@ -269,16 +272,16 @@ def local(
                     coordinator.load(spec, show)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
-            _tell_who_ends(cluster, signals)
+            _log_ended_nodes(cluster, signals)
     except KeyboardInterrupt:
         if not listening:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _tell_who_ends(cluster: LocalCluster, signals: _Signals) -> NoReturn:
-    """Logs each node that ends by itself, as one that is killed for its memory, until interrupted.
+def _log_ended_nodes(cluster: LocalCluster, signals: _Signals) -> NoReturn:
+    """Logs each node that ends, for example for lack of memory, until interrupted.
 
-    The others go on: they load its shards again.
+    The other nodes continue and load its shards again.
     """
     running = list(cluster.nodes)
     while True:
@@ -293,20 +296,19 @@ def _tell_who_ends(cluster: LocalCluster, signals: _Signals) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point: errors of the tree become one line and an exit code.
+    """Entry point: turns a `CacheError` into one line and an exit code.
 
-    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for the rest. What `serve`
-    ends with after a signal, its caller says.
+    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for other errors.
     """
     try:
         with checked_output():
             app()
     except CacheError as error:
-        sys.exit(_tell(error))
+        sys.exit(_print_error(error))
 
 
-def _tell(error: CacheError) -> int:
-    """Says why the process ends, as its last line; returns its exit code."""
+def _print_error(error: CacheError) -> int:
+    """Prints the error as the last line; returns the exit code."""
     message = " ".join(str(error).split("\n"))
     print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
     if isinstance(error, ConfigError):
@@ -317,9 +319,9 @@ def _tell(error: CacheError) -> int:
 def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
     logging.shutdown()
     if error is not None:
-        code = _tell(error)
+        code = _print_error(error)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # of a reader that is gone
+        with suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(code)
 
@@ -348,7 +350,7 @@ def _check_ephemeral(ephemeral: bool, exit_with_stdin: bool) -> None:
     if ephemeral and not exit_with_stdin:
         raise ConfigError(
             "--ephemeral needs --exit-with-stdin: the cache directory is removed when standard "
-            "input closes, which a node without it does not notice"
+            "input closes"
         )
 
 
@@ -356,27 +358,26 @@ def _set_up_logging(level: str) -> None:
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
-    # Libraries tell addresses that a store has signed, some already at info, and headers at debug.
+    # Libraries log signed addresses at info and headers at debug.
     logging.basicConfig(
         level=max(number, logging.WARNING),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    for ours in (__name__, "cache_server", "protos"):
-        logging.getLogger(ours).setLevel(number)
+    for name in (__name__, "cache_server", "cache_protocol"):
+        logging.getLogger(name).setLevel(number)
 
 
 def _remove(cache_dir: Path) -> None:
     shutil.rmtree(cache_dir, ignore_errors=True)
-    with suppress(OSError):  # the last node of a local cluster removes their common folder
+    with suppress(OSError):  # only the last node of a local cluster finds the folder empty
         cache_dir.parent.rmdir()
 
 
 class _Signals:
-    """Waits for a signal. One that comes just before `wait` blocks is not missed, as by a lock.
+    """Waits for a signal, also for one that comes just before `wait`.
 
-    Python's own handlers run between two of its instructions, so never while it waits for a lock
-    that it had not begun to wait for when the signal came.
+    A lock could miss it: Python runs a handler between two instructions, and then blocks.
     """
 
     def __init__(self) -> None:
@@ -385,7 +386,7 @@ class _Signals:
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
     def wait(self) -> None:
-        """Until a signal has come, or `wake` was called, since this was made."""
+        """Waits for a signal or a call of `wake` since the last `wait`."""
         self._woken.recv(1)
 
     def wake(self) -> None:
@@ -394,12 +395,14 @@ class _Signals:
 
 
 class _Stop:
-    """Waits for SIGTERM or SIGINT, a failure or, where asked for, the end of standard input.
+    """Waits for SIGTERM or SIGINT, a failure or, with ``with_stdin``, the end of standard input.
 
-    A process that ends with its parent leaves SIGINT to it: a terminal sends it to both.
+    With ``with_stdin``, SIGINT is ignored: a terminal sends it to the parent too.
 
     Attributes:
-        by_signal: whether one of the signals came.
+        by_signal: a signal came.
+        parent_is_gone: standard input ended.
+        failure: the error that ends the process.
     """
 
     def __init__(self, *, with_stdin: bool) -> None:
@@ -413,19 +416,19 @@ class _Stop:
             threading.Thread(target=self._wait_for_parent, name="parent", daemon=True).start()
 
     def wait(self) -> None:
-        """Until there is a reason to stop."""
+        """Waits for a reason to stop."""
         self._signals.wait()
 
     def fail(self, error: CacheError) -> None:
-        """Ends `wait`, from any thread, because of an error."""
+        """Ends `wait`, from any thread, with an error."""
         self.failure = error
         self._signals.wake()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.by_signal = True  # what wakes is the file descriptor of signals
+        self.by_signal = True  # the file descriptor of signals ends `wait`
 
     def _wait_for_parent(self) -> None:
-        # Not through sys.stdin: a thread inside its lock would abort the interpreter's exit.
+        # Not sys.stdin: a thread that holds its lock would abort the exit of the interpreter.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         self.parent_is_gone = True

@@ -39,21 +39,21 @@ def _host_port(value: object) -> object:
     return f"{match['host']}:{match['port']}"
 
 
-def _given(value: object) -> object:
-    if value == "":  # of a variable that is not set: pathlib has it for the working directory
+def _not_empty(value: object) -> object:
+    if value == "":  # from an unset variable; pathlib reads it as the working directory
         raise ValueError
     return value
 
 
 def _is_host(value: str) -> str:
-    """A name or an address: what stands before the colon of a port, with or without brackets."""
+    """A host name or an address, with or without brackets."""
     if not _HOST.fullmatch(value):
         ipaddress.IPv6Address(value[1:-1] if value.startswith("[") else value)
     return value
 
 
-def _said_as(rule: str) -> WrapValidator:
-    """Has what is wrong with a setting said by what it must be."""
+def _described_as(rule: str) -> WrapValidator:
+    """Replaces the errors of a setting by the rule that it must follow."""
 
     def check(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -64,49 +64,50 @@ def _said_as(rule: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Port = Annotated[int, Field(ge=0, le=65_535), _said_as("a port, from 0 to 65535")]
+Port = Annotated[int, Field(ge=0, le=65_535), _described_as("a port, from 0 to 65535")]
 Bytes = Annotated[
-    int, BeforeValidator(parse_bytes), Field(ge=1), _said_as("a size in bytes such as 64MiB")
+    int, BeforeValidator(parse_bytes), Field(ge=1), _described_as("a size in bytes such as 64MiB")
 ]
-Count = Annotated[int, Field(ge=1), _said_as("an integer of at least 1")]
+Count = Annotated[int, Field(ge=1), _described_as("an integer of at least 1")]
 Seconds = Annotated[
-    float, Field(gt=0, allow_inf_nan=False), _said_as("a number of seconds, more than 0")
+    float, Field(gt=0, allow_inf_nan=False), _described_as("a number of seconds, more than 0")
 ]
 Lease = Annotated[
-    float, Field(ge=0, allow_inf_nan=False), _said_as("a number of seconds, at least 0")
+    float, Field(ge=0, allow_inf_nan=False), _described_as("a number of seconds, at least 0")
 ]
-Host = Annotated[str, AfterValidator(_is_host), _said_as("a host name or address without a port")]
+Host = Annotated[
+    str, AfterValidator(_is_host), _described_as("a host name or address without a port")
+]
 
 
 class NodeConfig(BaseModel):
     """Settings of one cache node.
 
     Attributes:
-        cache_dir: where the shard files go: a tmpfs for memory speed, NVMe for more rows.
+        cache_dir: directory of the shard files: a tmpfs for memory speed, NVMe for more rows.
         bind: address to listen on.
-        advertise: host name under which others reach this node; default: ``bind``, or the host
-            name of the machine when ``bind`` is a wildcard.
+        advertise: host name at which others reach this node; default: ``bind``, or the host name of
+            the machine if ``bind`` is a wildcard.
         flight_port, control_port, http_port: 0 picks a free one.
-        coordinator: ``HOST:PORT`` of the coordinator's control port. None, or the advertised host
-            and control port of this node itself: this node is it, so that all the pods of a cache
-            can have the same arguments.
-        num_nodes: that this coordinator waits for before it loads what its environment asks for.
-        join_timeout_s: how long it waits for them.
+        coordinator: ``HOST:PORT`` of the coordinator's control port. None, or the address of this
+            node, makes this node the coordinator. So all pods of a cache can have equal arguments.
+        num_nodes: the nodes to wait for before this coordinator loads the dataset of its
+            environment.
+        join_timeout_s: longest wait for these nodes.
         memory_limit_bytes: of all shard files of this node together.
-        container_memory_limit_bytes: instead: of the container of this node, of which the shards
-            get what the process does not need.
-        load_threads: shards loaded at once, if there is the memory; None: by processors.
-        huge_pages: move shards in memory to huge pages while nothing is loaded.
-        heartbeat_interval_s: how often the nodes of this coordinator report.
-        node_timeout_s: after so long without a heartbeat a node counts as lost.
-        lease_s: how long this coordinator keeps a version that was replaced after its rows were
-            last read.
+        container_memory_limit_bytes: memory of the container, instead of ``memory_limit_bytes``.
+            The shards get the part that the process does not need.
+        load_threads: the most shards that load at once; None: by processors.
+        huge_pages: move shards in memory to huge pages while nothing is loading.
+        heartbeat_interval_s: between the reports of a node.
+        node_timeout_s: a node without a heartbeat for this long counts as lost.
+        lease_s: how long a replaced version is kept after its last read.
         drain_timeout_s: how long a stopping node waits for running calls.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cache_dir: Annotated[Path, BeforeValidator(_given), _said_as("a path")]
+    cache_dir: Annotated[Path, BeforeValidator(_not_empty), _described_as("a path")]
     bind: Host = "127.0.0.1"
     advertise: Host | None = None
     flight_port: Port = 50_051
@@ -126,7 +127,7 @@ class NodeConfig(BaseModel):
 
     @property
     def host(self) -> str:
-        """The host name to give to others."""
+        """The host name at which others reach this node."""
         if self.advertise:
             return _in_brackets(self.advertise)
         try:
@@ -136,20 +137,20 @@ class NodeConfig(BaseModel):
         if not wildcard:
             return self.listen_host
         name = socket.getfqdn()
-        # Where a machine calls itself that, its own name is what others may know it by.
+        # A machine named localhost: others may know its host name.
         return socket.gethostname() if name.partition(".")[0] == "localhost" else name
 
     @property
     def lasting_address(self) -> str | None:
-        """Where this node is found, also after it was replaced by one with an empty directory.
+        """The address that this node keeps, even with a new, empty directory.
 
-        None where nobody says so: ports that are free now, or a host that is found out.
+        None if the port or the host is chosen at the start.
         """
         return f"{self.host}:{self.flight_port}" if self.advertise and self.flight_port else None
 
     @property
     def listen_host(self) -> str:
-        """``bind`` as it stands before a port."""
+        """``bind`` as written before a port."""
         return _in_brackets(self.bind)
 
     @field_validator("container_memory_limit_bytes")
@@ -164,8 +165,9 @@ class NodeConfig(BaseModel):
             )
         if (left := shard_bytes(value)) < MIN_SHARD_BYTES:
             raise ValueError(
-                f"leaves {max(0, left)} bytes for shards, of at least {MIN_SHARD_BYTES}, beside "
-                f"the {value - left} of the process: give the container more memory, got {value}"
+                f"must leave at least {MIN_SHARD_BYTES} bytes for shards, leaves {max(0, left)} "
+                f"beside the {value - left} of the process: give the container more memory, "
+                f"got {value}"
             )
         return value
 
@@ -175,7 +177,7 @@ class NodeConfig(BaseModel):
         interval = info.data.get("heartbeat_interval_s")
         if interval is not None and value < 2 * interval:
             raise ValueError(
-                f"must be two heartbeats or more, or a node that is well counts as lost, got "
+                f"must be at least two heartbeats, or healthy nodes count as lost, got "
                 f"{value:g} and heartbeat_interval_s={interval:g}"
             )
         return value
@@ -190,14 +192,14 @@ class NodeConfig(BaseModel):
 
     @property
     def shard_limit_bytes(self) -> int | None:
-        """How much the shards of this node may take; None without a limit."""
+        """Limit of the bytes of all shards of this node; None without a limit."""
         if self.container_memory_limit_bytes is not None:
             return shard_bytes(self.container_memory_limit_bytes)
         return self.memory_limit_bytes
 
     @classmethod
     def build(cls, **values: Any) -> NodeConfig:
-        """The settings, or one `ConfigError` that quotes every bad one."""
+        """The settings. Raises one `ConfigError` that quotes every bad value."""
         try:
             return cls(**values)
         except ValidationError as error:
@@ -205,7 +207,7 @@ class NodeConfig(BaseModel):
 
 
 def _in_brackets(host: str) -> str:
-    """An IPv6 address as it stands before a port; a pod of such a cluster is given a bare one."""
+    """A host as written before a port. IPv6 pods get addresses without brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -219,6 +221,6 @@ def _problem(error: ErrorDetails) -> str:
         return f"{setting} is missing"
     if error["type"] == "extra_forbidden":
         return f"unknown setting {setting}, got {error['input']!r}"
-    if error["type"] == "value_error":  # of the validators above, which quote the value themselves
+    if error["type"] == "value_error":  # from the validators above, which quote the value
         return f"{setting} {error['ctx']['error']}"
     return f"{setting}: {error['msg']}, got {error['input']!r}"

@@ -1,4 +1,4 @@
-"""`LocalCluster`: cache nodes as processes of this machine, for a laptop, a test, a notebook."""
+"""`LocalCluster`: cache nodes as local processes, for a laptop, a test or a notebook."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _HEARTBEAT_INTERVAL_S = 0.1
 
 
 class LocalNode:
-    """One node process. Made by `LocalCluster`.
+    """One node process, made by `LocalCluster`.
 
-    Its standard input is a pipe from this process: when it closes, for whatever reason, the node
-    ends, so that it never outlives its parent. A fork of this process lets go of its copy.
+    Its standard input is a pipe from this process. The node ends when the pipe closes, so it never
+    outlives its parent. A fork of this process closes its copy of the pipe.
 
-    Its ports are chosen and held by this process, so that while the node is down no other program
-    is given one of them (Linux gives a bound port to nobody who asks for any, and lets the node
-    bind and listen beside a socket that does not).
+    This process reserves the ports of the node, so that no other program gets them while the node
+    is down. Linux picks no bound port as a free one, and lets the node listen on a port whose other
+    socket does not listen.
     """
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
         self.cache_dir = cache_dir
-        self.log = cache_dir / ".log"  # no dataset's name begins with a dot
+        self.log = cache_dir / ".log"  # a name of a dataset never begins with a dot
         self._arguments = list(arguments)
         self._process: subprocess.Popen[str] | None = None
-        self._held_ports: list[socket.socket] = []
-        self._log_start = 0  # of the process that runs, in bytes
+        self._reserved_ports: list[socket.socket] = []
+        self._log_start = 0  # offset of the running process's lines, in bytes
         self.endpoint = ""
         self.control_location = ""
         self.page = ""
@@ -61,31 +61,31 @@ class LocalNode:
 
     @property
     def exit_code(self) -> int | None:
-        """Of a process that ended by itself, negative if by a signal; None while it runs."""
+        """Exit code of a process that ended, negative for a signal; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
-        """Starts the process and waits until it listens; the ports stay the same ever after.
+        """Starts the process and waits until it listens. Its ports never change.
 
         Raises:
-            ConfigError: its directory cannot be used, or it ended at once; its log says why.
-            NodeUnavailableError: it does not say that it listens.
+            ConfigError: its directory cannot be used, or the process ended at once; quotes its log.
+            NodeUnavailableError: it did not listen in time.
             CacheError: it is running already.
         """
         self.begin()
-        self.wait_until_it_listens()
+        self.wait_until_listening()
 
     def begin(self) -> None:
-        """Starts the process, from now on known by its ``control_location``.
+        """Starts the process and sets ``control_location``.
 
         Raises:
             ConfigError: its directory cannot be used. CacheError: it is running already.
         """
         if self._process is not None and self._process.poll() is None:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
-        if not self._held_ports:
-            self._held_ports = [_held_port(), _held_port()]
-        flight_port, control_port = (held.getsockname()[1] for held in self._held_ports)
+        if not self._reserved_ports:
+            self._reserved_ports = [_reserve_port(), _reserve_port()]
+        flight_port, control_port = (reserved.getsockname()[1] for reserved in self._reserved_ports)
         self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
             self._log_start = log_file.tell()
@@ -96,17 +96,17 @@ class LocalNode:
                 "--http-port", "0",
                 *self._arguments,
             ]  # fmt: skip
-            # Signals are raised in the main thread: there, one could come when the process is
-            # started and nobody knows it yet.
+            # In a thread: a signal in the main thread could otherwise interrupt Popen after the
+            # process has started, and leak it.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(self._spawn, command, log_file).result()
 
-    def wait_until_it_listens(self) -> None:
-        """Waits for what was begun.
+    def wait_until_listening(self) -> None:
+        """Waits until the process of `begin` listens.
 
         Raises:
-            ConfigError: it ended at once; its log says why.
-            NodeUnavailableError: it does not say that it listens.
+            ConfigError: it ended at once; quotes its log.
+            NodeUnavailableError: it did not listen in time.
         """
         assert self._process is not None and self._process.stdout is not None
         line = _first_line(self._process.stdout, _START_TIMEOUT_S)
@@ -122,13 +122,13 @@ class LocalNode:
         self.endpoint, self.node_id, self.page = ready["flight"], ready["node_id"], ready["http"]
 
     def kill(self) -> None:
-        """Ends the process at once, as a crash would (SIGKILL)."""
+        """Kills the process (SIGKILL), like a crash."""
         if self._process is not None:
             self._process.kill()
             self._reap()
 
     def stop(self) -> int:
-        """Ends the process in order (SIGTERM) and returns its exit code."""
+        """Stops the process (SIGTERM) and returns its exit code."""
         if self._process is None:
             return 0
         self._process.terminate()
@@ -141,23 +141,23 @@ class LocalNode:
             ) from None
 
     def restart(self) -> None:
-        """Starts the process again on the same directory and ports, after `kill` or by `stop`."""
+        """Stops the process if it runs, and starts it on the same directory and ports."""
         self.stop()
         self.start()
 
     def disown(self) -> None:
-        """In a fork of the parent: lets the node end with the parent alone."""
+        """Closes a fork's copy of the pipe and the ports."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
         self._release_ports()
 
     def close(self) -> None:
-        """Ends the process at once and gives its ports back."""
+        """Kills the process and releases its ports."""
         self.kill()
         self._release_ports()
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
-        """The end of the node's log, from byte ``since`` on."""
+        """The end of the node's log, without the bytes before ``since``."""
         log = self.log.read_bytes()[since:] if self.log.exists() else b""
         return log[-max_bytes:].decode("utf-8", "replace")
 
@@ -167,9 +167,9 @@ class LocalNode:
         )
 
     def _release_ports(self) -> None:
-        for held in self._held_ports:
-            held.close()
-        self._held_ports = []
+        for reserved in self._reserved_ports:
+            reserved.close()
+        self._reserved_ports = []
 
     def _open_log(self) -> IO[bytes]:
         try:
@@ -204,20 +204,20 @@ class LocalCluster:
 
     Args:
         num_nodes: processes; the first is the coordinator.
-        cache_dir: where the shards go, one folder a node, kept afterwards; default: a temporary
-            folder, in memory where the machine has one, removed afterwards.
+        cache_dir: directory of the shards, with one folder for each node; kept afterwards. Default:
+            a temporary one, in ``/dev/shm`` if possible, removed afterwards.
         memory_limit_bytes: of each node.
-        huge_pages: move shards in memory to huge pages while nothing is loaded.
-        node_timeout_s: after so long without a heartbeat a node counts as lost.
-        lease_s: how long a version that was replaced is kept after its rows were last read.
+        huge_pages: move shards in memory to huge pages while nothing is loading.
+        node_timeout_s: a node without a heartbeat for this long counts as lost.
+        lease_s: how long a replaced version is kept after its last read.
 
     Raises:
-        ConfigError: an argument is bad, or a node refuses it; quotes it.
+        ConfigError: quotes a bad argument.
         NodeUnavailableError: a node did not start in time.
 
     Attributes:
         endpoint: ``grpc://127.0.0.1:PORT`` of the coordinator.
-        nodes: the processes, to look at or to break in tests.
+        nodes: the processes.
     """
 
     def __init__(
@@ -256,9 +256,9 @@ class LocalCluster:
                     arguments += ["--coordinator", self.nodes[0].control_location]
                 node = LocalNode(self.cache_dir / f"node-{index}", arguments)
                 self.nodes.append(node)
-                node.begin()  # all at once: most of their start is Python's imports
+                node.begin()  # in parallel: most of the start is imports
             for node in self.nodes:
-                node.wait_until_it_listens()
+                node.wait_until_listening()
             self.wait_for_nodes()
         except BaseException:
             self.close()
@@ -276,8 +276,8 @@ class LocalCluster:
         """Waits until the coordinator has heard from every node.
 
         Raises:
-            ConfigError: quoting a time that is no number of seconds.
-            NodeUnavailableError: naming the nodes that did not report in time.
+            ConfigError: quotes a bad ``timeout_s``.
+            NodeUnavailableError: names the nodes that did not report in time.
         """
         limit = as_number(timeout_s)
         if limit is None or not limit >= 0:
@@ -299,7 +299,7 @@ class LocalCluster:
         self.close()
 
     def close(self) -> None:
-        """Stops every node; removes the directory if it was temporary. In a fork: nothing."""
+        """Kills every node; removes a temporary directory. Does nothing in a fork."""
         if os.getpid() != self._parent:
             return
         threads = [threading.Thread(target=node.close) for node in self.nodes]
@@ -318,7 +318,7 @@ def checked_settings(
     huge_pages: object = True,
     **seconds: object,
 ) -> tuple[int, NodeConfig]:
-    """How many nodes, and the settings of each; raises ConfigError of all that is bad."""
+    """The number of nodes, and their settings. Raises a ConfigError that quotes every bad value."""
     problems: list[str] = []
     count = as_integer(num_nodes)
     if count is None:
@@ -337,7 +337,7 @@ def checked_settings(
     ]
     try:
         settings = NodeConfig.build(
-            cache_dir=Path(),  # each node has its own
+            cache_dir=Path(),  # not used
             heartbeat_interval_s=_HEARTBEAT_INTERVAL_S,
             memory_limit_bytes=memory_limit_bytes,
             huge_pages=huge_pages is True,
@@ -360,7 +360,7 @@ def _temporary_dir() -> Path:
 
 
 def _first_line(stream: IO[str], timeout_s: float) -> str | None:
-    """The first line of ``stream``; empty when it ends before, None when the time is over."""
+    """The first line of ``stream``; empty if it ends before, None after the timeout."""
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.append(stream.readline()), daemon=True)
     reader.start()
@@ -368,16 +368,16 @@ def _first_line(stream: IO[str], timeout_s: float) -> str | None:
     return lines[0] if lines else None
 
 
-def _held_port() -> socket.socket:
-    """Bound to a free port, never listening."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+def _reserve_port() -> socket.socket:
+    """A socket bound to a free port; it does not listen."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
 
 
 def describe_nodes(nodes: Sequence[LocalNode]) -> str:
-    """One machine-readable line about running nodes."""
+    """One line of JSON about running nodes."""
     return json.dumps(
         {
             "event": "listening",

@@ -1,4 +1,4 @@
-"""The composition root: one cache node made of its parts, started and stopped in order."""
+"""The composition root: makes one cache node of its parts, starts and stops them in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
@@ -41,11 +41,10 @@ class CacheServer:
 
     Args:
         config: of this node.
-        load: what a coordinating node loads on its own. It is then ready only once the whole cache
-            serves it.
-        environ: of this process: where the status of ``load`` is told besides the log.
-        on_load_failure: called at most once, from another thread, with why ``load`` is not served
-            and will not be: the caller should close the server, and say so.
+        load: the dataset that a coordinator loads. The node is ready when the cache serves it.
+        environ: of this process; says where the status of ``load`` goes besides the log.
+        on_load_failure: called at most once, from another thread, with the reason why ``load`` can
+            never be served. The caller should close the server.
 
     Raises:
         ConfigError: the directory or a port cannot be used.
@@ -115,7 +114,7 @@ class CacheServer:
         config = self._config
         self._control = ControlService(config.listen_host, config.control_port)
         self._web = WebService(config.listen_host, config.http_port)
-        stack.callback(self._web.stop)  # of a node that does not come up
+        stack.callback(self._web.stop)  # if the node does not start
         try:
             self._flight = FlightService(config.listen_host, config.flight_port, self._traffic)
         except (OSError, pa.ArrowException) as error:
@@ -148,27 +147,27 @@ class CacheServer:
             self._huge_pages.start()
         self._web.start(lambda: self._status(coordinator), self._readiness.is_ready)
         if coordinator is not None:
-            # In this process, so it answers at once; from then on every call is answered.
+            # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
-    def _status(self, coordinator: Coordinator | None) -> Status:
-        held = self._node.held()
+    def _status(self, coordinator: Coordinator | None) -> NodeStatus:
+        versions = self._node.versions()
         node = pb.Node(
             alive=True,
-            stored_bytes=sum(version.num_bytes for version in held),
-            stored_shards=sum(version.sealed for version in held),
+            stored_bytes=sum(version.num_bytes for version in versions),
+            stored_shards=sum(version.sealed for version in versions),
         )
         node.MergeFrom(self._node.description)
         cache = None
         if coordinator is not None:
-            cache = Cache(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
-        return Status(
+            cache = CacheStatus(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
+        return NodeStatus(
             node=node,
             ready=self._readiness.is_ready(),
             coordinator=self._node.coordinator.control_location,
-            held=held,
+            versions=versions,
             huge_page_bytes=self._huge_pages.num_bytes,
-            counts=self._traffic.counts({version.key.dataset for version in held}),
+            counts=self._traffic.counts({version.key.dataset for version in versions}),
             cache=cache,
         )
 
@@ -190,18 +189,17 @@ class CacheServer:
         self.close()
 
     def close(self) -> bool:
-        """Stops; whether every Flight call, plan and load ended within the drain timeout.
+        """Stops; returns whether every call, plan and load ended within the drain timeout.
 
-        Flight has no way to end a running call from the server, and a source that hangs may not let
-        go of a plan or a load: one that does not end by itself lives until the process does. While
-        one of them lives the cache directory stays locked, so that nobody else writes to it.
+        A server cannot end a running Flight call, and a source that hangs can block a plan or a
+        load until the process ends. While a plan or a load runs, the cache directory stays locked.
         """
         deadline = time.monotonic() + self._config.drain_timeout_s
         drained = threading.Event()
         self._readiness.end()
         if self._load is not None:
-            self._load.close(0.0)  # what becomes of loads now is nobody's failure
-        self._node.stop()  # so they have the whole time to end
+            self._load.close(0.0)  # first: loads that end now are no failures
+        self._node.stop()
 
         def shut_down() -> None:
             self._flight.shutdown()
@@ -217,20 +215,18 @@ class CacheServer:
             self._parts.close()
         else:
             what = " and ".join(["plans"] * (not planned) + ["loads"] * (not loaded))
-            logger.warning("%s do not end id=%s", what, self.node_id)
+            logger.warning("%s did not end in time id=%s", what, self.node_id)
             in_time = False
         logger.info("node down id=%s drained=%s", self.node_id, in_time)
         return in_time
 
 
 class _Readiness:
-    """Ready when the node is and, where one was asked for, the load of the environment was once.
-
-    Until the node stops.
+    """Ready when the node is ready and its requested load has been served once, until it stops.
 
     Args:
-        tell: is told every change, in order.
-        waits: for a load.
+        tell: called with every change, in order.
+        waits: whether a load was requested.
     """
 
     def __init__(self, tell: Callable[[bool], None], *, waits: bool) -> None:
@@ -241,24 +237,24 @@ class _Readiness:
         self._ends = False
 
     def set_node(self, ready: bool) -> None:
-        """Whether the node serves what is asked of it."""
+        """Sets whether the node serves every desired shard."""
         with self._lock:
             self._node = ready
             self._tell(self._is_ready())
 
     def is_ready(self) -> bool:
-        """What was told last."""
+        """The last value passed to ``tell``."""
         with self._lock:
             return self._is_ready()
 
     def set_loaded(self) -> None:
-        """The whole cache serves what was asked for."""
+        """Notes that the cache serves the requested load."""
         with self._lock:
             self._loaded = True
             self._tell(self._is_ready())
 
     def end(self) -> None:
-        """The node stops: not ready from now on."""
+        """Makes the node not ready for good."""
         with self._lock:
             self._ends = True
             self._tell(False)
@@ -268,19 +264,19 @@ class _Readiness:
 
 
 def _refuse_shards_of_others(store: ShardStore) -> None:
-    """A coordinator that never was one knows of no shard: it would have them removed."""
+    """Refuses the directory of another cache: a new coordinator would remove its shards."""
     if store.stored_bytes and not Catalogue(store.cache_dir).exists():
         raise ConfigError(
             f"cache_dir {store.cache_dir} holds {store.stored_bytes} bytes of a cache with another "
-            "coordinator: name that one as coordinator, or empty the directory"
+            "coordinator: set that coordinator, or empty the directory"
         )
 
 
 def _num_processors() -> int:
-    """That this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _left_s(deadline: float) -> float:
-    """Until the deadline, or a moment: what was told to end long ago should have."""
+    """Seconds until the deadline, or a short minimum for what should have ended before."""
     return max(_LEAST_WAIT_S, deadline - time.monotonic())

@@ -1,1 +1,1 @@
-"""The coordinator: what is asked for, who holds it, who should. Decides, and moves no row."""
+"""The coordinator: knows every version and node, decides what each node holds, moves no rows."""

@@ -1,4 +1,4 @@
-"""Whether shards fit on the nodes there are, where that is known before they are made."""
+"""Refuses loads that cannot fit on the nodes, where the sizes are known beforehand."""
 
 from __future__ import annotations
 
@@ -13,45 +13,44 @@ from cache_server.coordination.placement import nodes_needed
 from cache_server.shards.version_key import VersionKey
 
 
-def check_room(
+def check_capacity(
     wanted: Holdings,
     others: Iterable[Holdings],
     members: Mapping[str, Member],
     *,
     alive: Collection[str],
-    is_going: Callable[[VersionKey, pb.ActualDataset], bool],
+    will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
 ) -> None:
-    """Refuses what cannot fit, beside what there is and what other loads are about to bring.
+    """Refuses a version that cannot fit beside stored shards and running loads.
 
     Args:
-        wanted: the version as it would be; one whose size is not known is let in.
+        wanted: the version to add; a version of unknown size is accepted.
         others: the versions that stay.
-        members: those of the versions.
-        alive: those of them that answer.
-        is_going: whether a node is about to remove what it said of a version, which makes room.
+        members: all nodes.
+        alive: ids of the nodes that answer.
+        will_be_removed: whether a node is about to remove a version, which makes room.
 
     Raises:
-        LoadError: quoting what it comes to on one node, how many nodes would do, and which ones
-            are lost, whose share the others have.
+        LoadError: names the node that is too small, the number of nodes needed, and lost nodes.
     """
     sizes = wanted.shard_bytes()
     if sizes is None:
         return
-    plan = wanted.version.plan
+    spec = wanted.version.pinned.spec
     awaited: Counter[str] = Counter()
     for other in others:
-        awaited.update(other.lacking_bytes())
-    for node_id, needed in sorted(wanted.lacking_bytes().items()):
+        awaited.update(other.missing_bytes())
+    for node_id, needed in sorted(wanted.missing_bytes().items()):
         limit = members[node_id].node.memory_limit_bytes
-        stored = _lasting_bytes(members[node_id], is_going)
+        stored = _lasting_bytes(members[node_id], will_be_removed)
         if not limit or stored + awaited[node_id] + needed <= limit:
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
-        nodes = nodes_needed(sizes, plan.spec.replicas, limit) or "smaller shards: no number of"
+        nodes = nodes_needed(sizes, spec.replicas, limit) or "smaller shards: no number of"
         raise LoadError(
-            f"dataset {plan.spec.name!r} cannot fit: it puts about {needed} bytes on node "
+            f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
-            f"is about {sum(sizes)} bytes with replicas={plan.spec.replicas} and needs {nodes} "
+            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {nodes} "
             f"nodes of that limit{_are_lost(members.keys() - alive)}"
         )
 
@@ -63,12 +62,14 @@ def _are_lost(node_ids: Set[str]) -> str:
     return f"; node {names} is lost" if names else ""
 
 
-def _lasting_bytes(member: Member, is_going: Callable[[VersionKey, pb.ActualDataset], bool]) -> int:
-    """What a node holds, without the versions that it is about to remove."""
+def _lasting_bytes(
+    member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
+) -> int:
+    """Stored bytes of a node, without the versions that it is about to remove."""
     going = sum(
         shard.num_bytes
         for key, actual in member.actual.items()
-        if is_going(key, actual)
+        if will_be_removed(key, actual)
         for shard in actual.shards
         if shard.sealed
     )

@@ -1,9 +1,9 @@
-"""What the coordinator keeps on disk, so that it decides the same after a restart.
+"""The state that a coordinator keeps on disk, to decide the same after a restart.
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
 <cache_dir>/.members.json                              the nodes that ever joined
-<cache_dir>/.dropped.json                              versions that were dropped, at which attempt
-<cache_dir>/.catalogue-made                            empty; its time is that of the first start
+<cache_dir>/.dropped.json                              dropped versions, with their attempts
+<cache_dir>/.catalogue-made                            empty; its time is the first start
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from google.protobuf import json_format
 
 from cache_protocol.errors import CacheError, ConfigError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.plan.version import VersionPlan, split_to_proto
+from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards.disk import replace_file
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of an entry; what is added to one raises it
+_FORMAT = 2  # of an entry; raise it with every addition
 
 
 @dataclass(frozen=True)
 class SealedSummary:
-    """What a sealed shard turned out to be; the same on every replica."""
+    """Size and checksum of a sealed shard; the same on every replica."""
 
     num_rows: int
     num_bytes: int
@@ -44,13 +44,13 @@ class CatalogueEntry:
     """One version.
 
     Attributes:
-        sealed: one summary a shard once all are sealed, else none.
-        created: grows with each request: the largest of a dataset is its newest version.
-        was_ready: it was served once; there may be no shard in it.
-        failure: why it can never be ready, unless it is loaded again; without secrets.
+        sealed: one summary for each shard once all are sealed, else empty.
+        created: grows with each request; the newest version of a dataset has the largest.
+        was_ready: it was served once, possibly without any shard.
+        failure: why its load failed; without secrets.
     """
 
-    plan: VersionPlan
+    pinned: PinnedVersion
     attempt: int
     sealed: tuple[SealedSummary, ...]
     created: int = 0
@@ -59,7 +59,7 @@ class CatalogueEntry:
 
 
 class Catalogue:
-    """Files in ``directory``; each is replaced as a whole. One thread at a time."""
+    """Files in ``directory``, each replaced atomically. One thread at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._entries = directory / ".catalogue"
@@ -68,25 +68,25 @@ class Catalogue:
         self._made = directory / ".catalogue-made"
 
     def exists(self) -> bool:
-        """Whether a coordinator was ever here."""
+        """Whether a coordinator ever used this directory."""
         return any(path.exists() for path in (self._made, self._entries, self._members))
 
     def age_s(self) -> float:
-        """Seconds since the first coordinator started here; counted from now where there was none.
+        """Seconds since the first coordinator started here; 0 at that start.
 
         Raises:
-            OSError: that cannot be noted.
+            OSError: the start cannot be written.
         """
         if not self._made.exists():
             if self.exists():
-                return math.inf  # of a release that did not note it
+                return math.inf  # of a release that did not write it
             self._made.parent.mkdir(parents=True, exist_ok=True)
             self._made.touch()
         return max(0.0, time.time() - self._made.stat().st_mtime)
 
     def write(
         self,
-        plan: VersionPlan,
+        pinned: PinnedVersion,
         attempt: int,
         sealed: Sequence[SealedSummary],
         created: int = 0,
@@ -94,27 +94,27 @@ class Catalogue:
         was_ready: bool = False,
         failure: CacheError | None = None,
     ) -> None:
-        """Keeps one version; the arguments are those of `CatalogueEntry`.
+        """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
         Raises:
-            OSError: it cannot be written; what was kept before still is.
+            OSError: the entry cannot be written; the one before stays.
         """
         entry = pb.CatalogueEntry(
-            spec=plan.spec.to_proto(),
-            plan=plan.to_load_plan(attempt),
-            keeps_every_row=plan.keeps_every_row,
+            spec=pinned.spec.to_proto(),
+            plan=pinned.to_load_plan(attempt),
+            keeps_every_row=pinned.keeps_every_row,
             created=created,
             was_ready=was_ready,
             format=_FORMAT,
             failure=None if failure is None else to_proto(failure),
         )
-        for shard in plan.shards or ():
+        for shard in pinned.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
         for summary in sealed:
             entry.sealed.add(
                 num_rows=summary.num_rows, num_bytes=summary.num_bytes, checksum=summary.checksum
             )
-        replace_file(self._path(plan.key), json_format.MessageToJson(entry))
+        replace_file(self._path(pinned.key), json_format.MessageToJson(entry))
 
     def forget(self, key: VersionKey) -> None:
         """Removes one version."""
@@ -124,7 +124,7 @@ class Catalogue:
         """Every version, oldest first.
 
         Raises:
-            ConfigError: naming the file that a newer release wrote, or that cannot be read.
+            ConfigError: names a file that a newer release wrote, or that cannot be read.
         """
         paths = self._entries.glob("*.json")
         entries = [
@@ -133,7 +133,7 @@ class Catalogue:
         return sorted(entries, key=lambda entry: entry.created)
 
     def write_members(self, node_ids: Iterable[str]) -> None:
-        """Keeps the names of the nodes.
+        """Writes the ids of the nodes.
 
         Raises:
             OSError: as `write`.
@@ -141,23 +141,23 @@ class Catalogue:
         replace_file(self._members, json.dumps(sorted(node_ids)))
 
     def read_members(self) -> list[str]:
-        """The names of the nodes that ever joined; none where they cannot be read.
+        """The ids of the nodes that ever joined; empty if the file cannot be read.
 
-        They will join again; until then more may move than has to.
+        The nodes join again, but shards may move in the meantime.
         """
         if not self._members.exists():
             return []
         try:
             names = json.loads(self._members.read_text(encoding="utf-8"))
             if not isinstance(names, list):
-                raise ValueError("no list")
+                raise ValueError("not a list")
         except (OSError, ValueError) as error:
             logger.warning("members forgotten path=%s reason=%s", self._members, error)
             return []
         return [str(name) for name in names]
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
-        """Keeps which versions were dropped, and the attempt that each had come to, in this order.
+        """Writes the dropped versions, with the last attempt of each, in this order.
 
         Raises:
             OSError: as `write`.
@@ -166,9 +166,9 @@ class Catalogue:
         replace_file(self._dropped, json.dumps(rows))
 
     def read_dropped(self) -> dict[VersionKey, int]:
-        """The versions that were dropped; none where they cannot be read.
+        """The dropped versions; empty if the file cannot be read.
 
-        Then what nodes still hold or say of one may count once more.
+        Then reports of nodes about a dropped version may count again.
         """
         if not self._dropped.exists():
             return {}
@@ -195,7 +195,7 @@ def _read_entry(path: Path) -> CatalogueEntry:
                 f"{_FORMAT}"
             )
         entry = json_format.ParseDict(content, pb.CatalogueEntry())
-        plan = VersionPlan.from_catalogue(entry)
+        pinned = PinnedVersion.from_catalogue(entry)
     except (
         *(OSError, ValueError, TypeError, AttributeError),
         *(json_format.ParseError, pa.ArrowException, CacheError),
@@ -207,4 +207,6 @@ def _read_entry(path: Path) -> CatalogueEntry:
         ) from None
     sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
-    return CatalogueEntry(plan, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure)
+    return CatalogueEntry(
+        pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure
+    )

@@ -1,8 +1,8 @@
-"""The load that the environment of a coordinator asks for, from its first node to its end.
+"""The load that the environment of a coordinator requests.
 
-Waits for the nodes, loads, says how far it is, and watches on: a dataset that can never be served
-again is the end of the process, so that whoever started it learns why. It knows neither signals
-nor health; what became of the load is told by callbacks.
+Waits for the nodes, loads, reports progress, and then watches the dataset. A dataset that can never
+be served again ends the process, so that its user learns why. Callbacks report the result; this
+module knows neither signals nor health checks.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from cache_server.secrets import error_text
 
 logger = logging.getLogger(__name__)
 
-_CHECK_S = 0.5  # between two looks at who has joined, or whether a dataset failed
+_CHECK_S = 0.5  # between two checks of the nodes and the dataset
 _WAITING_LOG_S = 10.0
 
 
 class EnvironmentLoad:
-    """Runs in a thread of its own from `start` on; `close` gives it up.
+    """Loads a dataset in a thread, from `start` until `close`.
 
-    A version of the same spec that was ready before this process is attached to as it is: a cache
-    that is restarted in the middle of a job goes on with the very rows it had. Anything else is a
-    load like any other.
+    If a version of the same spec was ready before this process, it is reused without a look at the
+    source: a cache that restarts during a job serves the same rows.
 
-    A dataset that was ready fails later when its lost shards cannot be loaded again. A node that is
-    missing may bring them back, so it is waited for as long as for one that joins. So it is where a
-    load fails that lacked a node, which is then done again: the share of that node may be what did
-    not fit.
+    A ready dataset fails if lost shards cannot be loaded again. A missing node may bring them back,
+    so it is waited for. A load that failed while a node was missing is tried again when the node is
+    back: the other nodes may have lacked room for its share.
 
     Args:
         coordinator: of this process.
-        spec: what to load.
-        num_nodes: that are waited for before a load begins.
-        join_timeout_s: how long.
-        environ: of this process; where a TrainJob takes the status of its load, is told there.
-        on_ready: called once, when the whole cache serves the dataset, or when somebody dropped it.
-        on_failure: called at most once, with what is to end the process; nothing is called after.
+        spec: to load.
+        num_nodes: to wait for before the load begins.
+        join_timeout_s: longest wait for nodes.
+        environ: of this process; says where a TrainJob takes the status of its load.
+        on_ready: called once, when the cache serves the dataset, or when it was dropped.
+        on_failure: called at most once, with the error that ends the process; nothing is called
+            after it.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class EnvironmentLoad:
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._was_ready = False  # in this process or before it
-        self._was_short = False  # of a node, at some time of a load that was never ready
-        self._told = False
+        self._lacked_a_node = False  # during a load that was never ready
+        self._is_notified = False
         self._stop = threading.Event()
         self._status = ExitStack()
         self._thread = threading.Thread(target=self._run, name="environment-load", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Gives up watching; the load itself is the coordinator's. Whether the thread ended."""
+        """Stops watching; the coordinator continues the load. Returns whether the thread ended."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -96,7 +95,7 @@ class EnvironmentLoad:
             with self._status:
                 self._load()
         except (DatasetNotFoundError, StaleVersionError) as error:
-            logger.info("dataset of the environment is watched no more reason=%s", error)
+            logger.info("dataset of the environment was dropped reason=%s", error)
             self._become_ready()
         except CacheError as error:
             self._fail(error)
@@ -112,34 +111,34 @@ class EnvironmentLoad:
         if info is None:
             if not self._wait_for_nodes():
                 return
-            say = self._sayers()
+            listeners = self._progress_listeners()
             info = self._coordinator.create(self._spec)
         else:
             self._was_ready = True
-            logger.info("dataset was ready before name=%s: it is taken as it is", self._spec.name)
-            say = [OncePerSecond(_log)]  # trainers may have begun to report to their TrainJob
+            logger.info("dataset was ready before, reusing it name=%s", self._spec.name)
+            listeners = [OncePerSecond(_log)]  # trainers may have begun to report to their TrainJob
         failed_at: float | None = None
         while not self._stop.is_set():
-            info = self._wait_until_settled(info, say)
+            info = self._wait_until_settled(info, listeners)
             if info.state == pb.DATASET_STATE_READY:
                 failed_at = None
                 self._become_ready()
-                say = [OncePerSecond(_log)]
+                listeners = [OncePerSecond(_log)]
                 self._wait_for_failure(info.fingerprint)
             elif info.state == pb.DATASET_STATE_FAILED:
                 if failed_at is None:
                     failed_at = time.monotonic()
                     logger.error("dataset failed reason=%s", info.error.message)
-                info = self._bear(info, failed_at)
+                info = self._retry_or_fail(info, failed_at)
 
-    def _sayers(self) -> list[Callable[[LoadReport], None]]:
+    def _progress_listeners(self) -> list[Callable[[LoadReport], None]]:
         status = TrainJobStatus.from_env(self._environ)
         if status is None:
             return [OncePerSecond(_log)]
         return [OncePerSecond(_log), self._status.enter_context(status).show]
 
     def _wait_for_nodes(self) -> bool:
-        """Returns whether they are there; False when nobody waits any more."""
+        """Returns True when all nodes joined, False when the wait was stopped."""
         deadline = time.monotonic() + self._join_timeout_s
         logged_at = float("-inf")
         while len(joined := self._joined()) < self._num_nodes:
@@ -157,20 +156,20 @@ class EnvironmentLoad:
         return True
 
     def _joined(self) -> list[str]:
-        """Where the nodes are that are alive and have said so themselves."""
+        """Flight locations of the live nodes that have reported to this process."""
         nodes = self._coordinator.nodes()
         return [node.flight_location for node in nodes if node.alive and node.flight_location]
 
     def _wait_until_settled(
-        self, info: pb.DatasetInfo, say: list[Callable[[LoadReport], None]]
+        self, info: pb.DatasetInfo, listeners: list[Callable[[LoadReport], None]]
     ) -> pb.DatasetInfo:
-        """The dataset once it is ready or failed, or as it is when nobody waits any more."""
+        """The dataset when it is ready or failed, or when the wait was stopped."""
         meter = LoadMeter(self._spec.name)
         latest = info
         for latest in self._coordinator.watch(self._spec.name, info.fingerprint, self._active):
-            self._note_missing()
+            self._count_missing()
             report = meter.read(latest.progress)
-            for take in say:
+            for take in listeners:
                 take(report)
         return latest
 
@@ -182,33 +181,33 @@ class EnvironmentLoad:
             if self._coordinator.failure(self._spec.name, fingerprint) is not None:
                 return
 
-    def _bear(self, info: pb.DatasetInfo, failed_at: float) -> pb.DatasetInfo:
-        """Waits a moment while a missing node may make up for the failure, else raises.
+    def _retry_or_fail(self, info: pb.DatasetInfo, failed_at: float) -> pb.DatasetInfo:
+        """Waits while a missing node may repair the failure, else raises it.
 
         Returns:
-            The dataset; as it is loaded again, once the node is back that a first load lacked.
+            The dataset; the retried load, if a missing node is back.
         """
-        missing = self._note_missing()
+        missing = self._count_missing()
         patient = time.monotonic() - failed_at < self._join_timeout_s
-        if missing <= 0 and self._was_short and patient:
-            self._was_short = False
-            logger.info("no node is missing any more: loading again name=%s", self._spec.name)
+        if missing <= 0 and self._lacked_a_node and patient:
+            self._lacked_a_node = False
+            logger.info("all nodes are back, loading again name=%s", self._spec.name)
             return self._coordinator.create(self._spec)
         if missing <= 0 or not patient:
             require_ready(info)
         self._stop.wait(_CHECK_S)
         return info
 
-    def _note_missing(self) -> int:
-        """How many nodes are missing now."""
+    def _count_missing(self) -> int:
+        """Number of missing nodes."""
         missing = self._num_nodes - len(self._joined())
-        self._was_short = not self._was_ready and (self._was_short or missing > 0)
+        self._lacked_a_node = not self._was_ready and (self._lacked_a_node or missing > 0)
         return missing
 
     def _become_ready(self) -> None:
         self._was_ready = True
-        if not self._told:
-            self._told = True
+        if not self._is_notified:
+            self._is_notified = True
             self._status.close()  # from now on trainers may report
             self._on_ready()
 

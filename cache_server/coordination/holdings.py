@@ -1,7 +1,6 @@
-"""One version as the live nodes hold it: who has what, what each should have, how callers see it.
+"""One version on the live nodes: what each holds, what it should hold, what callers see.
 
-Follows from the version, the members and which of them are alive; decides nothing that lasts, and
-changes nothing.
+Everything follows from the version, the members and which of them are alive. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.membership import Member
 from cache_server.coordination.placement import bytes_by_node, desired_shards, place
-from cache_server.coordination.version_record import Version
-from cache_server.plan.version import split_to_proto
+from cache_server.coordination.version_record import VersionRecord
+from cache_server.plan.pinned_version import split_to_proto
 
 _NOTHING = pb.ActualDataset()
 
 
 class Holdings:
-    """A view of one version, for as long as its arguments do not change.
+    """A view of one version, valid while its arguments do not change.
 
-    What it answers is worked out once; nobody may change it.
+    Answers are computed once and cached: do not change them.
 
     Args:
-        version: whose shards they are.
+        version: to look at.
         members: every node that belongs to the cache.
-        alive: those of them that answer.
+        alive: ids of the nodes that answer.
     """
 
     def __init__(
-        self, version: Version, members: Mapping[str, Member], alive: Collection[str]
+        self, version: VersionRecord, members: Mapping[str, Member], alive: Collection[str]
     ) -> None:
         self.version = version
         self._members = members
@@ -39,30 +38,30 @@ class Holdings:
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
 
-    def _said(self, node_id: str) -> pb.ActualDataset:
-        """What a node said last of this version; nothing, if that was of an attempt before."""
-        actual = self._members[node_id].actual.get(self.version.plan.key, _NOTHING)
-        return actual if self.version.is_told_of(actual) else _NOTHING
+    def _last_report(self, node_id: str) -> pb.ActualDataset:
+        """The last report of a node about this attempt of the version; empty if there is none."""
+        actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
+        return actual if self.version.is_current(actual) else _NOTHING
 
     def failure(self) -> CacheError | None:
-        """Why the version cannot be served: `load_failure`, or nobody has its secrets any more.
+        """Why the version cannot be served: `load_failure`, or its secrets were lost.
 
-        A load of the same spec with its secrets mends the latter, and goes on with what is there.
+        A load of the same spec with its secrets repairs the latter and continues.
         """
         return self.load_failure() or self._secrets_failure()
 
     def load_failure(self) -> CacheError | None:
-        """Why the version must be loaded anew: its load failed, or that of a lost shard does.
+        """Why the version must be loaded again: its load failed, or the load of a lost shard.
 
-        The latter is no more than what the live nodes report now. The shards that are left stay
-        where they are: a lost node that comes back makes the version whole again.
+        The latter follows from the reports of the live nodes. The other shards stay: the version is
+        complete again when the lost node comes back.
         """
         version = self.version
         if version.failure is not None or not version.was_ready:
             return version.failure
         held = self.holders(serving=False)
         for node_id in sorted(self._alive):
-            actual = self._said(node_id)
+            actual = self._last_report(node_id)
             for shard in actual.shards:
                 if shard.failure and shard.index not in held:
                     return version.load_error(shard.failure)
@@ -74,49 +73,49 @@ class Holdings:
         if not self.version.lacks_secrets:
             return None
         if not all(self._members[node_id].node.flight_location for node_id in self._alive):
-            return None  # known from before a restart, and yet to say what it holds
+            return None  # a node from before a restart has not reported yet
         if len(self.holders(serving=False)) == self.version.num_shards:
-            return None  # nothing is to be read
+            return None  # no source is read
         return LoadError(
-            f"the credentials of {self.version.plan.spec.name!r} were not kept over the restart of "
-            "the coordinator: load its spec again"
+            f"the credentials of {self.version.pinned.spec.name!r} were not kept over the restart "
+            "of the coordinator: load its spec again"
         )
 
     def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
-        """For each shard the live nodes that hold it; with ``serving``, that know its row ids."""
+        """The live nodes that hold each shard; with ``serving``, those that serve it."""
         return self._holders[serving]
 
     @cached_property
     def _holders(self) -> tuple[Mapping[int, Set[str]], Mapping[int, Set[str]]]:
-        """Both, of one pass: it goes through what every node says of every shard."""
+        """Both results of `holders`, from one pass over all reports."""
         known, starts = self.version.sealed, self.version.row_starts()
         holding: dict[int, set[str]] = {}
         serving: dict[int, set[str]] = {}
         for node_id in self._alive:
-            for shard in self._said(node_id).shards:
+            for shard in self._last_report(node_id).shards:
                 index = shard.index
                 if not shard.sealed or index not in known:
-                    continue  # the latter of an earlier version of the same content, now dropped
+                    continue  # unknown: from an earlier, dropped version with the same content
                 holding.setdefault(index, set()).add(node_id)
                 if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
                     serving.setdefault(index, set()).add(node_id)
         return holding, serving
 
     def shard_bytes(self) -> list[int] | None:
-        """Bytes of each shard, estimated where it is not sealed; None where nobody can tell.
+        """Bytes of each shard, sealed or estimated; None if there is no estimate.
 
-        Nobody can while a filter, a join or a whole query may leave more or fewer rows, or while a
-        query makes texts of any length.
+        There is none before a load with a filter, a join or a whole query has ended, and none for
+        strings of unknown length.
         """
-        sealed, plan = self.version.sealed, self.version.plan
+        sealed, pinned = self.version.sealed, self.version.pinned
         if self.version.row_starts() is not None:
             return [sealed[index].num_bytes for index in range(self.version.num_shards or 0)]
-        if plan.shards is None or not plan.keeps_every_row or plan.guessed_columns:
+        if pinned.shards is None or not pinned.keeps_every_row or pinned.unsized_columns:
             return None
-        return [shard.estimated_bytes for shard in plan.shards]
+        return [shard.estimated_bytes for shard in pinned.shards]
 
-    def lacking_bytes(self) -> dict[str, int]:
-        """What each live node is still to load or to copy, of those that have anything to."""
+    def missing_bytes(self) -> dict[str, int]:
+        """Bytes that each live node must still load or copy; without nodes that lack nothing."""
         sizes = self.shard_bytes()
         if sizes is None or self.failure() is not None:
             return {}
@@ -128,7 +127,7 @@ class Holdings:
         return bytes_by_node(lacking, sizes)
 
     def is_ready(self) -> bool:
-        """Whether every shard is served by a live node; the first time, by all that should."""
+        """Whether a live node serves every shard; the first time, whether every replica does."""
         version = self.version
         if version.failure is not None or version.row_starts() is None:
             return False
@@ -136,7 +135,7 @@ class Holdings:
         shards = range(version.num_shards or 0)
         if version.was_ready:
             return all(holders.get(index) for index in shards)
-        # Whoever asks for replicas and sees the dataset ready may lose a node.
+        # A ready dataset with replicas survives the loss of a node.
         placement = self._placement(len(shards))
         return all(
             placement[index] and set(placement[index]) <= holders.get(index, set())
@@ -144,37 +143,41 @@ class Holdings:
         )
 
     def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
-        plan = self.version.plan
+        pinned = self.version.pinned
         return place(
-            plan.key.fingerprint, num_shards, self._members, plan.spec.replicas, alive=self._alive
+            pinned.key.fingerprint,
+            num_shards,
+            self._members,
+            pinned.spec.replicas,
+            alive=self._alive,
         )
 
     def desired(self, node_id: str) -> pb.DesiredDataset:
-        """What a node should hold, and how it comes by what it lacks."""
+        """What a node should hold, and where it gets missing shards."""
         if node_id not in self._desired:
-            self._desired[node_id] = self._draw_desired(node_id)
+            self._desired[node_id] = self._build_desired(node_id)
         return self._desired[node_id]
 
-    def _draw_desired(self, node_id: str) -> pb.DesiredDataset:
+    def _build_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
-        plan, starts = version.plan, version.row_starts()
+        pinned, starts = version.pinned, version.row_starts()
         desired = pb.DesiredDataset(
             rows_fixed=starts is not None,
             num_rows=starts[-1] if starts else 0,
             secrets=version.secrets,
         )
         sealed_on = self.holders(serving=False)
-        if plan.shards is None:
+        if pinned.shards is None:
             self._ask_for_whole_run(node_id, sealed_on, desired)
             if starts is not None and version.num_shards is not None:
                 desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
-        # Nobody reads before row ids are known: what is held twice by then only takes room.
+        # Rows cannot be read before row ids are known, so extra copies only take room.
         holders = self.holders(serving=starts is not None)
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
-        if plan.shards is None and version.num_shards is None:
-            mine = set()  # left over from a run that did not come to its end
+        if pinned.shards is None and version.num_shards is None:
+            mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
             held_by = sealed_on.get(index, set())
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
@@ -182,24 +185,24 @@ class Holdings:
                 continue
             if held_by:
                 self._let_copy(shard, held_by)
-            elif plan.shards is None or version.lacks_secrets or index in loading:
+            elif pinned.shards is None or version.lacks_secrets or index in loading:
                 continue
             elif placement[index][0] == node_id:
-                # One node reads the source; the others copy what it sealed.
-                shard.splits.extend(split_to_proto(split) for split in plan.shards[index].splits)
+                # One node reads the source; the others copy its sealed shard.
+                shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
-        desired.plan.CopyFrom(plan.to_load_plan(version.attempt, with_splits=reads))
+        desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 
     def _loading(self, node_id: str) -> frozenset[int]:
-        """The shards that a node says it is loading: it knows their splits already."""
-        shards = self._said(node_id).shards
+        """The shards that a node reports as loading: it has their splits already."""
+        shards = self._last_report(node_id).shards
         return frozenset(s.index for s in shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
         self, node_id: str, sealed_on: Mapping[int, Set[str]], desired: pb.DesiredDataset
     ) -> None:
-        """Has one node run a whole query, the first time or for the shards that were lost."""
+        """Asks one node to run a whole query, the first time or for lost shards."""
         version = self.version
         if version.lacks_secrets:
             return
@@ -219,16 +222,16 @@ class Holdings:
         )
 
     def describe(self, lease_s: float) -> pb.DatasetInfo:
-        """The version as callers see it."""
+        """The version for callers."""
         if lease_s not in self._described:
-            self._described[lease_s] = self._draw_description(lease_s)
+            self._described[lease_s] = self._build_description(lease_s)
         return self._described[lease_s]
 
-    def _draw_description(self, lease_s: float) -> pb.DatasetInfo:
+    def _build_description(self, lease_s: float) -> pb.DatasetInfo:
         version = self.version
-        plan, starts = version.plan, version.row_starts()
+        pinned, starts = version.pinned, version.row_starts()
         info = self.summarize()
-        info.schema = plan.logical.serialize().to_pybytes()
+        info.schema = pinned.logical.serialize().to_pybytes()
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self._placement(num_shards)
@@ -251,11 +254,11 @@ class Holdings:
         return info
 
     def summarize(self) -> pb.DatasetInfo:
-        """Its state and sums, without schema, shards and nodes."""
+        """State and sums of the version, without schema, shards and nodes."""
         version = self.version
         info = pb.DatasetInfo(
-            spec=version.plan.spec.to_proto(),
-            fingerprint=version.plan.key.fingerprint,
+            spec=version.pinned.spec.to_proto(),
+            fingerprint=version.pinned.key.fingerprint,
             num_bytes=sum(s.num_bytes for s in version.sealed.values()),
             progress=self._progress(),
         )
@@ -276,7 +279,7 @@ class Holdings:
         partial: dict[int, int] = {}
         whole, waits = 0, ""
         for node_id in self._alive:
-            actual = self._said(node_id)
+            actual = self._last_report(node_id)
             whole += actual.rows_loaded
             waits = max(waits, actual.waits)
             for shard in actual.shards:
@@ -288,7 +291,7 @@ class Holdings:
             shards_done=len(version.sealed),
             shards_total=version.num_shards or 0,
             rows_done=max(done, whole),
-            estimated_rows=version.plan.max_rows,
+            estimated_rows=version.pinned.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
             waits=waits,
         )

@@ -1,4 +1,4 @@
-"""Which nodes belong to the cache, which of them answer, and what each said last."""
+"""The nodes of the cache: which ones answer, and the last report of each."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 60.0  # a node that starts again is back by then
-_FORGET_TIMEOUTS = 60  # a member silent for so many node timeouts keeps no share any more
+_SETTLE_S = 60.0  # longer than a node takes to restart
+_FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
 @dataclass
 class Member:
-    """A node, as it last reported.
+    """A node and its last report.
 
     Attributes:
-        back_at: when it reported for the first time after it was lost; None if it never was.
-        is_news: whether the report said anything new, but for how long ago rows were read.
+        back_at: time of the first report after it was lost; None if it never was.
+        has_news: whether the report changed, apart from the time of the last read.
     """
 
     node: pb.Node
     last_seen: float
     back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
-    former: Former | None = None
-    is_news: bool = True
+    former: FormerProcess | None = None
+    has_news: bool = True
 
 
 @dataclass(frozen=True)
-class Former:
-    """What a node was before it was another process, or somewhere else, and until when."""
+class FormerProcess:
+    """The process or location of a node before its last change, and when it was last seen."""
 
     node: pb.Node
     last_seen: float
 
 
 class Membership:
-    """One thread at a time.
+    """The members of a cache. One thread at a time.
 
     Args:
-        catalogue: keeps the names over a restart. Who is read back from it counts as alive until it
-            has had time to report, so that nothing moves meanwhile.
-        timeout_s: after so long without a heartbeat a node counts as lost.
+        catalogue: keeps the ids over a restart. A node from the catalogue counts as alive until its
+            timeout, so no shard moves before it can report.
+        timeout_s: a node without a heartbeat for this long counts as lost.
         clock: monotonic seconds.
     """
 
@@ -64,22 +64,22 @@ class Membership:
 
     @property
     def members(self) -> Mapping[str, Member]:
-        """By node id, lost ones too."""
+        """Every member by node id, lost ones too."""
         return self._members
 
     def alive(self) -> set[str]:
-        """The ids of those that answer."""
+        """The ids of the members that answer."""
         return self._silent_for_less_than(self._timeout_s)
 
-    def is_settled(self) -> bool:
-        """Whether every shard is where it stays: nobody was lost, or came back, lately."""
+    def is_stable(self) -> bool:
+        """Whether no node was lost or came back within the last minute."""
         lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self.alive()
         now = self._clock()
         back = (m.back_at for m in self._members.values() if m.back_at is not None)
         return not lost and all(now - back_at > _SETTLE_S for back_at in back)
 
     def nodes(self) -> list[pb.Node]:
-        """Every node heard of, by id, and whether it is alive."""
+        """Every member by id, with ``alive`` set."""
         alive = self.alive()
         result = []
         for node_id in sorted(self._members):
@@ -89,13 +89,13 @@ class Membership:
             result.append(node)
         return result
 
-    def take_in(self, request: pb.HeartbeatRequest) -> Member:
-        """A heartbeat: from now on its node is a member. Long silent ones no longer are.
+    def apply_heartbeat(self, request: pb.HeartbeatRequest) -> Member:
+        """Makes the node of a heartbeat a member; removes members that were silent for long.
 
-        Those are, for example, pods that came back under another name.
+        Such a member is, for example, a pod that came back under another name.
 
         Raises:
-            ConfigError: another node that answers has the same id.
+            ConfigError: another live node has the same id.
         """
         node_id = request.node.id
         known = self._members.get(node_id)
@@ -106,7 +106,7 @@ class Membership:
         if known is not None:
             is_back = node_id not in self.alive()
             member.back_at = member.last_seen if is_back else known.back_at
-            member.is_news = is_back or not _say_the_same(known, member)
+            member.has_news = is_back or not _is_same_report(known, member)
         self._members[node_id] = member
         kept = self._silent_for_less_than(_FORGET_TIMEOUTS * self._timeout_s)
         gone = sorted(self._members.keys() - kept)
@@ -114,16 +114,20 @@ class Membership:
             del self._members[silent]
         if joined or gone:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
-            self._unwritten = member.is_news = True
+            self._unwritten = member.has_news = True
         if self._unwritten:
             self._write()
         return member
 
-    def _former(self, known: Member | None, node: pb.Node) -> Former | None:
-        """A node that starts again may be elsewhere; one that then reports from before is two."""
+    def _former(self, known: Member | None, node: pb.Node) -> FormerProcess | None:
+        """The former process of a node.
+
+        A node may restart at another location. If both processes report, they are two nodes with
+        one id.
+        """
         if known is None:
             return None
-        if not known.node.flight_location or _is_same(known.node, node):  # not: before a restart
+        if not known.node.flight_location or _is_same(known.node, node):  # its first report
             return known.former
         former = known.former
         if (
@@ -134,7 +138,7 @@ class Membership:
         ):
             known.former = replace(former, last_seen=self._clock())
             raise ConfigError(_two_nodes(node, known.node))
-        return Former(known.node, known.last_seen)
+        return FormerProcess(known.node, known.last_seen)
 
     def _silent_for_less_than(self, seconds: float) -> set[str]:
         oldest = self._clock() - seconds
@@ -144,36 +148,36 @@ class Membership:
         try:
             self._catalogue.write_members(self._members)
             self._unwritten = False
-        except OSError as error:  # it is missed after a restart only; tried at each heartbeat
-            logger.error("members not kept reason=%s", error.strerror)
+        except OSError as error:  # matters only after a restart; tried again at each heartbeat
+            logger.error("members not written reason=%s", error.strerror)
 
 
-def _say_the_same(before: Member, now: Member) -> bool:
-    """Whether two reports differ by how long ago rows were read at most; ends the earlier one."""
+def _is_same_report(before: Member, now: Member) -> bool:
+    """Whether two reports differ at most in ``idle_s``; changes the earlier one."""
     if before.node != now.node or before.actual.keys() != now.actual.keys():
         return False
     for key, actual in now.actual.items():
-        said = before.actual[key]
+        known = before.actual[key]
         if actual.HasField("idle_s"):
-            said.idle_s = actual.idle_s
+            known.idle_s = actual.idle_s
         else:
-            said.ClearField("idle_s")
-        if said != actual:
+            known.ClearField("idle_s")
+        if known != actual:
             return False
     return True
 
 
 def _is_same(node: pb.Node, other: pb.Node) -> bool:
-    """Whether two nodes of one id are one: the same process, where it was."""
+    """Whether two nodes with one id are the same process at the same location."""
     return (node.flight_location, node.process) == (other.flight_location, other.process)
 
 
 def _two_nodes(node: pb.Node, other: pb.Node) -> str:
-    """What is wrong where two nodes have one id."""
+    """The error for two nodes with one id."""
     if node.flight_location == other.flight_location:
         return (
-            f"two nodes are at {node.flight_location} and have the same id {node.id}: give each an "
-            "--advertise or a --flight-port of its own"
+            f"two nodes are at {node.flight_location} and have the same id {node.id}: give each "
+            "another --advertise or --flight-port"
         )
     return (
         f"nodes at {node.flight_location} and {other.flight_location} have the same id {node.id}: "

@@ -1,6 +1,6 @@
-"""Versions that nodes hold or speak of and the coordinator does not know.
+"""Versions that nodes hold or report, but the coordinator does not know.
 
-Because its catalogue was lost, so that they may be wanted again; or because they were dropped.
+Either the catalogue was lost, and the versions may be requested again, or they were dropped.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from cache_protocol.errors import NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.membership import Membership
-from cache_server.coordination.version_record import Version
+from cache_server.coordination.version_record import VersionRecord
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 1000  # drops: what nodes still hold or say of an older one is long past
+_REMEMBERED = 1000  # dropped versions; no node still reports an older one
 
 
 class Orphans:
-    """What a coordinator leaves alone until its spec is given again. One thread at a time.
+    """Versions that the nodes keep until their spec is loaded again. One thread at a time.
 
     Args:
-        versions: those that the coordinator knows, as they are at each call.
-        membership: what its nodes hold.
-        catalogue: keeps what was dropped over a restart.
-        lease_s: so long a new catalogue, and a version whose rows were read, is waited for.
+        versions: those that the coordinator knows; read at each call.
+        membership: the nodes and their reports.
+        catalogue: keeps the dropped versions over a restart.
+        lease_s: how long orphans of a new catalogue, and orphans with recent reads, are kept.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        versions: Mapping[VersionKey, Version],
+        versions: Mapping[VersionKey, VersionRecord],
         membership: Membership,
         catalogue: Catalogue,
         *,
@@ -49,25 +49,25 @@ class Orphans:
         self._dropped = catalogue.read_dropped()
 
     def drop(self, *keys: VersionKey) -> None:
-        """Nobody waits for these any more, whatever nodes still hold or say of them.
+        """Marks versions as dropped: nodes need not keep them.
 
-        Of those that the coordinator knows: called before it forgets them.
+        Call it before the coordinator forgets a version.
         """
         if not keys:
             return
         for key in keys:
             attempt = self._newest_attempt(key)
-            self._dropped.pop(key, None)  # to its end
+            self._dropped.pop(key, None)  # moves it to the end
             self._dropped[key] = attempt
         for key in [*self._dropped][:-_REMEMBERED]:
             del self._dropped[key]
         try:
             self._catalogue.write_dropped(self._dropped)
-        except OSError as error:  # it is missed after a restart only
-            logger.error("drops not kept reason=%s", error.strerror)
+        except OSError as error:  # matters only after a restart
+            logger.error("dropped versions not written reason=%s", error.strerror)
 
-    def held(self, name: str | None = None) -> set[VersionKey]:
-        """Those that may be wanted, all or of one dataset."""
+    def find(self, name: str | None = None) -> set[VersionKey]:
+        """The orphans to keep; all of them, or those of one dataset."""
         is_new = self._is_new()
         held = {
             key
@@ -79,36 +79,40 @@ class Orphans:
         return held - self._versions.keys() - self._dropped.keys()
 
     def attempt(self, key: VersionKey) -> int:
-        """The attempt at which a version that is not known is to be loaded.
+        """The attempt for the load of a version that the coordinator does not know.
 
-        Of one that is held it is that of the nodes, which keep their shards then. Otherwise it is
-        one that no node can speak of yet, as of a version that was dropped or failed.
+        For an orphan it is the attempt of the nodes, so that they keep their shards. For a dropped
+        or failed version it is a new one, so that old reports do not count.
         """
         attempt = self._newest_attempt(key)
-        failed = any(_has_failed(said) for said in self._said(key) if said.attempt == attempt)
-        return attempt if key in self.held() and not failed else attempt + 1
+        failed = any(
+            _reports_failure(report)
+            for report in self._last_reports(key)
+            if report.attempt == attempt
+        )
+        return attempt if key in self.find() and not failed else attempt + 1
 
     def _newest_attempt(self, key: VersionKey) -> int:
-        """-1 where there was none."""
-        attempts = [said.attempt for said in self._said(key)]
+        """The newest known attempt; -1 if there was none."""
+        attempts = [report.attempt for report in self._last_reports(key)]
         if key in self._versions:
             attempts.append(self._versions[key].attempt)
         return max(*attempts, self._dropped.get(key, -1), -1)
 
-    def _said(self, key: VersionKey) -> list[pb.ActualDataset]:
+    def _last_reports(self, key: VersionKey) -> list[pb.ActualDataset]:
         members = self._membership.members.values()
         return [member.actual[key] for member in members if key in member.actual]
 
     def require_none(self, name: str, fingerprint: str) -> None:
-        """Has whoever asks for such a version come again.
+        """Asks the caller to retry while nodes may still hold such a version.
 
         Raises:
-            NotReadyError: there may be one.
+            NotReadyError: there may be such an orphan.
         """
         wanted = VersionKey(name, fingerprint)
-        there = self.held(name)
-        lost = wanted in there if fingerprint else bool(there)
-        # Whoever names a version has read it; its nodes may not have reported yet.
+        found = self.find(name)
+        lost = wanted in found if fingerprint else bool(found)
+        # A caller that names a version has read it; its nodes may not have reported yet.
         known = any(key.dataset == name for key in self._versions)
         read = fingerprint and not known and self._is_new() and wanted not in self._dropped
         if lost or read:
@@ -121,5 +125,5 @@ class Orphans:
         return self._clock() < self._new_until
 
 
-def _has_failed(said: pb.ActualDataset) -> bool:
-    return bool(said.failure) or any(shard.failure for shard in said.shards)
+def _reports_failure(report: pb.ActualDataset) -> bool:
+    return bool(report.failure) or any(shard.failure for shard in report.shards)

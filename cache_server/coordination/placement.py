@@ -23,27 +23,27 @@ def place(
     *,
     alive: Collection[str] | None = None,
 ) -> tuple[tuple[str, ...], ...]:
-    """For each shard the nodes that should hold it, in order of preference.
+    """The nodes that should hold each shard, in order of preference.
 
-    No member gets more than its even share (rounded up) while all are alive; a lost member's
-    shards, and no others, go to the next best nodes alive.
+    While all members are alive, none gets more than its even share (rounded up). Only the shards of
+    a lost member move, to the next best live nodes.
 
     Args:
-        fingerprint: of the version; makes two datasets lie differently.
+        fingerprint: of the version; each dataset is placed differently.
         num_shards: shards ``0 .. num_shards - 1``.
         members: every node that belongs to the cache, in any order.
-        replicas: wanted; fewer where there are fewer nodes.
+        replicas: wanted copies; fewer if there are fewer nodes.
         alive: the members that answer; None for all.
 
     Returns:
-        ``num_shards`` tuples of ``min(replicas, nodes alive)`` distinct node ids.
+        ``num_shards`` tuples of ``min(replicas, live nodes)`` distinct node ids.
     """
     nodes = tuple(sorted(set(members)))
     living = frozenset(nodes if alive is None else alive)
     return _place(fingerprint, num_shards, nodes, replicas, living)
 
 
-# Asked for at every heartbeat and by every caller, and the same until a node comes or goes.
+# Needed for every heartbeat and caller; the same until a node comes or goes.
 @lru_cache(maxsize=512)
 def _place(
     fingerprint: str,
@@ -60,8 +60,8 @@ def _place(
     for shard in range(num_shards):
         left = num_shards - shard
         ranking = sorted(nodes, key=lambda node: _score(fingerprint, shard, node), reverse=True)
-        # The best with room. Before them, whoever needs every shard left to come to its share:
-        # otherwise the last shards could find too few nodes with room.
+        # First the nodes that need every remaining shard to reach their share: otherwise the last
+        # shards could find too few nodes with room. Then the best nodes with room.
         homes = sorted(
             ranking, key=lambda node: (load[node] >= share) - (share - load[node] >= left)
         )[:replicas]
@@ -85,13 +85,12 @@ def desired_shards(
 ) -> frozenset[int]:
     """The shards that ``node_id`` should hold.
 
-    Those that `place` gives it, and, of those it holds already, the ones whose new homes do not
-    all hold them yet: a shard is dropped only when nobody needs it there any more.
+    Those that `place` assigns to it, and those that it holds until all new homes hold them.
 
     Args:
         placement: from `place`.
-        holders: for each shard the nodes that serve it now.
-        sealed: the shards that the node itself holds, served yet or not.
+        holders: the nodes that serve each shard now.
+        sealed: the shards that the node holds, served or not.
     """
     wanted = set()
     for shard, homes in enumerate(placement):
@@ -103,7 +102,7 @@ def desired_shards(
 
 
 def bytes_by_node(placement: Sequence[Sequence[str]], sizes: Sequence[int]) -> dict[str, int]:
-    """How many bytes `placement` puts on each node that holds any."""
+    """Bytes that ``placement`` puts on each node; only nodes with shards."""
     totals: dict[str, int] = {}
     for homes, size in zip(placement, sizes, strict=True):
         for node in homes:
@@ -112,10 +111,10 @@ def bytes_by_node(placement: Sequence[Sequence[str]], sizes: Sequence[int]) -> d
 
 
 def nodes_needed(sizes: Sequence[int], replicas: int, memory_limit_bytes: int) -> int:
-    """So many nodes with this limit hold every replica for sure; 0 when no number is enough.
+    """A number of nodes with this limit that always hold every replica; 0 if none does.
 
-    `place` gives no node more shards than its even share, so no node holds more than the largest
-    ones of that number. By luck fewer nodes may do, where shards differ in size.
+    `place` gives no node more shards than its even share. So a node holds at most that many of the
+    largest shards. If shards differ in size, fewer nodes may be enough.
 
     Args:
         sizes: bytes of each shard.
@@ -131,6 +130,6 @@ def nodes_needed(sizes: Sequence[int], replicas: int, memory_limit_bytes: int) -
         share = -(-len(sizes) * replicas // count)
         return largest[share - 1] <= memory_limit_bytes
 
-    # More nodes hold no more each; as many as there are copies of shards hold one each.
+    # More nodes never hold more each. With a node for each copy, every node holds one shard.
     counts = range(replicas, len(sizes) * replicas + 1)
     return counts[bisect_left(counts, True, key=fits)]

@@ -1,4 +1,4 @@
-"""What the coordinator remembers of one version, and learns of it from heartbeats."""
+"""The state of one version in the coordinator."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from cache_protocol.errors import CacheError, LoadError
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
-from cache_server.plan.version import VersionPlan
+from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Version:
-    """What is known of one version.
+class VersionRecord:
+    """One version, as planned and as the nodes report it.
 
     Attributes:
-        result_shards: of a whole query; None until it has run.
-        pins: keep the source as it was planned; closed when no split will be read any more.
-        last_used: by the coordinator's clock; None while nobody has read its rows.
-        asked_at: by the coordinator's clock; None of one that was there before a restart.
-        is_failure_kept: on disk, so that a restart finds it.
+        pins: keep the source unchanged; closed after the last split was read.
+        result_shards: number of shards of a whole query; None until it has run.
+        last_used: time of the last read; None if there was none.
+        asked_at: time of the request; None for a version from before a restart.
+        is_failure_saved: the failure is in the catalogue.
     """
 
-    plan: VersionPlan
+    pinned: PinnedVersion
     created: int
     secrets: pb.Secrets = field(default_factory=pb.Secrets)
     pins: tuple[Pin, ...] = ()
@@ -38,36 +38,36 @@ class Version:
     result_shards: int | None = None
     last_used: float | None = None
     asked_at: float | None = None
-    is_failure_kept: bool = False
+    is_failure_saved: bool = False
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def read_back(cls, entry: CatalogueEntry) -> Version:
-        """One that was there before a restart."""
+    def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
+        """A version from before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
         return cls(
-            entry.plan,
+            entry.pinned,
             entry.created,
             sealed=dict(enumerate(entry.sealed)),
             failure=entry.failure,
             attempt=entry.attempt,
             was_ready=entry.was_ready,
             result_shards=len(entry.sealed) if has_run else None,
-            is_failure_kept=entry.failure is not None,
+            is_failure_saved=entry.failure is not None,
         )
 
-    def keep(self, catalogue: Catalogue) -> None:
-        """Has it last over a restart, as it is now.
+    def save(self, catalogue: Catalogue) -> None:
+        """Writes the version to the catalogue.
 
         Raises:
-            LoadError: it cannot be written; what was kept before still is.
+            LoadError: it cannot be written; the entry before stays.
         """
         sealed: list[SealedSummary] = []
         if self.row_starts() is not None:
             sealed = [self.sealed[index] for index in range(self.num_shards or 0)]
         try:
             catalogue.write(
-                self.plan,
+                self.pinned,
                 self.attempt,
                 sealed,
                 self.created,
@@ -76,48 +76,48 @@ class Version:
             )
         except OSError as error:
             raise LoadError(
-                f"cannot keep the catalogue entry of {self.plan.spec.name!r}: {error.strerror}"
+                f"cannot write the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
             ) from None
 
-    def keep_failure(self, catalogue: Catalogue) -> None:
-        """Has a failure, if there is one, last over a restart; to be called until it does."""
-        if self.failure is None or self.is_failure_kept:
+    def save_failure(self, catalogue: Catalogue) -> None:
+        """Writes a failure to the catalogue, unless it was written before."""
+        if self.failure is None or self.is_failure_saved:
             return
         try:
-            self.keep(catalogue)
-            self.is_failure_kept = True
-        except LoadError as error:  # it is missed after a restart only
-            logger.error("failure not kept reason=%s", error)
+            self.save(catalogue)
+            self.is_failure_saved = True
+        except LoadError as error:  # matters only after a restart
+            logger.error("failure not written reason=%s", error)
 
     @property
     def num_shards(self) -> int | None:
-        """None while a whole query has not run."""
-        return self.result_shards if self.plan.shards is None else len(self.plan.shards)
+        """Number of shards; None before a whole query has run."""
+        return self.result_shards if self.pinned.shards is None else len(self.pinned.shards)
 
     @property
     def lacks_secrets(self) -> bool:
-        """Whether its source cannot be read before somebody gives its secrets again."""
-        return self.plan.has_secrets and not self.secrets.tables
+        """Whether its source needs secrets that the coordinator does not have."""
+        return self.pinned.has_secrets and not self.secrets.tables
 
     def row_starts(self) -> tuple[int, ...] | None:
-        """First row id of each shard and the total; None until every shard was sealed once."""
+        """First row id of each shard, and the total; None until every shard was sealed once."""
         if self._row_starts is None and len(self.sealed) == self.num_shards:
             self._row_starts = row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
         return self._row_starts
 
     def release(self) -> None:
-        """Lets go of the source."""
+        """Closes the pins of the source."""
         for pin in self.pins:
             pin.close()
         self.pins = ()
 
-    def take_in(self, actual: pb.ActualDataset, node_id: str) -> bool:
-        """What a node says of this version: shards that it sealed, or why it cannot.
+    def apply_report(self, actual: pb.ActualDataset, node_id: str) -> bool:
+        """Applies a node's report: sealed shards and failures.
 
         Returns:
-            whether anything was learned.
+            Whether anything changed.
         """
-        if not self.is_told_of(actual):
+        if not self.is_current(actual):
             return False
         before = (self.failure, self.result_shards, len(self.sealed))
         if actual.failure and not self.was_ready:
@@ -129,33 +129,33 @@ class Version:
                 if not self.was_ready:
                     self.fail(self.load_error(shard.failure))
             elif shard.sealed and shard.index < (self.num_shards or 0):
-                self._take_in_sealed(shard, node_id)
+                self._apply_sealed(shard, node_id)
         return before != (self.failure, self.result_shards, len(self.sealed))
 
-    def _take_in_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
+    def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
         known = self.sealed.setdefault(shard.index, summary)
         same = known.num_rows == summary.num_rows
-        if self.plan.shards is None:
+        if self.pinned.shards is None:
             same = known.checksum == summary.checksum
         if not same:
             reason = (
                 f"shard {shard.index} has {summary.num_rows} rows on node {node_id} and "
-                f"{known.num_rows} elsewhere, or other ones: load it again"
+                f"{known.num_rows} on another node, or other values: load it again"
             )
             self.fail(self.load_error(reason))
 
-    def is_told_of(self, actual: pb.ActualDataset) -> bool:
-        """Whether what a node reports counts: a node that has just started knows of no attempt."""
+    def is_current(self, actual: pb.ActualDataset) -> bool:
+        """Whether a report is about this attempt. A restarted node reports no attempt."""
         return not actual.HasField("attempt") or actual.attempt == self.attempt
 
     def fail(self, error: CacheError) -> None:
-        """The first failure of a version is the one that its users are told."""
+        """Marks the version as failed. The first failure stays."""
         if self.failure is None:
             self.failure = error
             self.release()
             logger.error("dataset failed reason=%s", error)
 
     def load_error(self, reason: str) -> LoadError:
-        """A failure, with the name of the dataset."""
-        return LoadError(f"dataset {self.plan.spec.name!r}: {reason}")
+        """A `LoadError` that names the dataset."""
+        return LoadError(f"dataset {self.pinned.spec.name!r}: {reason}")

@@ -1,1 +1,1 @@
-"""A cache node: makes the shards it holds equal to the desired ones, and serves their rows."""
+"""A cache node: loads the shards that it should hold, and serves their rows."""

@@ -1,4 +1,4 @@
-"""A node's way to a coordinator in another process: gRPC, with a deadline on every call."""
+"""Calls a coordinator in another process over gRPC, with a deadline on every call."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from cache_protocol.wire.load_progress import LoadReport
 from cache_protocol.wire.load_watch import wait_for_load
 
 _CALL_TIMEOUT_S = 10.0
-_CONNECT_ANEW_S = 5.0  # while heartbeats are not answered
-_PLAN_TIMEOUT_S = 600.0  # many footers to read
+_RECONNECT_S = 5.0  # between new channels, while heartbeats fail
+_PLAN_TIMEOUT_S = 600.0  # reads many footers
 
 
 class RemoteCoordinator:
-    """A `CoordinatorLink` over gRPC. Thread-safe; connects when first used, and again after loss.
+    """A `CoordinatorLink` over gRPC. Thread-safe; connects at the first call and after a loss.
 
-    A coordinator whose name is not known yet, because its pod does not exist, is found soon after
-    it is: gRPC itself asks for a name less and less often, in the end every two minutes, so the
-    connection is made anew while heartbeats are not answered.
+    While heartbeats fail, a new channel is opened every few seconds. gRPC alone would look up the
+    name of a coordinator that does not exist yet only every two minutes.
 
     Args:
         location: ``host:port`` of the coordinator's control port.
@@ -68,13 +67,13 @@ class RemoteCoordinator:
             response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
         except NodeUnavailableError:
             with self._lock:
-                if time.monotonic() - self._connected_at > _CONNECT_ANEW_S:
-                    self._connect()  # the old one ends with the calls of others that it carries
+                if time.monotonic() - self._connected_at > _RECONNECT_S:
+                    self._connect()  # the old channel lives until its last call ends
             raise
         return response
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """One dataset; the newest version that has not failed unless a fingerprint is given."""
+        """One dataset: the given version, or the newest one that has not failed."""
         request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint, lease=lease)
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         return response.dataset
@@ -87,7 +86,7 @@ class RemoteCoordinator:
         return list(response.datasets)
 
     def nodes(self) -> list[pb.Node]:
-        """Every node that the coordinator has heard of."""
+        """Every node that the coordinator knows."""
         response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())
         return list(response.nodes)
 
@@ -98,10 +97,10 @@ class RemoteCoordinator:
 
         Args:
             spec: of the dataset.
-            on_progress: called in this thread with how far it is, a few times a second.
+            on_progress: called in this thread with the progress, a few times a second.
 
         Raises:
-            LoadError, RequestError: as the coordinator says.
+            LoadError, RequestError: from the coordinator.
         """
         request = pb.CreateDatasetRequest(spec=spec.to_proto(), secrets=spec.secrets_to_proto())
         created = self._call(self._stub.CreateDataset, request, _PLAN_TIMEOUT_S)

@@ -1,15 +1,14 @@
-"""The memory that the loads of a node share: one begins when there is room for it, in turn.
+"""The memory that the loads of a node share.
 
-A node whose process outgrows its container is ended by the kernel, and with it everything that it
-serves. So what a load will take is known beforehand, and one for which there is no room waits.
-Knows neither shards nor queries.
+The kernel kills a process that outgrows its container. So each load estimates its memory, and waits
+in a queue until there is enough. This module knows neither shards nor queries.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
@@ -18,21 +17,20 @@ from typing import TypeVar
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory_budget import loading_bytes, min_load_bytes
-from cache_server.node import loading
-from cache_server.node.loading import CancelledError, Job
+from cache_server.node.loading import Job, memory_bytes
 from cache_server.source.pinned import Split
 
 T = TypeVar("T")
 
-_LOOK_S = 0.2  # how long a load that is not wanted any more may stand in the way
+_CHECK_S = 0.2  # longest time that a cancelled load holds up the queue
 
 
 class LoadMemory:
-    """Thread-safe.
+    """A queue of loads for the memory of a node. Thread-safe.
 
     Args:
-        container_bytes: memory limit of the container; None: a load begins at once.
-        shard_bytes: what the shards of this node take once all are loaded.
+        container_bytes: memory limit of the container; None: loads begin at once.
+        shard_bytes: answers the bytes of all shards of this node once they are loaded.
     """
 
     def __init__(self, container_bytes: int | None, shard_bytes: Callable[[], int]) -> None:
@@ -41,31 +39,28 @@ class LoadMemory:
         self._changed = threading.Condition()
         self._queue: deque[Job] = deque()
         self._held_bytes = 0
-        # Threads, the one that ended last on top: for each that ever read, DataFusion's allocator
-        # keeps some of what it has freed. So as few read as do at once.
+        # DataFusion's allocator keeps freed memory for each thread that ever read. So the thread
+        # that ended last is used first.
         self._idle: list[ThreadPoolExecutor] = []
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that have not begun yet."""
+        """Jobs in the queue."""
         with self._changed:
             return len(self._queue)
 
-    def run(self, job: Job, splits: Sequence[Split], read: Callable[[], T]) -> T:
-        """Runs ``read`` once it is the turn of its job and there is the memory for it.
+    def run(self, job: Job, read: Callable[[], T]) -> T:
+        """Runs ``read`` when the job is first in the queue and its memory is free.
 
-        A job that needs more than all loads may have begins when no other is under way.
-
-        Args:
-            splits: of the shard; none of a whole query.
+        A job that needs more than the whole limit runs alone.
 
         Raises:
-            LoadError: this node can never have the memory for it; or what ``read`` raises.
-            CancelledError: it was not wanted any more before it could begin.
+            LoadError: this node never has the memory for it; or what ``read`` raises.
+            CancelledError: the job was cancelled while it waited.
         """
         if self._container_bytes is None:
             return read()
-        with self._hold(job, splits, self._container_bytes):
+        with self._hold(job, self._container_bytes):
             with self._changed:
                 reader = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "read")
             try:
@@ -75,16 +70,16 @@ class LoadMemory:
                     self._idle.append(reader)
 
     def close(self) -> None:
-        """Ends the threads; after the last `run`."""
+        """Ends the threads. Call it after the last `run`."""
         for reader in self._idle:
             reader.shutdown()
 
     @contextmanager
-    def _hold(self, job: Job, splits: Sequence[Split], container_bytes: int) -> Iterator[None]:
-        if wanted := [*splits, *loading.whole_splits(job)]:
-            largest = max(wanted, key=attrgetter("group_bytes"))
+    def _hold(self, job: Job, container_bytes: int) -> Iterator[None]:
+        if splits := [*job.splits, *job.whole_splits]:
+            largest = max(splits, key=attrgetter("group_bytes"))
             self._refuse_if_too_large(largest, container_bytes)
-        num_bytes = loading.memory_bytes(job, splits)
+        num_bytes = memory_bytes(job)
         self._wait(job, num_bytes, loading_bytes(container_bytes))
         try:
             yield
@@ -100,24 +95,22 @@ class LoadMemory:
                 while self._queue[0] is not job or (
                     self._held_bytes and self._held_bytes + num_bytes > limit_bytes
                 ):
-                    if job.cancelled.is_set():
-                        raise CancelledError
-                    self._changed.wait(_LOOK_S)
+                    job.check_wanted()
+                    self._changed.wait(_CHECK_S)
                 self._held_bytes += num_bytes
             finally:
                 self._queue.remove(job)
                 self._changed.notify_all()
 
     def _refuse_if_too_large(self, split: Split, container_bytes: int) -> None:
-        """Raises a `LoadError` for a row group that would have the kernel end this process."""
+        """Raises a `LoadError` for a row group that would exhaust the container's memory."""
         needed = min_load_bytes(split.group_bytes)
         if needed <= loading_bytes(container_bytes):
             return
         left = max(0, loading_bytes(container_bytes, self._shard_bytes()))
         if needed > left:
             raise LoadError(
-                f"cannot load {split}: a row group of {size(split.group_bytes)} takes at least "
-                f"{size(needed)} of memory while it is read, and the container of "
-                f"{size(container_bytes)} leaves {size(left)} beside the shards: give it more "
-                "memory, or write smaller row groups"
+                f"cannot load {split}: a row group of {size(split.group_bytes)} needs at least "
+                f"{size(needed)} of memory, and the container of {size(container_bytes)} leaves "
+                f"{size(left)} beside the shards: give it more memory, or write smaller row groups"
             )

@@ -1,7 +1,7 @@
-"""What a node does to come by a shard: read its splits, run a whole query, or copy its file.
+"""Makes one shard: reads its splits, runs a whole query, or copies its file.
 
-Runs in the node's loading threads; each function does one job to its end, or leaves nothing behind.
-It knows no heartbeats: what is to be done is decided elsewhere.
+Runs in the load threads of a node. A job that fails leaves nothing behind. This module knows no
+heartbeats.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,12 +19,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from cache_protocol.errors import LoadError, NodeUnavailableError
-from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
-from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node import peer_files, staging
+from cache_server.node.desired import DesiredShard, LoadPlan
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
-from cache_server.plan.version import split_from_proto, table_from_proto
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
@@ -36,73 +35,91 @@ logger = logging.getLogger(__name__)
 
 
 class CancelledError(Exception):
-    """What is being loaded is not wanted any more."""
+    """The job was cancelled."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One load under way; equal to itself alone.
+    """One load; equal only to itself.
 
     Attributes:
-        index: of the shard; None for the run of a whole query.
-        cancelled: set when it is not wanted any more.
-        rows: so far, for progress; written by the loading thread.
+        shard: to load or to copy; None for a run of the whole query.
+        missing: the shards to keep of a whole query; empty: all of them.
+        cancelled: set when the result is no longer needed.
+        rows: loaded so far; written by the load thread.
     """
 
-    key: VersionKey
-    plan: pb.LoadPlan
-    secrets: pb.Secrets
-    index: int | None
+    plan: LoadPlan
+    shard: DesiredShard | None = None
+    missing: frozenset[int] = frozenset()
     cancelled: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
 
+    @property
+    def key(self) -> VersionKey:
+        """Of the version."""
+        return self.plan.key
+
+    @property
+    def index(self) -> int | None:
+        """Of the shard; None for a whole query."""
+        return None if self.shard is None else self.shard.index
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Of the table that is read split by split."""
+        return () if self.shard is None else self.shard.splits
+
+    @property
+    def whole_splits(self) -> list[Split]:
+        """Of the tables that the job reads whole."""
+        return [split for table in self.plan.tables for split in table.splits]
+
+    def __str__(self) -> str:
+        if self.shard is None:
+            return "the whole query"
+        splits = ", ".join(map(str, self.splits))
+        return f"shard {self.shard.index}{' of ' if splits else ''}{splits}"
+
     def secrets_of(self, table: PinnedTable) -> Mapping[str, str]:
         """The secrets of one table of the plan."""
-        if table.name not in self.secrets.tables:
-            return {}
-        return dict(self.secrets.tables[table.name].values)
+        return self.plan.secrets.get(table.name, {})
+
+    def check_wanted(self) -> None:
+        """Raises `CancelledError` after the job was cancelled."""
+        if self.cancelled.is_set():
+            raise CancelledError
 
 
-def whole_splits(job: Job) -> list[Split]:
-    """The splits of the tables that a job reads whole."""
-    return [split_from_proto(split) for table in job.plan.tables for split in table.splits]
+def memory_bytes(job: Job) -> int:
+    """Memory that a job needs: see `shard_plan.load_memory_bytes`."""
+    placed = job.plan.layout.fixed_row_bytes if job.plan.keeps_every_row else 0
+    return load_memory_bytes(job.splits, job.whole_splits, placed)
 
 
-def memory_bytes(job: Job, splits: Sequence[Split]) -> int:
-    """What a job takes of the memory of its node: see `planning.load_memory_bytes`.
+class SpooledTables:
+    """Tables that a query reads whole, as local Arrow files. Thread-safe.
 
-    Args:
-        splits: of the shard; none of a whole query.
-    """
-    placed = 0
-    if job.plan.keeps_every_row:
-        placed = Layout(schema_from_bytes(job.plan.logical_schema)).fixed_row_bytes
-    return load_memory_bytes(splits, whole_splits(job), placed)
-
-
-class WholeTables:
-    """Tables that a query reads whole, as Arrow files of this node; written when first needed.
-
-    Thread-safe; `close` removes them.
+    Each file is written when it is first needed; `close` removes them all.
 
     Args:
-        directory: a folder of their own.
+        directory: used by nothing else.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = threading.Lock()
         self._paths: dict[str, Path] = {}
-        self._is_used = False
+        self.is_used = False
 
-    def paths(self, job: Job, wanted: list[PinnedTable]) -> dict[str, Path]:
-        """The files of these tables.
+    def paths(self, job: Job, wanted: Sequence[PinnedTable]) -> dict[str, Path]:
+        """The files of these tables, by name.
 
         Raises:
             LoadError: naming table, file, split and reason.
         """
         with self._lock:
-            self._is_used = self._is_used or bool(wanted)
+            self.is_used = self.is_used or bool(wanted)
             for table in wanted:
                 if table.name not in self._paths:
                     path = self._directory / f"{table.name}.arrow"
@@ -111,74 +128,68 @@ class WholeTables:
             return {table.name: self._paths[table.name] for table in wanted}
 
     def close(self) -> None:
-        """Removes the files; costs nothing where there are none."""
+        """Removes the files. Without files it does nothing."""
         with self._lock:
-            if self._is_used:
+            if self.is_used:
                 self._paths.clear()
                 shutil.rmtree(self._directory, ignore_errors=True)
-                self._is_used = False
+                self.is_used = False
 
 
-def load_shard(store: ShardStore, job: Job, shard: pb.DesiredShard, whole: WholeTables) -> None:
+def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
     """Reads the splits of one shard with the query, and seals it.
 
     Args:
-        whole: the other tables of the query.
+        spooled: the other tables of the query.
 
     Raises:
         LoadError: naming the file, the split and the reason. CancelledError.
     """
-    table, *others = [table_from_proto(table) for table in job.plan.tables]
-    splits = [split_from_proto(split) for split in shard.splits]
-    logical = schema_from_bytes(job.plan.logical_schema)
+    assert job.shard is not None
+    table, *others = job.plan.tables
+    index, splits, layout = job.shard.index, job.splits, job.plan.layout
     expected = max_rows(splits)
     with ExitStack() as stack:
         draft = None
-        layout = Layout(logical)
         if job.plan.keeps_every_row and expected and layout.fixed_row_bytes:
-            draft = stack.enter_context(store.draft(job.key, shard.index, layout, expected))
-        builder = ShardBuilder(logical, expected, draft)
+            draft = stack.enter_context(store.draft(job.key, index, layout, expected))
+        builder = ShardBuilder(job.plan.logical, expected, draft)
         if job.plan.joined:
-            rows = _joined_rows(job, table, splits, whole.paths(job, others), store.scratch)
+            rows = _joined_rows(job, table, splits, spooled.paths(job, others), store.scratch)
         else:
             rows = _rows(job, table, splits, job.plan.sql, store.scratch)
         for what, batch in rows:
             _append(builder, batch, what)
             job.rows = builder.num_rows
-        store.seal(job.key, shard.index, _finish(builder, ", ".join(map(str, splits))), draft)
+        store.seal(job.key, index, _finish(builder, ", ".join(map(str, splits))), draft)
 
 
-def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> int:
+def run_whole(store: ShardStore, job: Job) -> int:
     """Runs a whole query and cuts its result into shards.
 
-    The same tables give the same rows in the same order, so that lost shards can be made again.
-
-    Args:
-        missing: seal these shards only; None: all of them, whatever lies there.
+    The same tables give the same rows in the same order, so lost shards can be made again.
 
     Returns:
-        the number of shards of the result.
+        The number of shards of the result.
 
     Raises:
         LoadError: with the reason. CancelledError.
     """
-    if missing is None:
+    if not job.missing:
         store.drop_version(job.key)
-    pinned = [table_from_proto(table) for table in job.plan.tables]
-    logical = schema_from_bytes(job.plan.logical_schema)
-    builder = ShardBuilder(logical)
+    builder = ShardBuilder(job.plan.logical)
     num_shards = done = 0
 
     def seal() -> None:
         nonlocal num_shards, builder
-        if missing is None or num_shards in missing:
+        if not job.missing or num_shards in job.missing:
             store.seal(job.key, num_shards, _finish(builder, f"the result of {job.plan.sql!r}"))
         num_shards += 1
-        builder = ShardBuilder(logical)
+        builder = ShardBuilder(job.plan.logical)
 
-    with closing(WholeTables(store.scratch / uuid.uuid4().hex)) as whole:
-        for batch in loader.run_whole(job.plan.sql, whole.paths(job, pinned)):
-            _check_wanted(job)
+    with closing(SpooledTables(store.scratch / uuid.uuid4().hex)) as spooled:
+        for batch in loader.run_whole(job.plan.sql, spooled.paths(job, job.plan.tables)):
+            job.check_wanted()
             for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
                 if builder.num_rows and (
                     builder.num_bytes + builder.num_bytes // builder.num_rows * rows
@@ -190,25 +201,27 @@ def run_whole(store: ShardStore, job: Job, missing: Collection[int] | None) -> i
                 job.rows = done
         if builder.num_rows:
             seal()
-    _check_wanted(job)
+    job.check_wanted()
     return num_shards
 
 
-def copy_shard(store: ShardStore, job: Job, shard: pb.DesiredShard) -> None:
+def copy_shard(store: ShardStore, job: Job) -> None:
     """Copies the file of a sealed shard from another node.
 
     Raises:
-        NodeUnavailableError, CacheError: no node gave it; the coordinator will say what is next.
+        NodeUnavailableError: no node gave it.
         LoadError: it does not fit here. CancelledError.
     """
-    sealed = SealedShard(shard.index, shard.num_rows, shard.num_bytes, shard.checksum)
-    for location in list(shard.copy_from)[:-1]:
+    assert job.shard is not None and job.shard.copy is not None
+    copy = job.shard.copy
+    sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum)
+    for location in copy.locations[:-1]:
         try:
             _copy(store, job, sealed, location)
             return
         except NodeUnavailableError as error:
             logger.warning("copy failed dataset=%s %s", job.key.dataset, error)
-    _copy(store, job, sealed, shard.copy_from[-1])
+    _copy(store, job, sealed, copy.locations[-1])
 
 
 def _copy(store: ShardStore, job: Job, sealed: SealedShard, location: str) -> None:
@@ -218,14 +231,14 @@ def _copy(store: ShardStore, job: Job, sealed: SealedShard, location: str) -> No
 
 def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
     for chunk in chunks:
-        _check_wanted(job)
+        job.check_wanted()
         yield chunk
 
 
 def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
 ) -> Generator[tuple[str, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table, in row order, and whose they are."""
+    """The rows of a query over each split of one table, in row order, with the names of splits."""
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
             if len(files) == 1:
@@ -235,7 +248,7 @@ def _rows(
                 what = f"{files[0].split} to {files[-1].split}"
                 batches = loader.read_together(files, sql, table)
             for batch in batches:
-                _check_wanted(job)
+                job.check_wanted()
                 yield what, batch
 
 
@@ -246,20 +259,20 @@ def _joined_rows(
     others: Mapping[str, Path],
     scratch: Path,
 ) -> Generator[tuple[str, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table and the whole of others, and whose."""
+    """Like `_rows`, for a query that also reads other tables."""
     for split in splits:
         path = scratch / f"{uuid.uuid4().hex}.arrow"
         try:
             _spool(job, table, [split], path)
             for batch in _run_over(split, job.plan.sql, {**others, table.name: path}):
-                _check_wanted(job)
+                job.check_wanted()
                 yield str(split), batch
         finally:
             path.unlink(missing_ok=True)
 
 
 def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
-    """The rows of a query of which one table holds the rows of ``split``."""
+    """The rows of a query; an error names the split."""
     try:
         yield from loader.run_whole(sql, tables)
     except LoadError as error:
@@ -267,7 +280,7 @@ def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa
 
 
 def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) -> None:
-    """Writes what a query reads of some splits as one Arrow file, all of it or none."""
+    """Writes the columns that a query reads of some splits as one Arrow file, or no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = ", ".join(map(identifier, table.read_schema.names))
     rows = _rows(job, table, splits, f"SELECT {names} FROM {identifier(table.name)}", path.parent)
@@ -287,7 +300,7 @@ def _spool(job: Job, table: PinnedTable, splits: Sequence[Split], path: Path) ->
 
 
 def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows of a batch, each about a sixteenth of a shard at most: start and rows."""
+    """Start and length of runs of rows, each at most about a sixteenth of a shard."""
     row_bytes = max(1, batch.nbytes // max(1, batch.num_rows), layout.fixed_row_bytes)
     step = max(1, target_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
@@ -306,8 +319,3 @@ def _finish(builder: ShardBuilder, what: str) -> pa.RecordBatch:
         return builder.finish()
     except LoadError as error:
         raise LoadError(f"{what}: {error}") from None
-
-
-def _check_wanted(job: Job) -> None:
-    if job.cancelled.is_set():
-        raise CancelledError

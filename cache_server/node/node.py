@@ -1,9 +1,9 @@
-"""A node: makes what it holds equal to what it should hold, and serves the rows it holds.
+"""A node: loads the shards that it should hold, and serves their rows.
 
-Each heartbeat tells the coordinator the actual shards and brings back the desired ones. The node
-then starts loads, stops them, drops shards and publishes immutable `ResidentRows` for readers; it
-never waits for a load inside the loop. It knows neither Flight nor gRPC: how the coordinator is
-reached is a `CoordinatorLink`.
+Each heartbeat reports the actual shards and answers the desired ones. `reconcile` compares them,
+and the node acts on the difference. The loop never waits for a load. Readers get immutable
+`ResidentRows`. This module knows neither Flight nor gRPC: a `CoordinatorLink` reaches the
+coordinator.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Protocol
 
 import pyarrow as pa
@@ -30,12 +30,28 @@ from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s
 from cache_server.node import loading
+from cache_server.node.desired import DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
+from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
 from cache_server.node.load_memory import LoadMemory
-from cache_server.node.loading import CancelledError, Job, WholeTables
-from cache_server.node.serving import Load, Serving
-from cache_server.node.status import Held
-from cache_server.plan.version import split_from_proto
+from cache_server.node.loading import CancelledError, Job, SpooledTables
+from cache_server.node.reconcile import (
+    Action,
+    ActualVersion,
+    Cancel,
+    CloseTables,
+    DropShards,
+    Forget,
+    Publish,
+    Remove,
+    Retire,
+    StartLoads,
+    StartWholeQuery,
+    Update,
+    reconcile,
+)
+from cache_server.node.status import VersionStatus
+from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.resident_rows import ResidentRows
@@ -44,33 +60,35 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5  # between attempts of what failed
-# At most, between heartbeats that are not answered: nodes often start with their coordinator.
+SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
+
+_RETRY_S = 0.5  # after a failure
+# After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 
 
 class CoordinatorLink(Protocol):
-    """What a node asks of its coordinator, in this process or another."""
+    """The calls of a node to its coordinator, in this process or another."""
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Reports the actual shards; answers the desired ones."""
 
     def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
-        """One dataset; the newest version that has not failed unless a fingerprint is given."""
+        """One dataset: the given version, or the newest one that has not failed."""
 
     def datasets(self) -> list[pb.DatasetInfo]:
         """Every dataset."""
 
 
 class Node:
-    """Thread-safe; `start` begins the heartbeat loop, `close` ends it.
+    """One cache node. Thread-safe; `start` begins the heartbeat loop, `close` ends it.
 
     Args:
         store: the shards on disk; the caller closes it after the node.
         link: the coordinator.
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
-        container_bytes: memory limit of the container, which the loads keep to; None for none.
+        container_bytes: memory limit of the container, which the loads respect; None: no limit.
         on_ready: called with True or False whenever `is_ready` changes.
     """
 
@@ -89,20 +107,21 @@ class Node:
         self.description = description
         self._on_ready = on_ready
         self._lock = threading.Lock()
-        self._serving: dict[VersionKey, Serving] = {}
-        self._running: set[Job] = set()  # of a load thread each; many more may wait for one
+        self._states: dict[VersionKey, VersionState] = {}
+        self._running: set[Job] = set()  # those that have a thread; others wait for one
         self._joined = threading.Event()
-        self._ready = False
-        self._room_may_come = False
+        self._is_ready = False
+        self._retry_no_room = False
+        self._decoder = DesiredDecoder()
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
-        self._memory = LoadMemory(container_bytes, self._wanted_bytes)
+        self._memory = LoadMemory(container_bytes, self._desired_bytes)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
     def start(self) -> None:
-        """Begins to report to the coordinator."""
+        """Starts the heartbeat loop."""
         self._thread.start()
 
     def __enter__(self) -> Node:
@@ -112,22 +131,21 @@ class Node:
         self.close()
 
     def stop(self) -> None:
-        """Ends the loop and the loads, and waits for neither; what is served is served on."""
+        """Tells the loop and the loads to end, without waiting. Reads still work."""
         self._stop.set()
         self._wake.set()
-        with self._lock:  # so that no load begins meanwhile
+        with self._lock:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for load in self._loads():
                 load.job.cancelled.set()
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Stops, and waits until nothing writes any more; sealed shards stay on disk.
+        """Stops, and waits until nothing writes. Sealed shards stay on disk.
 
-        A load looks only now and then whether it is still wanted, and a source that hangs may
-        never let it.
+        A load checks for cancellation between batches. A source that hangs can block it forever.
 
         Args:
-            timeout_s: None for as long as it takes.
+            timeout_s: None waits without a limit.
 
         Returns:
             Whether the loop and every load ended in time.
@@ -137,7 +155,7 @@ class Node:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         with self._lock:
-            # Not those that never began: `wait` would wait for them for ever.
+            # `wait` never returns for futures that were cancelled before they began.
             futures = [load.future for load in self._loads() if not load.future.done()]
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         _, running = wait(futures, left)
@@ -146,14 +164,14 @@ class Node:
         return not running and not self._thread.is_alive()
 
     def _loads(self) -> list[Load]:
-        return [load for serving in self._serving.values() for load in serving.all_loads()]
+        return [load for state in self._states.values() for load in state.loads.values()]
 
     def wait_until_joined(self, timeout_s: float) -> bool:
-        """Waits until the coordinator has answered once; whether it did."""
+        """Waits until the coordinator has answered once; returns whether it did."""
         return self._joined.wait(timeout_s)
 
     def wake(self) -> None:
-        """Has the next heartbeat sent now."""
+        """Sends the next heartbeat now."""
         self._wake.set()
 
     # -- reading -------------------------------------------------------------------------------
@@ -165,15 +183,15 @@ class Node:
             DatasetNotFoundError, StaleVersionError, NotReadyError.
         """
         with self._lock:
-            serving = self._serving.get(VersionKey(dataset, fingerprint))
-            if serving is not None and not serving.retired:
-                if serving.rows is None:
+            state = self._states.get(VersionKey(dataset, fingerprint))
+            if state is not None and not state.is_retired:
+                if state.rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
-                serving.last_read = time.monotonic()
-                return serving.rows
+                state.last_read = time.monotonic()
+                return state.rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            kept = [key for key, serving in self._serving.items() if not serving.retired]
+            kept = [key for key, state in self._states.items() if not state.is_retired]
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
@@ -185,16 +203,15 @@ class Node:
         )
 
     def shard_file(self, key: VersionKey, index: int, max_bytes: int) -> Iterator[pa.Buffer]:
-        """The bytes of a sealed shard's file, whether its rows are served yet or not.
+        """The bytes of a sealed shard's file, even before its rows are served.
 
-        A file that is not what was sealed any more is dropped at its end, and made anew: whoever
-        copies it notices, too. So is one that is gone.
+        A damaged or removed file is dropped and made again. The caller must compare the checksum.
 
         Args:
-            max_bytes: of a piece.
+            max_bytes: of each piece.
 
         Raises:
-            NotReadyError: it is not here.
+            NotReadyError: this node does not have the shard.
         """
         shard = self._store.shards(key).get(index)
         if shard is None:
@@ -203,7 +220,7 @@ class Node:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
             if self._drop_damaged(key, shard):
-                reason = "is made anew: its file was removed"
+                reason = "is made again: its file was removed"
             else:
                 reason = "was just dropped"
             raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
@@ -222,7 +239,7 @@ class Node:
             self._drop_damaged(key, shard)
 
     def _drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
-        """Has a shard made anew, unless it was dropped, or another took its place, meanwhile."""
+        """Drops a shard, which is then made again; returns whether it was still there."""
         dropped = self._store.drop_this(key, shard)
         if dropped:
             logger.error("shard damaged dataset=%s path=%s", key.dataset, shard.path)
@@ -230,310 +247,257 @@ class Node:
         return dropped
 
     def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
-        """One dataset, as the coordinator knows it, for somebody who is about to read its rows."""
+        """One dataset, from the coordinator, leased because its rows are about to be read."""
         return self._link.get(dataset, fingerprint, lease=True)
 
     def datasets(self) -> list[pb.DatasetInfo]:
-        """Every dataset, as the coordinator knows them."""
+        """Every dataset, from the coordinator."""
         return self._link.datasets()
 
-    def held(self) -> tuple[Held, ...]:
-        """What it has of each version that it was asked for, or still stores; by name."""
+    def versions(self) -> tuple[VersionStatus, ...]:
+        """Every version that this node should hold or still stores, by name."""
         sealed = self._store.versions()
         with self._lock:
             return tuple(
-                self._held(key, sealed.get(key, {}), self._serving.get(key))
-                for key in sorted({*sealed, *self._serving}, key=astuple)
+                _status(key, sealed.get(key, {}), self._states.get(key))
+                for key in sorted({*sealed, *self._states}, key=astuple)
             )
 
-    @staticmethod
-    def _held(key: VersionKey, sealed: dict[int, MappedShard], serving: Serving | None) -> Held:
-        return Held(
-            key,
-            served=len(serving.row_starts) if serving and serving.rows else 0,
-            sealed=len(sealed),
-            loading=sum(not load.future.done() for load in serving.all_loads()) if serving else 0,
-            failed=len(serving.failures) if serving else 0,
-            num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
-        )
-
     def is_ready(self) -> bool:
-        """Whether this node has joined and serves every shard asked of it."""
+        """Whether this node has joined and serves every desired shard."""
         with self._lock:
-            return self._ready
+            return self._is_ready
 
     @property
     def is_loading(self) -> bool:
-        """Whether a shard is loaded or copied just now."""
+        """Whether a load or a copy is running."""
         with self._lock:
             return bool(self._running)
 
     # -- the loop ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failed = 0  # heartbeats, one after the other
-        outage = HeartbeatLog()
+        failed = 0  # consecutive heartbeats
+        log = HeartbeatLog()
         while not self._stop.is_set():
             self._wake.clear()
             try:
                 response = self._link.heartbeat(self._report())
             except CacheError as error:
-                outage.note(error, joined=self._joined.is_set())
+                log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
                 interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
-            except Exception:  # of the coordinator in this process, such as a full disk
-                logger.exception("heartbeat failed; trying again")
+            except Exception:  # from a coordinator in this process, for example of a full disk
+                logger.exception("heartbeat failed, will be tried again")
                 interval = _RETRY_S
             else:
-                outage.end()
+                log.record_answer()
                 failed, interval = 0, response.interval_s
                 self.coordinator = response.coordinator
                 try:
                     news = self._reconcile(response)
-                except Exception:  # such as no room for a thread; the node must not fall silent
-                    logger.exception("reconcile failed; trying again")
+                except Exception:  # for example no new thread: heartbeats must continue
+                    logger.exception("reconcile failed, will be tried again")
                     news = False
                 if news:
-                    continue  # tell the coordinator at once
+                    continue  # report it at once
             self._wake.wait(interval)
 
-    def _report(self) -> pb.HeartbeatRequest:
-        with self._lock:  # before the shards are listed: who says how many there are lists them all
-            num_shards = {key: serving.num_shards for key, serving in self._serving.items()}
-        sealed = self._store.versions()
-        node = pb.Node()
-        node.CopyFrom(self.description)
-        node.stored_bytes = sum(
-            shard.sealed.num_bytes for shards in sealed.values() for shard in shards.values()
-        )
-        node.stored_shards = sum(len(shards) for shards in sealed.values())
-        request = pb.HeartbeatRequest(node=node)
+    def _snapshot(self) -> tuple[dict[VersionKey, ActualVersion], SealedShards]:
+        """Every version on this node, and its sealed shards."""
+        # Loads and `num_shards` first: a shard that is sealed in between counts as loading and
+        # sealed, never as neither, and a node that reports `num_shards` lists every shard.
+        unfinished = {key: state.unfinished() for key, state in self._states.items()}
+        rows = {
+            key: {index: load.job.rows for index, load in loads.items()}
+            for key, loads in unfinished.items()
+        }
         with self._lock:
-            for key in {*sealed, *self._serving}:
-                serving = self._serving.get(key)
-                if serving is not None and serving.retired:
-                    continue  # what is asked for under this name now has not begun
-                actual = request.datasets.add(dataset=key.dataset, fingerprint=key.fingerprint)
-                starts = serving.row_starts if serving else {}
-                for index, shard in sealed.get(key, {}).items():
-                    actual.shards.add(
-                        index=index,
-                        sealed=True,
-                        num_rows=shard.sealed.num_rows,
-                        num_bytes=shard.sealed.num_bytes,
-                        checksum=shard.sealed.checksum,
-                        rows_fixed=index in starts,
-                        row_start=starts.get(index, 0),
-                    )
-                if serving:
-                    serving.report(actual, num_shards.get(key))
-                    serving.reported = set(sealed.get(key, {}))
-        return request
+            actual = {}
+            for key, state in self._states.items():
+                state.loads = unfinished[key]
+                actual[key] = state.snapshot(rows[key])
+        sealed = self._store.versions()
+        for key, shards in sealed.items():
+            actual[key] = replace(actual.get(key, ActualVersion()), sealed=shards.keys())
+        return actual, sealed
+
+    def _report(self) -> pb.HeartbeatRequest:
+        actual, sealed = self._snapshot()
+        for key, state in self._states.items():
+            state.reported = actual[key].sealed
+        return encode_report(self.description, actual, sealed)
 
     def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
-        """Moves towards what is desired; returns whether there is something new to report."""
-        wanted = {VersionKey(d.plan.dataset, d.plan.fingerprint): d for d in response.datasets}
-        kept = {VersionKey(version.dataset, version.fingerprint) for version in response.kept}
-        news = False
-        with self._lock:
-            if self._stop.is_set():
-                return False
-            sealed = self._store.versions()
-            for key in {*self._serving, *sealed} - wanted.keys() - kept:
-                if self._retire(key):
-                    self._store.drop_version(key)
-            for key, dataset in wanted.items():
-                serving = self._serving.get(key)
-                if serving and (
-                    serving.retired or serving.desired.plan.attempt != dataset.plan.attempt
-                ):
-                    if not self._retire(key):
-                        continue
-                    self._store.drop_version(key)
-                    sealed.pop(key, None)
-                    serving = None
-                if serving is None:
-                    # Of its own: two datasets of other names may have the same fingerprint.
-                    tables = WholeTables(self._store.scratch / uuid.uuid4().hex)
-                    serving = self._serving[key] = Serving(key, dataset, tables)
-                serving.want(dataset)
-                if dataset.HasField("num_shards"):
-                    serving.num_shards = dataset.num_shards
-                self._load_missing(key, serving, sealed.get(key, {}))
-                self._drop_surplus(key, serving, sealed.get(key, {}))
-                news |= serving.publish(self._store.shards(key))
-            self._room_may_come = response.room_may_come
-            self._joined.set()
-            ready = all(
-                serving.is_settled()
-                for key, serving in self._serving.items()
-                if key in wanted and not serving.retired
-            )
-            changed, self._ready = ready != self._ready, ready
-        if changed:
-            self._on_ready(ready)
-        return news
+        """Acts on an answer; returns whether there is something new to report.
 
-    def _retire(self, key: VersionKey) -> bool:
-        """Stops serving and loading ``key``; returns whether nothing writes to it any more."""
-        serving = self._serving.get(key)
-        if serving is None:
-            return True
-        serving.retired, serving.rows = True, None
-        for load in serving.all_loads():
-            load.job.cancelled.set()
-        if any(not load.future.done() for load in serving.all_loads()):
-            # What is done is not waited for: its room may be needed by what comes next.
-            self._store.drop(key, *self._store.shards(key))
-            return False
-        serving.whole_tables.close()
-        del self._serving[key]
-        return True
-
-    def _load_missing(
-        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
-    ) -> None:
-        desired, wanted = serving.desired, serving.wanted
-        for index, load in list(serving.loads.items()):
-            if index not in wanted:
-                load.job.cancelled.set()
-            if load.future.done():
-                del serving.loads[index]
-        serving.forget_unwanted()
-        serving.forgive_copies()
-        for index, shard in wanted.items():
-            if index in sealed or index in serving.loads or index in serving.failures:
-                continue
-            if not shard.copy_from and not shard.splits:
-                continue  # another node makes it first
-            job = Job(key, desired.plan, desired.secrets, index)
-            work = self._shard_work(job, serving, shard)
-            serving.loads[index] = self._submit(serving, job, work, shard.splits)
-        self._run_whole_if_asked(key, serving, set(sealed))
-        if not serving.loads:
-            serving.whole_tables.close()
-
-    def _shard_work(self, job: Job, serving: Serving, shard: pb.DesiredShard) -> Callable[[], None]:
-        if shard.copy_from:
-            return lambda: loading.copy_shard(self._store, job, shard)
-
-        def work() -> None:
-            splits = [split_from_proto(split) for split in shard.splits]
-            self._memory.run(
-                job,
-                splits,
-                lambda: loading.load_shard(self._store, job, shard, serving.whole_tables),
-            )
-
-        return work
-
-    def _run_whole_if_asked(self, key: VersionKey, serving: Serving, sealed: set[int]) -> None:
-        run, desired = serving.whole_run, serving.desired
-        if run is not None and (run.future.done() or not desired.run_whole):
-            run.job.cancelled.set()
-            if not run.future.done():
-                return
-            run = serving.whole_run = None
-        through = serving.num_shards is not None and set(desired.missing) <= sealed
-        if run is not None or not desired.run_whole or through or serving.failure:
-            return
-        job = Job(key, desired.plan, desired.secrets, None)
-        missing = frozenset(desired.missing) or None
-
-        def work() -> None:
-            num_shards = self._memory.run(
-                job, (), lambda: loading.run_whole(self._store, job, missing)
-            )
-            with self._lock:
-                serving.num_shards = num_shards
-
-        serving.whole_run = self._submit(serving, job, work)
-
-    def _submit(
-        self,
-        serving: Serving,
-        job: Job,
-        work: Callable[[], None],
-        splits: Iterable[pb.Split] = (),
-    ) -> Load:
-        what = "the whole query" if job.index is None else f"shard {job.index}"
-        if splits:
-            what += f" of {', '.join(str(split_from_proto(split)) for split in splits)}"
-        return Load(self._pool.submit(self._run_job, serving, what, job, work), job)
-
-    def _wanted_bytes(self) -> int:
-        with self._lock:
-            kept = [serving for serving in self._serving.values() if not serving.retired]
-            return sum(serving.wanted_bytes() for serving in kept)
-
-    def _drop_surplus(
-        self, key: VersionKey, serving: Serving, sealed: dict[int, MappedShard]
-    ) -> None:
-        if serving.desired.run_whole:
-            return  # whose shards the result will be is not decided yet
-        # What was sealed since the last report is not surplus: nobody has decided about it yet.
-        self._store.drop(key, *(sealed.keys() & serving.reported) - serving.wanted.keys())
-
-    # -- in the loading threads ----------------------------------------------------------------
-
-    def _run_job(self, serving: Serving, what: str, job: Job, work: Callable[[], None]) -> None:
-        """Does ``work`` to its end; what goes wrong is reported with the next heartbeat.
-
-        Args:
-            what: is loaded, for the log.
+        Every gather takes the lock, so it is not held while files are removed.
         """
+        if self._stop.is_set():
+            return False
+        desired = self._decoder.decode(response)
+        actual, sealed = self._snapshot()
+        result = reconcile(desired, actual)
+        for action in result.actions:
+            self._act(action, sealed)
+        with self._lock:
+            self._retry_no_room = desired.retry_no_room
+            self._joined.set()
+            changed, self._is_ready = result.is_ready != self._is_ready, result.is_ready
+        if changed:
+            self._on_ready(result.is_ready)
+        return any(isinstance(action, Publish) for action in result.actions)
+
+    def _act(self, action: Action, sealed: SealedShards) -> None:
+        match action:
+            case Retire(key):
+                with self._lock:
+                    self._states[key].retire()
+                # The next version may need the room before the last load has ended.
+                self._store.drop(key, *self._store.shards(key))
+            case Remove(key):
+                with self._lock:
+                    state = self._states.pop(key, None)
+                if state is not None:
+                    state.tables.close()
+                self._store.drop_version(key)
+            case Update(desired):
+                self._update(desired)
+            case Forget(key, indices):
+                with self._lock:
+                    self._states[key].forget(indices)
+            case Cancel(key, indices):
+                self._states[key].cancel(indices)
+            case Publish(key, row_starts):
+                self._publish(key, row_starts, sealed.get(key, {}))
+            case DropShards(key, indices):
+                self._store.drop(key, *indices)
+            case CloseTables(key):
+                self._states[key].tables.close()
+            case StartLoads(key, shards):
+                state = self._states[key]
+                for shard in shards:
+                    self._start(state, Job(state.desired.plan, shard))
+            case StartWholeQuery(key, missing):
+                state = self._states[key]
+                self._start(state, Job(state.desired.plan, missing=missing))
+
+    def _update(self, desired: DesiredVersion) -> None:
+        key = desired.plan.key
+        with self._lock:
+            if key not in self._states:
+                # A random name: two datasets may have the same fingerprint.
+                tables = SpooledTables(self._store.scratch / uuid.uuid4().hex)
+                self._states[key] = VersionState(desired, tables)
+            self._states[key].update(desired)
+
+    def _publish(
+        self,
+        key: VersionKey,
+        row_starts: Mapping[int, int],
+        sealed: Mapping[int, MappedShard],
+    ) -> None:
+        desired = self._states[key].desired
+        # A shard without rows starts where the next one does.
+        shards = {
+            start: sealed[index]
+            for index, start in row_starts.items()
+            if sealed[index].sealed.num_rows
+        }
+        rows = ResidentRows(key, desired.plan.layout, desired.num_rows, shards)
+        with self._lock:
+            self._states[key].rows, self._states[key].row_starts = rows, row_starts
+
+    def _start(self, state: VersionState, job: Job) -> None:
+        try:
+            future = self._pool.submit(self._run_job, state, job)
+        except RuntimeError:
+            if self._stop.is_set():
+                return
+            raise
+        with self._lock:
+            state.loads[job.index] = Load(future, job)
+            if self._stop.is_set():  # `stop` may have missed this job
+                job.cancelled.set()
+
+    def _desired_bytes(self) -> int:
+        with self._lock:
+            desired = [s.desired for s in self._states.values() if not s.is_retired]
+        return sum(version.estimated_bytes for version in desired)
+
+    # -- in the load threads -------------------------------------------------------------------
+
+    def _run_job(self, state: VersionState, job: Job) -> None:
+        """Runs a job to its end. The next heartbeat reports a failure."""
         with self._lock:
             self._running.add(job)
-            beside = list(self._running)
+            running = list(self._running)
         waits = False
         try:
-            if not job.cancelled.is_set():  # while it waited for a thread
-                work()
+            if not job.cancelled.is_set():
+                self._load(state, job)
         except CancelledError:
             return
         except NodeUnavailableError as error:
-            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, what, error)
+            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
             self._stop.wait(_RETRY_S)
         except CacheError as error:
-            leaving = any(other.cancelled.is_set() for other in beside)
-            waits = isinstance(error, NoRoomError) and (leaving or self._room_may_come)
+            frees_room = any(other.cancelled.is_set() for other in running)
+            waits = isinstance(error, NoRoomError) and (frees_room or self._retry_no_room)
             if waits:
-                self._wait_for_room(serving, what, job, error, leaving=leaving)
+                self._wait_for_room(state, job, error, frees_room=frees_room)
             else:
-                logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
-                self._fail(serving, job, str(error))
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
+                self._fail(state, job, str(error))
         except error_text.NO_DEFECTS:
             raise
         except BaseException as error:
-            reason, trace = (
-                error_text.reason(error, job.secrets),
-                error_text.trace(error, job.secrets),
-            )
-            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, what, trace)
-            self._fail(serving, job, f"cannot load {what}: {reason}")
+            secrets = encode_secrets(job.plan.secrets)
+            reason, trace = error_text.reason(error, secrets), error_text.trace(error, secrets)
+            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, job, trace)
+            self._fail(state, job, f"cannot load {job}: {reason}")
         finally:
             with self._lock:
                 self._running.discard(job)
                 if not waits:
-                    serving.waits.pop(job.index, None)
+                    state.waits.pop(job.index, None)
             self._wake.set()
 
+    def _load(self, state: VersionState, job: Job) -> None:
+        if job.shard is None:
+            num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+            with self._lock:
+                state.num_shards = num_shards
+        elif job.shard.copy:
+            loading.copy_shard(self._store, job)
+        else:
+            self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+
     def _wait_for_room(
-        self, serving: Serving, what: str, job: Job, error: CacheError, *, leaving: bool
+        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
     ) -> None:
-        """Pauses before the load is begun again; says why, once."""
-        until = (
-            "until a load that is not wanted any more has ended"
-            if leaving
-            else "for a moment, in which a node that was lost may come back"
-        )
-        reason = f"{what} waits on node {self.description.id} {until}: {error}"
+        """Pauses before the load is tried again; logs the reason once."""
+        until = "a cancelled load has ended" if frees_room else "a lost node may be back"
+        reason = f"{job} waits on node {self.description.id} until {until}: {error}"
         with self._lock:
-            known, serving.waits[job.index] = serving.waits.get(job.index), reason
+            known, state.waits[job.index] = state.waits.get(job.index), reason
         if known is None:
             logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
         self._stop.wait(_RETRY_S)
 
-    def _fail(self, serving: Serving, job: Job, reason: str) -> None:
+    def _fail(self, state: VersionState, job: Job, reason: str) -> None:
         with self._lock:
-            serving.fail(job.index, f"{reason} (on node {self.description.id})")
+            state.fail(job.index, f"{reason} (on node {self.description.id})")
+
+
+def _status(
+    key: VersionKey, sealed: Mapping[int, MappedShard], state: VersionState | None
+) -> VersionStatus:
+    return VersionStatus(
+        key,
+        served=len(state.row_starts or ()) if state and state.rows else 0,
+        sealed=len(sealed),
+        loading=len(state.unfinished()) if state else 0,
+        failed=len(state.failures) if state else 0,
+        num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
+    )

@@ -1,4 +1,4 @@
-"""A node's way to the shard files of other nodes: Flight, with a deadline and signs of life."""
+"""Copies shard files from other nodes over Flight, with a deadline and keepalive."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def shard_file(
     key: VersionKey,
     index: int,
     *,
-    quiet_s: float = 10.0,
-    answer_s: float = 10.0,
+    keepalive_s: float = 10.0,
+    keepalive_timeout_s: float = 10.0,
 ) -> Generator[pa.Buffer, None, None]:
     """The bytes of a sealed shard's file, in order.
 
     Args:
-        quiet_s: after so long without a byte the peer is asked for a sign of life.
-        answer_s: for that sign, and to connect. A slow disk of the peer does not count, a process
-            that is stopped and a network that is cut do.
+        keepalive_s: time without a byte before a keepalive ping.
+        keepalive_timeout_s: time to answer a ping, and to connect. A peer with a slow disk answers
+            pings; a stopped process does not.
 
     Raises:
-        NodeUnavailableError: the node does not give it; names node, dataset and shard.
+        NodeUnavailableError: the copy failed; names node, dataset and shard.
     """
     ticket = pb.ReadTicket(dataset=key.dataset, fingerprint=key.fingerprint, shard_file=index)
     options = flight.FlightCallOptions(timeout=_TIMEOUT_S)
     try:
         with flight.FlightClient(
-            location, generic_options=_signs_of_life(quiet_s, answer_s)
+            location, generic_options=_keepalive_options(keepalive_s, keepalive_timeout_s)
         ) as client:
             reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
             for chunk in reader:
@@ -49,16 +49,13 @@ def shard_file(
         ) from None
 
 
-def _signs_of_life(quiet_s: float, answer_s: float) -> list[tuple[str, int]]:
-    """Settings of gRPC.
-
-    Pings without data stay as few as it has them by default: a server takes more for an attack.
-    """
-    answer_ms = round(answer_s * 1000)
+def _keepalive_options(keepalive_s: float, keepalive_timeout_s: float) -> list[tuple[str, int]]:
+    """Options of gRPC. Pings without data keep their default: servers reject more as an attack."""
+    answer_ms = round(keepalive_timeout_s * 1000)
     return [
         DIRECT,
-        ("grpc.keepalive_time_ms", round(quiet_s * 1000)),
+        ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", answer_ms),
-        ("grpc.http2.ping_timeout_ms", answer_ms),  # otherwise a minute, whatever the other says
-        ("grpc.min_reconnect_backoff_ms", answer_ms),  # which is the time to connect
+        ("grpc.http2.ping_timeout_ms", answer_ms),  # default: a minute
+        ("grpc.min_reconnect_backoff_ms", answer_ms),  # the time to connect
     ]

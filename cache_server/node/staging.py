@@ -1,10 +1,11 @@
-"""Staging: whatever a table is made of, its splits become local files that the loader reads.
+"""Staging: turns the splits of any table into local files for the loader.
 
-A file of this machine is read where it lies. The bytes of an object that a split needs are fetched
-into a sparse file at their own places, so that it is cut and read like any other; the rows of any
-other table are written as an Arrow file. A few splits are staged ahead while one is read. Small
-files are read together: in one folder, where those of this machine are links. Nothing is left
-behind. Knows neither queries nor shards.
+- A local file is read in place.
+- The bytes that a split needs of an object are downloaded to the same offsets of a sparse file.
+- The rows of other tables are written as an Arrow file.
+
+A few splits are staged ahead. Small files are read together, from one folder, which holds links to
+local files. Staged files are removed. This module knows neither queries nor shards.
 """
 
 from __future__ import annotations
@@ -24,31 +25,31 @@ from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql.loader import LocalFile
 from cache_server.tables import arrow_reader, files, parquet
 
-# Staged at once for one shard: enough to hide the latency of a store behind the reading.
-_AHEAD = 8
-_AHEAD_BYTES = 64 * 1024 * 1024
-# Below this, fetching a whole object costs less than asking where its columns are.
-_WHOLE_BYTES = 4 * 1024 * 1024
-# Whole files up to this size are read together, so many of them, and so many bytes, at once.
-_SMALL_BYTES = 1024 * 1024
-_TOGETHER, _TOGETHER_BYTES = 32, 8 * 1024 * 1024
+# Staged at once for one shard: enough to hide the latency of an object store.
+_MAX_AHEAD = 8
+_MAX_AHEAD_BYTES = 64 * 1024 * 1024
+# A smaller object is downloaded whole: that costs less than reading its footer first.
+_MAX_WHOLE_BYTES = 4 * 1024 * 1024
+# Whole files up to this size are read in groups.
+_MAX_SMALL_BYTES = 1024 * 1024
+_MAX_GROUP_FILES, _MAX_GROUP_BYTES = 32, 8 * 1024 * 1024
 
 
 def stage(
     table: PinnedTable, splits: Sequence[Split], secrets: Mapping[str, str], directory: Path
 ) -> Generator[tuple[LocalFile, ...], None, None]:
-    """Local files with the rows of the splits, in order; they are there until the next are asked.
+    """Local files with the rows of the splits, in order. Each lasts until the next is requested.
 
     Args:
-        table: whose splits they are.
-        directory: for what must be fetched; each call uses a folder of its own, and removes it.
+        table: of the splits.
+        directory: each call makes a folder in it, and removes the folder.
 
     Returns:
-        one file at a time, or several that may be read together: whole Parquet files with the same
-        partition values, alone in a folder, their names in the order of their splits.
+        One file at a time, or a group of whole Parquet files with equal partition values. A group
+        has a folder, where the order of names is the order of splits.
 
     Raises:
-        LoadError: naming file, split and reason; also when a file changed since it was planned.
+        LoadError: names file, split and reason; also when a file changed since it was planned.
     """
     try:
         if (
@@ -56,7 +57,7 @@ def stage(
             and not table.is_for_arrow
             and not any(object_stores.is_remote(split.file.path) for split in splits)
         ):
-            yield from _where_they_lie(table, splits, directory)
+            yield from _read_in_place(table, splits, directory)
         else:
             yield from _fetched(table, splits, secrets, directory)
     except OSError as error:
@@ -66,7 +67,7 @@ def stage(
 def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
     """Writes batches as one Arrow IPC stream that the loader reads.
 
-    Unlike the file format, it lets each batch have dictionaries of its own, and DataFusion reads it
+    Unlike in the file format, each batch can have other dictionaries. DataFusion reads a stream
     batch by batch.
     """
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
@@ -77,17 +78,17 @@ def write_arrow(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]
 def _fetched(
     table: PinnedTable, splits: Sequence[Split], secrets: Mapping[str, str], directory: Path
 ) -> Generator[tuple[LocalFile, ...], None, None]:
-    """Of splits that must be fetched, a few ahead."""
+    """Stages splits that must be downloaded or decoded, a few ahead."""
     folder = _new_folder(directory)
-    # As many as the files that are read together: of small ones, most of the time is latency.
-    pool = ThreadPoolExecutor(_TOGETHER, thread_name_prefix="stage")
+    # One thread for each file of a group: for small files, most of the time is latency.
+    pool = ThreadPoolExecutor(_MAX_GROUP_FILES, thread_name_prefix="stage")
     under_way: deque[tuple[Path, int, list[Future[LocalFile]]]] = deque()
     waiting = deque(enumerate(_groups(table, splits)))
     staged_bytes = 0
     try:
         while waiting or under_way:
             while waiting and (
-                not under_way or (len(under_way) < _AHEAD and staged_bytes < _AHEAD_BYTES)
+                not under_way or (len(under_way) < _MAX_AHEAD and staged_bytes < _MAX_AHEAD_BYTES)
             ):
                 number, group = waiting.popleft()
                 place = folder / str(number)
@@ -113,7 +114,7 @@ def _new_folder(directory: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=directory))
 
 
-def _where_they_lie(
+def _read_in_place(
     table: PinnedTable, splits: Sequence[Split], directory: Path
 ) -> Generator[tuple[LocalFile, ...], None, None]:
     for group in _groups(table, splits):
@@ -130,7 +131,7 @@ def _where_they_lie(
 def _linked(
     table: PinnedTable, group: Sequence[Split], directory: Path
 ) -> Generator[tuple[LocalFile, ...], None, None]:
-    """Links to the files of a group, alone in a folder."""
+    """A folder with links to the files of a group."""
     folder = _new_folder(directory)
     try:
         linked = []
@@ -144,7 +145,7 @@ def _linked(
 
 
 def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]]:
-    """The splits in their order, runs of small files together."""
+    """The splits in order; small files in groups."""
     group: list[Split] = []
     size = 0
     partition: dict[str, pa.Scalar] = {}  # of the group
@@ -153,20 +154,20 @@ def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]
             table.format == "parquet"
             and not table.is_for_arrow
             and split.parts == 1
-            and split.file.size <= _SMALL_BYTES
+            and split.file.size <= _MAX_SMALL_BYTES
         )
         found = table.partition_of(split)
         if group and not (
             small
-            and len(group) < _TOGETHER
-            and size + split.file.size <= _TOGETHER_BYTES
+            and len(group) < _MAX_GROUP_FILES
+            and size + split.file.size <= _MAX_GROUP_BYTES
             and found == partition
         ):
             yield group
             group, size = [], 0
         group.append(split)
         partition = found
-        size += split.file.size if small else _TOGETHER_BYTES
+        size += split.file.size if small else _MAX_GROUP_BYTES
     if group:
         yield group
 
@@ -192,7 +193,7 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
 
 
 def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> LocalFile:
-    """The rows of a split of Parquet that DataFusion would not read right."""
+    """The rows of a Parquet split that only Arrow reads correctly."""
     decoded = target.with_suffix(".arrow")
     write_arrow(decoded, table.read_schema, arrow_reader.read(path, split, table))
     return LocalFile(decoded, "arrow", split)
@@ -201,8 +202,8 @@ def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> Loca
 def _wanted_ranges(
     table: PinnedTable, split: Split, secrets: Mapping[str, str]
 ) -> tuple[list[parquet.Range] | None, bytes]:
-    """Which bytes of a Parquet object are needed, None for all of it, and its end, where known."""
-    if split.parts == 1 and (split.file.size <= _WHOLE_BYTES or table.columns is None):
+    """The needed bytes of a Parquet object (None: all of them), and its tail if it was read."""
+    if split.parts == 1 and (split.file.size <= _MAX_WHOLE_BYTES or table.columns is None):
         return None, b""
     tail = b""
 

@@ -1,4 +1,4 @@
-"""One node at one moment, as its page and its metrics show it."""
+"""A snapshot of one node, for its page and its metrics."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from cache_server.shards.version_key import VersionKey
 
 
 @dataclass(frozen=True)
-class Held:
+class VersionStatus:
     """One version on a node.
 
     Attributes:
         served: shards whose rows are served.
-        sealed: shards on disk; those that are not served yet wait for their row ids.
-        loading, failed: shards under way, and shards that could not be loaded or copied.
+        sealed: shards on disk; a shard is served once its row ids are known.
+        loading: running loads and copies.
+        failed: loads and copies that failed.
         num_bytes: of the sealed shards.
     """
 
@@ -29,12 +30,12 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Cache:
-    """What a coordinator knows of the whole cache.
+class CacheStatus:
+    """The whole cache, as the coordinator knows it.
 
     Attributes:
-        nodes: every node heard of.
-        datasets: as `Coordinator.summaries` has them.
+        nodes: lost ones too.
+        datasets: from `Coordinator.summaries`.
     """
 
     nodes: tuple[pb.Node, ...]
@@ -42,23 +43,23 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Status:
+class NodeStatus:
     """One node.
 
     Attributes:
         node: id, locations and memory; ``alive`` is always true.
-        ready: what readiness probes are told.
-        coordinator: ``host:port`` of the control port of the coordinator; empty until it answered.
-        held: what this node has of each version.
-        huge_page_bytes: of the shard files, that lie in huge pages.
-        counts: what it served.
-        cache: of a coordinator only.
+        ready: the answer to readiness probes.
+        coordinator: ``host:port`` of the coordinator's control port; empty until it answers.
+        versions: those on this node.
+        huge_page_bytes: bytes of the shard files in huge pages.
+        counts: of its requests.
+        cache: only on a coordinator.
     """
 
     node: pb.Node
     ready: bool
     coordinator: str
-    held: tuple[Held, ...]
+    versions: tuple[VersionStatus, ...]
     huge_page_bytes: int
     counts: Counts
-    cache: Cache | None
+    cache: CacheStatus | None

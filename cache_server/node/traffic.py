@@ -1,4 +1,4 @@
-"""What a node has served of the datasets it holds, and refused: plain counters, to be watched."""
+"""Counters of a node: rows and bytes served, and calls that failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Read(NamedTuple):
-    """Of whom, and how: ``exchange`` (rows by number), ``get`` (a range), ``file`` (a copy)."""
+    """Dataset and verb: ``exchange`` (rows by id), ``get`` (a range) or ``file`` (a copy)."""
 
     dataset: str
     verb: str
@@ -18,7 +18,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """Sums since the node began to hold the dataset; ``rows`` is 0 of files."""
+    """Sums since the node holds the dataset; ``rows`` is 0 for files."""
 
     rows: int = 0
     num_bytes: int = 0
@@ -30,7 +30,7 @@ class Counts:
 
     Attributes:
         served: by dataset and verb.
-        errors: how often a call ended in an error, by its name in `cache_protocol.errors`.
+        errors: number of failed calls, by name in `cache_protocol.errors`.
     """
 
     served: Mapping[Read, Served]
@@ -38,7 +38,7 @@ class Counts:
 
 
 class Traffic:
-    """Thread-safe. Counting costs a lock and two additions a message."""
+    """The counters. Thread-safe. Each message costs a lock and two additions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,22 +46,21 @@ class Traffic:
         self._bytes: Counter[Read] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def note(self, read: Read, *, rows: int, num_bytes: int) -> None:
-        """Adds what was handed to the wire."""
+    def count(self, read: Read, *, rows: int, num_bytes: int) -> None:
+        """Adds rows and bytes that were sent."""
         with self._lock:
             self._rows[read] += rows
             self._bytes[read] += num_bytes
 
-    def note_error(self, name: str) -> None:
-        """Adds a call that ended in an error."""
+    def count_error(self, name: str) -> None:
+        """Adds a failed call."""
         with self._lock:
             self._errors[name] += 1
 
     def counts(self, datasets: Collection[str]) -> Counts:
-        """The sums so far; those of any other than these datasets are forgotten.
+        """The sums so far. Counters of other datasets than these are removed.
 
-        Datasets come and go for as long as a node lives; whoever watches it would keep a series of
-        each.
+        Otherwise a monitor would keep a series for every dataset that ever existed.
         """
         with self._lock:
             for read in [read for read in self._bytes if read.dataset not in datasets]:

@@ -1,1 +1,1 @@
-"""From a spec to a version: pinned, fingerprinted and cut into shards."""
+"""Makes a version from a spec: pinned, fingerprinted and cut into shards."""

@@ -1,6 +1,6 @@
 """Cuts the splits of a source into shards. Pure.
 
-A shard is a run of consecutive splits. Its number does not depend on the number of nodes.
+A shard is a run of consecutive splits. The number of shards does not depend on the number of nodes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ShardPlan:
 
     @property
     def max_rows(self) -> int | None:
-        """Rows before any filter; None where a format does not tell."""
+        """Rows before any filter; None if the format does not tell them."""
         return max_rows(self.splits)
 
 
 def max_rows(splits: Iterable[Split]) -> int | None:
-    """Rows of all splits before any filter; None where a format does not tell."""
+    """Rows of all splits before any filter; None if a format does not tell them."""
     total = 0
     for split in splits:
         if split.num_rows is None:
@@ -41,7 +41,7 @@ def max_rows(splits: Iterable[Split]) -> int | None:
 
 
 def cut_shards(splits: Iterable[Split], target_bytes: int) -> tuple[ShardPlan, ...]:
-    """Consecutive splits joined up to ``target_bytes``; a larger split is a shard of its own."""
+    """Joins consecutive splits up to ``target_bytes``; a larger split becomes one shard."""
     shards: list[ShardPlan] = []
     current: list[Split] = []
     size = 0
@@ -59,14 +59,12 @@ def cut_shards(splits: Iterable[Split], target_bytes: int) -> tuple[ShardPlan, .
 def load_memory_bytes(
     splits: Sequence[Split], whole: Sequence[Split], placed_row_bytes: int
 ) -> int:
-    """What a load takes of the memory of its node besides the shards, as far as it is known.
-
-    Not what is staged for it: that lies in files, in the runtimes on a disk.
+    """Estimated memory of a load, besides the shards. Staged files do not count.
 
     Args:
-        splits: of the shard; none of a whole query.
-        whole: of the tables that it reads whole.
-        placed_row_bytes: what of each row is written to its place in the shard at once.
+        splits: of the shard; empty for a whole query.
+        whole: splits of the tables that are read whole.
+        placed_row_bytes: bytes of each row that are written to the shard file at once.
     """
     unsealed = sum(split.estimated_bytes for split in splits)
     unsealed = max(0, unsealed - (max_rows(splits) or 0) * placed_row_bytes)

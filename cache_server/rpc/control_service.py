@@ -1,10 +1,10 @@
-"""The gRPC verbs: the coordinator's service on its node, and health on every node.
+"""The gRPC verbs: the coordinator's service, and health on every node.
 
-Each handler parses, calls one function, encodes. An error of the tree travels as a status and,
-whole, as the trailer ``cache-error-bin``.
+Each handler parses, calls one function, encodes. A `CacheError` becomes a status and the trailer
+``cache-error-bin``.
 
-A call holds a thread until it ends. Verbs that wait, for a load or for a source, have threads of
-their own: however many callers there are, heartbeats and health are answered.
+A call occupies a thread until it ends. Verbs that wait for a load or a source have separate
+threads, so that heartbeats and health are always answered.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from cache_server.secrets import error_text
 logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
-_HANDLER_THREADS = 64  # for what is answered at once
-_PLANNING_THREADS = 64  # of what is planned: its files are listed, its footers read
-_WATCHING_THREADS = 64  # half of them for watches that stay, half for those that answer once
+_HANDLER_THREADS = 64  # for verbs that do not wait
+_PLANNING_THREADS = 64  # for verbs that list files and read footers
+_WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
-_LEAST_WAIT_S = 0.5  # for calls whose end has been told to their callers
+_LEAST_WAIT_S = 0.5  # for calls that were ended
 _NO_SECRETS = pb.Secrets()
 
 _STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
@@ -72,7 +72,7 @@ class ControlService:
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
-                # Callers that watch a load ask now and then whether this node still lives.
+                # Callers that watch a load send keepalive pings.
                 ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
             ],
         )
@@ -80,7 +80,7 @@ class ControlService:
             self.port = self._server.add_insecure_port(f"{bind}:{port}")
         except RuntimeError:
             raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
-        self._planned = _Running()
+        self._planning_calls = _RunningCalls()
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_ready(False)
@@ -88,14 +88,14 @@ class ControlService:
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def start(self, coordinator: Coordinator | None) -> None:
-        """Serves health, and the coordinator's verbs where there is one."""
+        """Serves health, and the coordinator's verbs if there is one."""
         if coordinator is not None:
-            servicer = CoordinatorServicer(coordinator, self._planned)
+            servicer = CoordinatorServicer(coordinator, self._planning_calls)
             cache_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
         self._server.start()
 
     def set_ready(self, ready: bool) -> None:
-        """Sets what the health service ``ready`` answers."""
+        """Sets the answer of the health service ``ready``."""
         status = health_pb2.HealthCheckResponse
         self._health.set(READY, status.SERVING if ready else status.NOT_SERVING)
 
@@ -103,25 +103,24 @@ class ControlService:
         """Refuses new calls, gives running ones ``grace_s`` seconds, then ends them.
 
         Returns:
-            Whether nothing is planned any more: a source that hangs does not let go of a thread
-            whose call has ended.
+            Whether planning has ended: a source that hangs occupies its thread after the call.
         """
         self._health.enter_graceful_shutdown()
         self._server.stop(grace_s).wait(grace_s + 1.0)
-        return self._planned.have_ended(_LEAST_WAIT_S)
+        return self._planning_calls.have_ended(_LEAST_WAIT_S)
 
 
 class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     """cache.v1.Coordinator over a `Coordinator`.
 
     Args:
-        planned: is told of the calls that look at sources.
+        planning_calls: counts the calls that read sources.
     """
 
-    def __init__(self, coordinator: Coordinator, planned: _Running) -> None:
-        self._planned = planned
+    def __init__(self, coordinator: Coordinator, planning_calls: _RunningCalls) -> None:
+        self._planning_calls = planning_calls
         self._coordinator = coordinator
-        self._stays = threading.Semaphore(_WATCHING_THREADS // 2)
+        self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
         planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
         for verb, threads in (
@@ -129,13 +128,13 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             ("PlanDataset", planning),
             ("WatchDataset", watching),
         ):
-            setattr(self, verb, _Apart(getattr(self, verb), threads))
+            setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
 
     def CreateDataset(
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
-        with self._planned.call(), _statuses(context, request.secrets):
+        with self._planning_calls.call(), _error_statuses(context, request.secrets):
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
             info = self._coordinator.create(spec, refresh=request.refresh)
             return pb.CreateDatasetResponse(dataset=info)
@@ -143,8 +142,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def PlanDataset(
         self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
     ) -> pb.PlanDatasetResponse:
-        """What a load would come to."""
-        with self._planned.call(), _statuses(context, request.secrets):
+        """Forecasts a load."""
+        with self._planning_calls.call(), _error_statuses(context, request.secrets):
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
@@ -156,7 +155,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
     ) -> pb.GetDatasetResponse:
         """One dataset."""
-        with _statuses(context):
+        with _error_statuses(context):
             info = self._coordinator.get(request.name, request.fingerprint, lease=request.lease)
             return pb.GetDatasetResponse(dataset=info)
 
@@ -165,52 +164,52 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> Iterator[pb.WatchDatasetResponse]:
         """One dataset at every change, until it is ready or failed.
 
-        Beyond so many watches one ends after its first answer; its caller asks again.
+        With too many watches at once, one ends after its first answer; its caller retries.
         """
-        stays = self._stays.acquire(blocking=False)
+        is_long = self._long_watches.acquire(blocking=False)
         try:
-            with _statuses(context):
+            with _error_statuses(context):
                 active: Callable[[], bool] = context.is_active
                 for info in self._coordinator.watch(request.name, request.fingerprint, active):
                     yield pb.WatchDatasetResponse(dataset=info)
-                    if not stays:
+                    if not is_long:
                         return
         finally:
-            if stays:
-                self._stays.release()
+            if is_long:
+                self._long_watches.release()
 
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
     ) -> pb.ListDatasetsResponse:
         """One version of every dataset: the newest that has not failed."""
-        with _statuses(context):
+        with _error_statuses(context):
             return pb.ListDatasetsResponse(datasets=self._coordinator.datasets())
 
     def DeleteDataset(
         self, request: pb.DeleteDatasetRequest, context: grpc.ServicerContext
     ) -> pb.DeleteDatasetResponse:
         """Forgets a dataset."""
-        with _statuses(context):
+        with _error_statuses(context):
             self._coordinator.delete(request.name)
             return pb.DeleteDatasetResponse()
 
     def ListNodes(
         self, request: pb.ListNodesRequest, context: grpc.ServicerContext
     ) -> pb.ListNodesResponse:
-        """Every node heard of."""
-        with _statuses(context):
+        """Every known node."""
+        with _error_statuses(context):
             return pb.ListNodesResponse(nodes=self._coordinator.nodes())
 
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:
-        """What a node holds -> what it should hold."""
-        with _statuses(context):
+        """Takes a node's report, answers what it should hold."""
+        with _error_statuses(context):
             return self._coordinator.heartbeat(request)
 
 
-class _Running:
-    """Counts calls while they run. Thread-safe."""
+class _RunningCalls:
+    """Counts running calls. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -218,7 +217,7 @@ class _Running:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around each."""
+        """Counts one call."""
         with self._changed:
             self._count += 1
         try:
@@ -229,16 +228,16 @@ class _Running:
                 self._changed.notify_all()
 
     def have_ended(self, timeout_s: float) -> bool:
-        """Whether none runs, at the latest after so long."""
+        """Waits up to ``timeout_s``; returns whether no call runs."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._count, timeout_s)
 
 
-class _Apart:
-    """A handler whose calls run in threads of their own: grpc looks for the attribute.
+class _PooledHandler:
+    """A handler whose calls run in a given thread pool.
 
     Attributes:
-        experimental_thread_pool: these threads.
+        experimental_thread_pool: the pool; grpc looks for this attribute.
     """
 
     def __init__(self, handler: Callable[..., Any], threads: ThreadPoolExecutor) -> None:
@@ -250,8 +249,10 @@ class _Apart:
 
 
 @contextmanager
-def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) -> Iterator[None]:
-    """Turns the error tree into statuses; of what nobody foresaw shows no secret of the request."""
+def _error_statuses(
+    context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS
+) -> Iterator[None]:
+    """Turns errors into statuses; hides the secrets of the request in unexpected errors."""
     try:
         yield
     except CacheError as error:
@@ -268,7 +269,7 @@ def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) 
 
 def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
     status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    told = to_proto(error)
-    context.set_trailing_metadata(((ERROR_TRAILER, told.SerializeToString()),))
-    context.abort(status, told.message)
+    message = to_proto(error)
+    context.set_trailing_metadata(((ERROR_TRAILER, message.SerializeToString()),))
+    context.abort(status, message.message)
     raise AssertionError("abort raises")

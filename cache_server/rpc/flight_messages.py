@@ -1,11 +1,10 @@
-"""What makes a Flight message begin its body at a multiple of a word, where it is received.
+"""Aligns the body of a Flight message, so that its receiver need not copy it. Pure.
 
-gRPC hands a long message over in one piece of memory that begins at a multiple of 16 bytes. In it
-the body follows the header at once, wherever that ends; Arrow makes columns of it without a copy,
-but whoever computes with numbers at odd addresses has to copy them first. Application metadata
-stands between header and body, and nobody reads it here: so it is made as long as it takes.
+gRPC delivers a long message in memory that begins at a multiple of 16 bytes. The body follows the
+header directly, so its address can be odd, and computing with such numbers needs a copy.
+Application metadata lies between header and body and is not used here, so it serves as padding.
 
-The lengths are those of protobuf's encoding of ``FlightData`` in Flight.proto.
+The lengths follow protobuf's encoding of ``FlightData`` in Flight.proto.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ _SHORT_TAG, _BODY_TAG = 1, 2  # bytes of the tags of fields 2 and 3, and of fiel
 
 
 def header_size(batch: pa.RecordBatch) -> int:
-    """Bytes of the header of a message with such a batch, of which there is at least one row."""
+    """Bytes of the header of a message with such a batch, of at least one row."""
     return int(pa.ipc.read_message(batch.slice(0, 1).serialize()).metadata.size)
 
 
 def padding(header: int, body: int) -> bytes:
-    """Application metadata after which the body begins at a multiple of 16 bytes.
+    """Application metadata that aligns the body to 16 bytes.
 
     Args:
         header, body: their sizes.
@@ -36,5 +35,5 @@ def padding(header: int, body: int) -> bytes:
 
 
 def _length_size(length: int) -> int:
-    """Bytes that a length takes: seven bits in each."""
+    """Bytes of an encoded length: seven bits in each."""
     return max(1, -(-length.bit_length() // 7))

@@ -1,8 +1,8 @@
-"""The Flight verbs. Each parses, calls one function, encodes. The only importer of pyarrow.flight.
+"""The Flight verbs. Each parses, calls one function, encodes.
 
-Any Flight client can read a dataset through GetFlightInfo and DoGet and sees logical columns; the
-training path is DoExchange, which answers row ids with packed rows. Everything is checked before
-the first batch, because an error inside a running DoGet stream loses its code.
+Any Flight client can read logical columns through GetFlightInfo and DoGet. Training uses
+DoExchange, which answers row ids with packed rows. Every request is checked before its first batch,
+because an error inside a running DoGet stream loses its code.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _REQUEST_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
 class FlightService(flight.FlightServerBase):
-    """Serves from construction on, in gRPC's own threads.
+    """The Flight server of a node. Serves from construction, in threads of gRPC.
 
     Args:
         bind: host to listen on.
         port: 0 picks a free one; see ``.port``.
-        traffic: counts what is served and refused.
+        traffic: counts rows, bytes and errors.
     """
 
     def __init__(self, bind: str, port: int, traffic: Traffic) -> None:
@@ -61,7 +61,7 @@ class FlightService(flight.FlightServerBase):
         self._node: Node | None = None
 
     def attach(self, node: Node) -> None:
-        """Gives the service its node, which needs the port first; calls before that are refused."""
+        """Sets the node. Calls before that get a `NotReadyError`."""
         self._node = node
 
     # -- verbs -----------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class FlightService(flight.FlightServerBase):
     def list_flights(
         self, context: flight.ServerCallContext, criteria: bytes
     ) -> Iterator[flight.FlightInfo]:
-        """Every ready dataset; ``criteria`` may be the beginning of their names."""
+        """Every ready dataset; ``criteria`` is a prefix of their names."""
         with self._named_errors():
             prefix = criteria.decode("utf-8", "replace")
             infos = [
@@ -124,10 +124,10 @@ class FlightService(flight.FlightServerBase):
         reader: flight.MetadataRecordBatchReader,
         writer: flight.FlightMetadataWriter,
     ) -> None:
-        """Refused: a dataset is loaded from its source, so that it can be loaded again."""
+        """Refused: a cache must be able to load a dataset again, from its source."""
         with self._named_errors():
             raise RequestError(
-                "DoPut is not served: a cache loads a dataset from its source (CreateDataset)"
+                "DoPut is not supported: a cache loads a dataset from its source (CreateDataset)"
             )
 
     def do_exchange(
@@ -148,7 +148,7 @@ class FlightService(flight.FlightServerBase):
             header = 0
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
-                # Looked up for each request: shards come and go while a stream lives.
+                # Looked up for each request: the shards of a node change during a stream.
                 rows = node.rows(request.dataset, request.fingerprint)
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
@@ -158,7 +158,7 @@ class FlightService(flight.FlightServerBase):
                         header = header_size(batch)
                     num_bytes = batch.nbytes
                     writer.write_with_metadata(batch, padding(header, num_bytes))
-                    self._traffic.note(read, rows=batch.num_rows, num_bytes=num_bytes)
+                    self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The one action."""
@@ -180,21 +180,21 @@ class FlightService(flight.FlightServerBase):
         for batch in batches:
             yield batch
             rows = batch.num_rows if read.verb != "file" else 0
-            self._traffic.note(read, rows=rows, num_bytes=batch.nbytes)
+            self._traffic.count(read, rows=rows, num_bytes=batch.nbytes)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Turns the error tree into Flight errors that carry its codes, without a traceback."""
+        """Turns errors into Flight errors with a code and without a traceback."""
         try:
             yield
         except CacheError as error:
-            self._traffic.note_error(type(error).__name__)
+            self._traffic.count_error(type(error).__name__)
             raise _flight_error(error) from None
         except (flight.FlightError, pa.ArrowException, *error_text.NO_DEFECTS):
             raise
         except BaseException as error:
-            self._traffic.note_error("defect")
-            secrets = pb.Secrets()  # no verb of Flight has any
+            self._traffic.count_error("defect")
+            secrets = pb.Secrets()  # no Flight verb gets secrets
             logger.error("defect in a Flight verb\n%s", error_text.trace(error, secrets))
             reason = error_text.reason(error, secrets)
             raise _flight_error(CacheError(f"defect in the cache node: {reason}")) from None
@@ -209,7 +209,7 @@ class FlightService(flight.FlightServerBase):
     def _resolve(
         self, descriptor: flight.FlightDescriptor
     ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
-        """The dataset, columns and part (index, total) that a descriptor asks for."""
+        """The dataset, columns and part (index, total) of a descriptor."""
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
@@ -236,8 +236,8 @@ class FlightService(flight.FlightServerBase):
             return datasets[0]
         names = ", ".join(info.spec.name for info in datasets) or "none"
         raise RequestError(
-            f"a path of [index, total] needs exactly one dataset, there are: {names}; "
-            "ask for [dataset, index, total]"
+            f"a path of [index, total] needs exactly one dataset, got datasets: {names}; "
+            "use [dataset, index, total]"
         )
 
 
@@ -281,7 +281,7 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def _bad_row_ids(found: str) -> InvalidRowsError:
-    return InvalidRowsError(f"row ids come as one int64 column 'row' without nulls, got {found}")
+    return InvalidRowsError(f"row ids must be one int64 column 'row' without nulls, got {found}")
 
 
 def _layout(info: pb.DatasetInfo) -> Layout:
@@ -289,7 +289,7 @@ def _layout(info: pb.DatasetInfo) -> Layout:
 
 
 def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
-    """Some bytes of a file, as they are."""
+    """A batch with one chunk of a file."""
     offsets = pa.py_buffer(np.array([0, len(chunk)], np.int64))
     values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
     return pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
@@ -326,11 +326,11 @@ def _flight_info(
 def _endpoints(
     info: pb.DatasetInfo, columns: Sequence[str], start: int, stop: int, *, alone: bool
 ) -> Iterator[flight.FlightEndpoint]:
-    """One for each shard with some of the rows ``[start, stop)``.
+    """One endpoint for each shard with some of the rows ``[start, stop)``.
 
     Args:
-        alone: with one location. Who asks for a part reads every location of every endpoint, as the
-            ancestor's clients do; others choose between its nodes and their files.
+        alone: only one location each. Clients that request a part, as those of the Kubeflow data
+            cache, read every location of an endpoint. Others choose one of the nodes or files.
     """
     locations = {node.id: node.flight_location for node in info.nodes}
     directories = {
@@ -364,7 +364,7 @@ def _endpoints(
 
 
 def _total_bytes(info: pb.DatasetInfo, layout: Layout, num_rows: int) -> int:
-    """Of the shard files for the whole dataset, else of the values; -1 of columns that vary."""
+    """Bytes of the shard files, or of selected columns; -1 if their size varies."""
     if num_rows == info.num_rows and layout.logical.equals(_layout(info).logical):
         return info.num_bytes
     if num_rows and any(column.kind == "plain" for column in layout.columns):

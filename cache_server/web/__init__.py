@@ -1,1 +1,1 @@
-"""The HTTP port of a node: `service` answers, with what `page` and `metrics` make of a `Status`."""
+"""The HTTP port of a node: its status page, its metrics and its readiness."""

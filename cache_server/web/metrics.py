@@ -1,8 +1,7 @@
-"""A `Status` in the text formats of Prometheus.
+"""A `NodeStatus` in the text formats of Prometheus.
 
-Imported at the first scrape, since that takes a while.
-
-Names follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` of counters.
+Imported at the first scrape, because the import is slow. Names follow
+https://prometheus.io/docs/practices/naming/: base units, and ``_total`` for counters.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from cache_protocol.wire.dataset_states import STATE_NAMES
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 
 
-def exposition(status: Status, accept: str) -> tuple[bytes, str]:
-    """The body and the content type of an answer, in the format that an Accept header asks for."""
+def exposition(status: NodeStatus, accept: str) -> tuple[bytes, str]:
+    """Body and content type of an answer, in the format of the Accept header."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     registry.register(_StatusCollector(status))
@@ -28,7 +27,7 @@ def exposition(status: Status, accept: str) -> tuple[bytes, str]:
 
 
 class _StatusCollector(Collector):
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: NodeStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterable[Metric]:
@@ -37,26 +36,28 @@ class _StatusCollector(Collector):
             yield from _of_cache(self._status.cache)
 
 
-def _of_node(status: Status) -> Iterator[Metric]:
-    yield _gauge("ready", "1 while readiness probes are answered with yes.", float(status.ready))
+def _of_node(status: NodeStatus) -> Iterator[Metric]:
+    yield _gauge("ready", "1 while the node is ready.", float(status.ready))
     yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
-    what = "Bytes of the shard files that lie in huge pages, where random rows are found faster."
+    what = "Bytes of the shard files in huge pages, which make random reads faster."
     yield _gauge("huge_page_bytes", what, status.huge_page_bytes)
     if status.node.memory_limit_bytes:
         limit = status.node.memory_limit_bytes
-        yield _gauge("memory_limit_bytes", "Bytes that the shard files may take.", limit)
+        yield _gauge("memory_limit_bytes", "Limit of the bytes of the shard files.", limit)
     shards = GaugeMetricFamily(
         "data_cache_shards",
-        "Shards of a version on this node: sealed on disk, of these served, loading, failed.",
+        "Shards of a version on this node: sealed, served (also sealed), loading, failed.",
         labels=["dataset", "fingerprint", "state"],
     )
-    for held in status.held:
+    for version in status.versions:
         for state in ("sealed", "served", "loading", "failed"):
-            shards.add_metric([held.key.dataset, held.key.fingerprint, state], getattr(held, state))
+            shards.add_metric(
+                [version.key.dataset, version.key.fingerprint, state], getattr(version, state)
+            )
     yield shards
     rows = CounterMetricFamily(
         "data_cache_served_rows",
-        "Rows sent, by Flight verb. Trainers on the same machine read files instead.",
+        "Rows sent, by Flight verb. Trainers on the same machine read the files directly.",
         labels=["dataset", "verb"],
     )
     sent = CounterMetricFamily(
@@ -70,14 +71,14 @@ def _of_node(status: Status) -> Iterator[Metric]:
     yield rows
     yield sent
     errors = CounterMetricFamily(
-        "data_cache_errors", "Flight calls that ended in an error, by its name.", labels=["error"]
+        "data_cache_errors", "Failed Flight calls, by name of the error.", labels=["error"]
     )
     for name, times in status.counts.errors.items():
         errors.add_metric([name], times)
     yield errors
 
 
-def _of_cache(cache: Cache) -> Iterator[Metric]:
+def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     nodes = GaugeMetricFamily(
         "data_cache_nodes", "Nodes that belong to the cache.", labels=["state"]
     )
@@ -87,11 +88,13 @@ def _of_cache(cache: Cache) -> Iterator[Metric]:
     yield nodes
     state = GaugeMetricFamily(
         "data_cache_dataset_state",
-        "1 of the state that a dataset is in.",
+        "1 for the current state of a dataset.",
         labels=["dataset", "state"],
     )
     rows = GaugeMetricFamily(
-        "data_cache_dataset_rows", "Rows; while it loads, those loaded so far.", labels=["dataset"]
+        "data_cache_dataset_rows",
+        "Rows; during a load, the rows loaded so far.",
+        labels=["dataset"],
     )
     size = GaugeMetricFamily(
         "data_cache_dataset_bytes", "Bytes of the sealed shards, one replica.", labels=["dataset"]

@@ -1,4 +1,4 @@
-"""A `Status` as one page of HTML; every text in it is escaped."""
+"""A `NodeStatus` as one HTML page. Every string is escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from cache_protocol.cli.sizes import size
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.dataset_states import state_name
-from cache_server.node.status import Cache, Status
+from cache_server.node.status import CacheStatus, NodeStatus
 
 _REFRESH_S = 5
 _STYLE = """
@@ -23,16 +23,16 @@ div { overflow-x: auto }
   a { color: #8bf } .bad { color: #f77 }
 }
 """
-# Columns of words; the others hold numbers.
+# Columns of words; the other columns hold numbers.
 _WORDS = {"dataset", "fingerprint", "verb", "error", "id", "Flight", "state"}
 
 
-class _Bad(str):
+class _Alert(str):
     """Shown in red."""
 
 
-def page(status: Status) -> str:
-    """The page of one node; a coordinator's shows the whole cache before itself."""
+def page(status: NodeStatus) -> str:
+    """The page of one node. A coordinator's page begins with the whole cache."""
     node_id = escape(status.node.id)
     ready = "ready" if status.ready else '<span class="bad">not ready</span>'
     cache = _of_cache(status.cache) if status.cache is not None else []
@@ -47,11 +47,11 @@ def page(status: Status) -> str:
     )
 
 
-def _of_cache(cache: Cache) -> list[str]:
+def _of_cache(cache: CacheStatus) -> list[str]:
     datasets = [
         [
             info.spec.name,
-            _Bad(f"failed: {info.error.message}")
+            _Alert(f"failed: {info.error.message}")
             if info.state == pb.DATASET_STATE_FAILED
             else state_name(info.state),
             f"{info.num_rows or info.progress.rows_done:,}",
@@ -64,7 +64,7 @@ def _of_cache(cache: Cache) -> list[str]:
         [
             node.id,
             node.flight_location,
-            "alive" if node.alive else _Bad("lost"),
+            "alive" if node.alive else _Alert("lost"),
             f"{node.stored_shards:,}",
             _memory(node),
         ]
@@ -76,26 +76,26 @@ def _of_cache(cache: Cache) -> list[str]:
     ]
 
 
-def _of_node(status: Status) -> list[str]:
+def _of_node(status: NodeStatus) -> list[str]:
     node = status.node
     facts = [
         ("Flight", node.flight_location),
         ("control", node.control_location),
-        ("coordinator", status.coordinator or _Bad("not reached yet")),
+        ("coordinator", status.coordinator or _Alert("not reached yet")),
         ("directory", node.cache_dir),
         ("memory", _memory(node)),
     ]
-    held = [
+    versions = [
         [
             version.key.dataset,
             version.key.fingerprint,
             version.served,
             version.sealed,
             version.loading,
-            _Bad(version.failed) if version.failed else 0,
+            _Alert(version.failed) if version.failed else 0,
             size(version.num_bytes),
         ]
-        for version in status.held
+        for version in status.versions
     ]
     sent = [
         [read.dataset, read.verb, f"{served.rows:,}", size(served.num_bytes)]
@@ -106,9 +106,9 @@ def _of_node(status: Status) -> list[str]:
     return [
         "<h2>This node</h2>",
         _table([_cell(name, "th") + _cell(text) for name, text in facts]),
-        _section("Shards on this node", shards, held),
+        _section("Shards on this node", shards, versions),
         _section("Sent by this node", ["dataset", "verb", "rows", "size"], sent),
-        _section("Calls that it refused", ["error", "times"], errors),
+        _section("Failed calls", ["error", "count"], errors),
     ]
 
 
@@ -127,11 +127,11 @@ def _section(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]
 
 def _table(lines: Iterable[str]) -> str:
     rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div><table>{rows}</table></div>"  # which scrolls by itself where it is too wide
+    return f"<div><table>{rows}</table></div>"  # scrolls if it is too wide
 
 
 def _cell(value: object, tag: str = "td", *, number: bool = False) -> str:
-    kinds = ["number"] * number + ["bad"] * isinstance(value, _Bad)
+    kinds = ["number"] * number + ["bad"] * isinstance(value, _Alert)
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
     return f"<{tag}{kind}>{escape(str(value))}</{tag}>"
 

@@ -13,19 +13,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from cache_protocol.errors import ConfigError
-from cache_server.node.status import Status
+from cache_server.node.status import NodeStatus
 from cache_server.web.page import page
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 10.0  # that a caller may take for its request
-_POLL_S = 0.1  # the most that stopping takes
+_IDLE_S = 10.0  # time for a caller to send its request
+_POLL_S = 0.1  # longest time to stop
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 
 
 class WebService:
-    """Listens from construction, answers from `start` on, in a thread a call.
+    """Listens from construction, answers after `start`, with a thread for each call.
 
     Args:
         bind: host to listen on.
@@ -47,13 +47,13 @@ class WebService:
             target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True
         )
 
-    def start(self, status: Callable[[], Status], is_ready: Callable[[], bool]) -> None:
-        """Begins to answer, each call with the status of its moment, or for a probe with less."""
+    def start(self, status: Callable[[], NodeStatus], is_ready: Callable[[], bool]) -> None:
+        """Starts to answer calls with the current status, and probes with ``is_ready``."""
         self._server.status, self._server.is_ready = status, is_ready
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops listening; calls under way end by themselves."""
+        """Stops listening; running calls finish."""
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()
@@ -61,7 +61,7 @@ class WebService:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    status: Callable[[], Status]
+    status: Callable[[], NodeStatus]
     is_ready: Callable[[], bool]
 
     def __init__(self, host: str, port: int) -> None:
@@ -70,11 +70,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__((str(address[0]), port), _Handler)
 
     def server_bind(self) -> None:
-        # Not HTTPServer's, which asks the name service for the name of this machine.
+        # HTTPServer's method looks up the name of this machine, which can be slow.
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        # A caller that went away is not this node's failure.
+        # A caller that disconnects is no failure of this node.
         level = logging.DEBUG if isinstance(sys.exception(), OSError) else logging.ERROR
         logger.log(level, "HTTP call failed from=%s", client_address, exc_info=True)
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
             self._answer(code, b"ready\n" if ready else b"not ready\n", _TEXT)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"there are /, /metrics and /ready\n", _TEXT)
+            self._answer(HTTPStatus.NOT_FOUND, b"not found; paths: /, /metrics, /ready\n", _TEXT)
 
     do_HEAD = do_GET
 

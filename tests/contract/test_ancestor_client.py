@@ -86,4 +86,4 @@ def test_a_cache_without_a_dataset_says_that_there_is_none(alone: LocalCluster) 
 
     error = from_proto(pb.Error.FromString(bytes(caught.value.extra_info)))
     assert type(error) is RequestError
-    assert "there are: none" in str(error)
+    assert "got datasets: none" in str(error)

@@ -226,7 +226,7 @@ def test_a_refresh_with_fewer_replicas_drops_copies_and_the_dataset_stays_ready(
     load(stub, spec(dataset_name, source, replicas=2))
     wait_until(lambda: len(shard_files(cluster, dataset_name)) == 8, TIMEOUT_S, "two copies")
 
-    assert create(stub, spec(dataset_name, source)).spec.replicas == 2  # of somebody else
+    assert create(stub, spec(dataset_name, source)).spec.replicas == 2  # of another user
 
     create(stub, spec(dataset_name, source, replicas=1), refresh=True)
 
@@ -479,7 +479,7 @@ def stays(stub: CoordinatorStub, request: pb.WatchDatasetRequest) -> bool:
     return found
 
 
-def test_whoever_waits_long_for_a_plan_may_ask_often_whether_the_coordinator_lives(
+def test_a_caller_that_waits_long_for_a_plan_may_send_many_keepalive_pings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_service, "_MIN_PING_INTERVAL_MS", 10)

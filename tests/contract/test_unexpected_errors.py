@@ -1,4 +1,4 @@
-"""What a caller sees of a failure that nobody foresaw: its name, at once, and nothing hangs."""
+"""Unexpected errors: the caller sees their name at once, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Panic(BaseException):
 
 @pytest.fixture(params=[Panic, ZeroDivisionError])
 def broken(request: pytest.FixtureRequest) -> Any:
-    """A coordinator, and a node, whatever is asked of which goes wrong."""
+    """A coordinator and a node whose calls all fail."""
 
     def fail(*_: object, **__: object) -> NoReturn:
         raise request.param(f"by a defect, {ACCESS_KEY_ID} at {ADDRESS}/{quote(SECRET)}")

@@ -179,7 +179,7 @@ def test_sigterm_ends_a_node_in_time_though_the_source_of_a_plan_never_answers(
 
     assert code == 0
     assert len(failed) == 1
-    assert "plans do not end" in errors and "drained=False" in errors
+    assert "plans did not end in time" in errors and "drained=False" in errors
     assert "Traceback" not in errors and "Fatal" not in errors
 
 

@@ -78,7 +78,7 @@ def control(tmp_path) -> Iterator[ControlService]:
 def test_a_coordinator_whose_name_comes_late_is_found_soon_after(
     control: ControlService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator_link, "_CONNECT_ANEW_S", 0.2)
+    monkeypatch.setattr(coordinator_link, "_RECONNECT_S", 0.2)
     beat = pb.HeartbeatRequest(node=pb.Node(id="one"))
 
     def answered() -> bool:

@@ -230,7 +230,7 @@ def test_a_load_waits_for_a_lost_node_without_which_there_is_no_room(tmp_path: P
         with stopped(cluster.nodes[2]):
             client.load(wanted, wait=False)
             waits = wait_until(lambda: client.describe("table").waits, WAIT_S, "the load waits")
-            assert "a node that was lost may come back" in waits
+            assert "a lost node may be back" in waits
             assert f"memory limit of {limit} bytes" in waits
             assert client.describe("table").state == "loading"
 

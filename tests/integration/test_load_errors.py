@@ -299,7 +299,7 @@ def test_a_lake_table_whose_metadata_counts_its_rows_wrong_fails_the_load(
     text = commit.read_text()
     assert text.count('numRecords\\":5') == 1
     commit.write_text(text.replace('numRecords\\":5', 'numRecords\\":7'))
-    with pytest.raises(LoadError, match=r"came out with 5 rows, but the metadata .* says 7"):
+    with pytest.raises(LoadError, match=r"has 5 rows, but the metadata .* says 7"):
         client.load(DatasetSpec(dataset_name, str(tmp_path), format="delta"))
     unharmed(dataset_name)
 

@@ -240,14 +240,14 @@ def test_nodes_that_are_told_so_look_for_no_huge_pages() -> None:
 
 def test_nodes_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
-    wait = LocalNode.wait_until_it_listens
+    wait = LocalNode.wait_until_listening
 
     def wait_and_count(node: LocalNode) -> None:
         running.append(len(psutil.Process().children()))
         wait(node)
 
     before = len(psutil.Process().children())
-    monkeypatch.setattr(LocalNode, "wait_until_it_listens", wait_and_count)
+    monkeypatch.setattr(LocalNode, "wait_until_listening", wait_and_count)
     with LocalCluster(num_nodes=3) as cluster:
         assert running[0] >= before + 3
         assert len({node.control_location for node in cluster.nodes}) == 3

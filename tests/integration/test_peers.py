@@ -50,7 +50,7 @@ def peer(action: str) -> Iterator[str]:
 
 def test_a_peer_that_is_stopped_in_the_middle_of_a_file_is_noticed() -> None:
     with peer("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(600)") as location:
-        chunks = peer_files.shard_file(location, KEY, 3, quiet_s=0.5, answer_s=0.5)
+        chunks = peer_files.shard_file(location, KEY, 3, keepalive_s=0.5, keepalive_timeout_s=0.5)
         assert next(chunks).to_pybytes() == b"one"
         start = time.monotonic()
         with pytest.raises(NodeUnavailableError, match=f"node {location} did not give shard 3 of"):
@@ -63,11 +63,13 @@ def test_a_peer_that_does_not_say_a_word_is_noticed() -> None:
         location = f"grpc://127.0.0.1:{mute.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(NodeUnavailableError, match=f"node {location} did not give shard 3 of"):
-            next(peer_files.shard_file(location, KEY, 3, quiet_s=0.5, answer_s=0.5))
+            next(peer_files.shard_file(location, KEY, 3, keepalive_s=0.5, keepalive_timeout_s=0.5))
         assert time.monotonic() - start < SOON_S
 
 
 def test_a_slow_peer_is_waited_for() -> None:
     with peer("time.sleep(2)") as location:
-        chunks = peer_files.shard_file(location, KEY, 3, quiet_s=0.1, answer_s=SOON_S)
+        chunks = peer_files.shard_file(
+            location, KEY, 3, keepalive_s=0.1, keepalive_timeout_s=SOON_S
+        )
         assert [chunk.to_pybytes() for chunk in chunks] == [b"one", b"two"]

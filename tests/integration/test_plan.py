@@ -86,7 +86,7 @@ def test_the_bytes_of_a_load_are_foretold(
 def test_words_are_foretold_without_size_statistics_too(
     client: CacheClient, dataset_name: str, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cache_server.plan.version import plan_version
+    from cache_server.plan.pinned_version import plan_version
     from cache_server.tables import column_sizes
 
     monkeypatch.setattr(
@@ -94,7 +94,7 @@ def test_words_are_foretold_without_size_statistics_too(
     )
     spec = DatasetSpec(dataset_name, table, columns=["word", "note"])
 
-    plan = plan_version(spec).plan
+    plan = plan_version(spec).version
     info = client.load(spec)
 
     assert plan.shards is not None
@@ -375,7 +375,11 @@ def test_a_plan_loads_nothing_and_names_what_is_wrong(
 @pytest.mark.parametrize(
     ("sql", "way", "because"),
     [
-        ("SELECT whole FROM source WHERE flag", "split by split", "each row is handled by itself"),
+        (
+            "SELECT whole FROM source WHERE flag",
+            "split by split",
+            "each row is computed independently",
+        ),
         ("SELECT flag, count(*) AS n FROM source GROUP BY flag ORDER BY flag", "whole", "ORDER BY"),
         ("SELECT max(half) AS m FROM source", "whole", "an aggregate"),
     ],
@@ -485,7 +489,7 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
         assert fact in shown.stdout
     assert facts["num_rows"] == 1000 and facts["fits"] is True
     assert facts["schema"]["row"] == "int64"
-    assert "split by split" in way.stdout and "each row is handled by itself" in way.stdout
+    assert "split by split" in way.stdout and "each row is computed independently" in way.stdout
     bad = cachectl("plan", spec, *at, "--memory-limit", "lots")
     assert bad.returncode == EXIT_CONFIG and "'lots'" in bad.stderr
     long = cachectl("plan", spec, *at, "--memory-limit", "99999PiB")

@@ -18,7 +18,7 @@ import pytest
 from cache_protocol.errors import CacheError, LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
-from cache_server.plan.version import plan_version
+from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.packing import storage_schema
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.tables import postgres
@@ -690,7 +690,7 @@ def test_texts_that_a_query_makes_are_guessed(db: Database) -> None:
         )
     )
     planned.close()
-    assert planned.plan.max_rows == 300
+    assert planned.version.max_rows == 300
 
 
 def test_the_password_may_come_from_the_environment(

@@ -128,8 +128,8 @@ def end_if_it_is_time():
     os.kill(os.getpid(), signal.SIGKILL)
 
 nodes, listening = [], []
-really_begin, really_wait = LocalNode.begin, LocalNode.wait_until_it_listens
-LocalNode.begin, LocalNode.wait_until_it_listens = begin, wait
+really_begin, really_wait = LocalNode.begin, LocalNode.wait_until_listening
+LocalNode.begin, LocalNode.wait_until_listening = begin, wait
 LocalCluster(2)
 """
     done = subprocess.run(

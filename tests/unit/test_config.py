@@ -197,7 +197,7 @@ def test_without_a_limit_of_the_container_the_one_given_counts() -> None:
 def test_a_container_that_leaves_too_little_for_shards_is_refused(container: int) -> None:
     problem = problem_of(container_memory_limit_bytes=container, flight_port=-1)
 
-    assert "container_memory_limit_bytes leaves" in problem
+    assert "container_memory_limit_bytes must leave at least" in problem
     assert f"got {container}" in problem
     assert "flight_port" in problem
     assert config(container_memory_limit_bytes=GIB + 64 * 1024**2).shard_limit_bytes

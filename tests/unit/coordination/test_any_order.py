@@ -37,7 +37,7 @@ READY, FAILED = pb.DATASET_STATE_READY, pb.DATASET_STATE_FAILED
 
 names = st.sampled_from(["a", "b"])
 nodes = st.sampled_from(NODES)
-contents = st.sampled_from([None, ["row"]])  # each a version of its own
+contents = st.sampled_from([None, ["row"]])  # each makes another version
 shards = st.sets(st.sampled_from(sorted(ALL))) | st.just(ALL)
 
 
@@ -188,7 +188,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert f"{key.fingerprint} load {number};" in info.error.message
 
     @invariant()
-    def whoever_names_a_dataset_gets_its_newest_version_that_has_not_failed(self) -> None:
+    def a_name_finds_the_newest_version_that_has_not_failed(self) -> None:
         for name in {key.dataset for key in self.loads}:
             versions = [key for key in self.loads if key.dataset == name]
             good = [key for key in versions if self._state(key) != FAILED]
@@ -208,7 +208,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert set(shard.node_ids) <= alive
                 assert shard.node_ids or info.state != READY
                 for node_id in shard.node_ids if info.state == READY else ():
-                    (said,) = (s for s in self._said(node_id, key) if s.index == shard.index)
+                    (said,) = (s for s in self._last_report(node_id, key) if s.index == shard.index)
                     assert said.sealed and said.rows_fixed
                     assert said.row_start == shard.rows.start
 
@@ -216,7 +216,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         answer = self.coordinator.heartbeat(request)
-        self._is_what_it_would_be_drawn_anew(request, answer)
+        self._equals_a_fresh_answer(request, answer)
         self.said[request.node.id] = self.clock.now, request
         self.what_was_asked_for_is_there_until_it_is_dropped_or_replaced()
         assert not answer.kept  # the catalogue was never lost
@@ -226,17 +226,17 @@ class AnyOrder(RuleBasedStateMachine):
             assert number == self.loads[key], "two loads have the same attempt"
         return answer
 
-    def _is_what_it_would_be_drawn_anew(
+    def _equals_a_fresh_answer(
         self, request: pb.HeartbeatRequest, answer: pb.HeartbeatResponse
     ) -> None:
         """What the coordinator keeps between changes is never of before one."""
         kept = self.coordinator.datasets()
         with self.coordinator._changed:
-            self.coordinator._note_change()
+            self.coordinator._mark_changed()
         assert self.coordinator.datasets() == kept
         assert self.coordinator.heartbeat(request) == answer
 
-    def _said(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
+    def _last_report(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
         """The shards that a node reported last, of the latest load of a version."""
         for actual in self.said[node_id][1].datasets:
             if VersionKey(actual.dataset, actual.fingerprint) == key:

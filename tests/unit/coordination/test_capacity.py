@@ -9,7 +9,7 @@ import pytest
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.plan.version import plan_version
+from cache_server.plan.pinned_version import plan_version
 from tests.fake_nodes import FILES, TIMEOUT_S, Clock, FakeNode, settle, spec, state
 
 
@@ -42,7 +42,7 @@ def test_what_a_filter_keeps_is_not_known_so_it_is_not_refused_beforehand(
 def test_a_dataset_that_does_not_fit_while_a_node_is_lost_is_refused_with_its_name(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
-    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).version.shards)
     one, two = (FakeNode(coordinator, name, limit_bytes=size * 3 // 4) for name in ("one", "two"))
     settle(one, two)
     clock.now += TIMEOUT_S + 1
@@ -58,7 +58,7 @@ def test_a_dataset_that_does_not_fit_while_a_node_is_lost_is_refused_with_its_na
 def test_a_dataset_that_fits_on_two_nodes_but_not_with_two_replicas_is_refused(
     coordinator: Coordinator, source: Path
 ) -> None:
-    one_copy = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    one_copy = sum(shard.estimated_bytes for shard in plan_version(spec(source)).version.shards)
     for name in ("one", "two"):
         FakeNode(coordinator, name, limit_bytes=one_copy * 3 // 4).beat()
 
@@ -87,7 +87,7 @@ def test_more_replicas_of_a_dataset_that_is_there_are_refused_where_there_is_no_
 def test_a_load_under_way_takes_the_room_that_it_is_going_to_need(
     coordinator: Coordinator, source: Path
 ) -> None:
-    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).version.shards)
     node = FakeNode(coordinator, "one", limit_bytes=size * 3 // 2)
     node.beat()
     coordinator.create(spec(source))
@@ -102,7 +102,7 @@ def test_a_load_under_way_takes_the_room_that_it_is_going_to_need(
 def test_a_failed_dataset_makes_room_for_itself_when_it_is_loaded_again(
     coordinator: Coordinator, source: Path
 ) -> None:
-    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).version.shards)
     node = FakeNode(coordinator, "one", limit_bytes=size)
     node.shard_bytes = size // FILES
     settle(node)
@@ -122,7 +122,7 @@ def test_a_failed_dataset_makes_room_for_itself_when_it_is_loaded_again(
 def test_what_is_dropped_and_loaded_again_takes_room_once_while_its_nodes_know_neither(
     coordinator: Coordinator, source: Path
 ) -> None:
-    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).plan.shards)
+    size = sum(shard.estimated_bytes for shard in plan_version(spec(source)).version.shards)
     node = FakeNode(coordinator, "one", limit_bytes=2 * size)
     node.shard_bytes = size // FILES
     node.beat()

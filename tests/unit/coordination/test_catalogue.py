@@ -11,12 +11,12 @@ import pytest
 from cache_protocol.errors import ConfigError, LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
-from cache_server.plan.version import VersionPlan, plan_version
+from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from cache_server.shards.version_key import VersionKey
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> VersionPlan:
+def plan(tmp_path: Path) -> PinnedVersion:
     source = tmp_path / "source" / "ü.parquet"
     source.parent.mkdir()
     pq.write_table(
@@ -25,7 +25,7 @@ def plan(tmp_path: Path) -> VersionPlan:
         row_group_size=100,
     )
     spec = DatasetSpec("t.1", source, filter="a > 1", replicas=2, target_shard_bytes=4000)
-    return plan_version(spec).plan
+    return plan_version(spec).version
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def catalogue(tmp_path: Path) -> Catalogue:
     return Catalogue(tmp_path / "cache")
 
 
-def named(plan: VersionPlan, dataset: str, fingerprint: str = "f") -> VersionPlan:
+def named(plan: PinnedVersion, dataset: str, fingerprint: str = "f") -> PinnedVersion:
     spec = DatasetSpec(dataset, plan.spec.source)
     return replace(plan, spec=spec, key=VersionKey(dataset, fingerprint))
 
@@ -49,7 +49,7 @@ def test_an_unused_directory_holds_nothing(catalogue: Catalogue) -> None:
 
 
 def test_a_version_is_read_back_as_it_was_planned(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     assert len(plan.shards) > 1
 
@@ -57,20 +57,20 @@ def test_a_version_is_read_back_as_it_was_planned(
     entry = read_one(tmp_path / "cache")
 
     assert entry == CatalogueEntry(plan, 3, ())
-    assert entry.plan.logical.equals(plan.logical, check_metadata=True)
+    assert entry.pinned.logical.equals(plan.logical, check_metadata=True)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_whether_every_row_is_kept_is_read_back(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan, keeps: bool
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion, keeps: bool
 ) -> None:
     catalogue.write(replace(plan, keeps_every_row=keeps), 0, [])
 
-    assert read_one(tmp_path / "cache").plan.keeps_every_row is keeps
+    assert read_one(tmp_path / "cache").pinned.keeps_every_row is keeps
 
 
 def test_the_sealed_shards_are_read_back(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     sealed = tuple(SealedSummary(n, 2**40 + n, f"sum-{n}") for n in range(len(plan.shards)))
 
@@ -80,16 +80,16 @@ def test_the_sealed_shards_are_read_back(
 
 
 def test_unknown_row_counts_stay_unknown(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     text = tmp_path / "a.json"
     text.write_text('{"a": 1}\n' * 10)
-    counted, uncounted = plan, plan_version(DatasetSpec("u", text, target_shard_bytes=20)).plan
+    counted, uncounted = plan, plan_version(DatasetSpec("u", text, target_shard_bytes=20)).version
 
     catalogue.write(counted, 0, [])
     catalogue.write(uncounted, 0, [])
 
-    found = {entry.plan.key: entry.plan for entry in catalogue.read()}
+    found = {entry.pinned.key: entry.pinned for entry in catalogue.read()}
     assert [shard.max_rows for shard in found[counted.key].shards] == [
         shard.max_rows for shard in counted.shards
     ]
@@ -97,7 +97,7 @@ def test_unknown_row_counts_stay_unknown(
 
 
 def test_why_a_load_failed_is_read_back(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [], failure=LoadError("cannot read 'ü.parquet'"))
 
@@ -107,7 +107,7 @@ def test_why_a_load_failed_is_read_back(
 
 
 def test_writing_again_replaces_the_version(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [SealedSummary(1, 1, "x")])
 
@@ -117,7 +117,7 @@ def test_writing_again_replaces_the_version(
 
 
 def test_a_forgotten_version_is_gone_and_the_others_are_not(
-    catalogue: Catalogue, plan: VersionPlan
+    catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     other = named(plan, "other")
     catalogue.write(plan, 0, [])
@@ -126,11 +126,11 @@ def test_a_forgotten_version_is_gone_and_the_others_are_not(
     catalogue.forget(plan.key)
     catalogue.forget(VersionKey("never", "seen"))
 
-    assert [entry.plan.key for entry in catalogue.read()] == [other.key]
+    assert [entry.pinned.key for entry in catalogue.read()] == [other.key]
 
 
 def test_versions_come_in_the_order_they_were_last_written(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     order = ["b", "c", "a"]
     for age, name in enumerate(order):
@@ -138,28 +138,28 @@ def test_versions_come_in_the_order_they_were_last_written(
         path = tmp_path / "cache" / ".catalogue" / f"{name}@f.json"
         os.utime(path, ns=(0, 1_000_000 * age))
 
-    assert [entry.plan.key.dataset for entry in catalogue.read()] == order
+    assert [entry.pinned.key.dataset for entry in catalogue.read()] == order
 
 
-def test_names_that_look_alike_do_not_meet(catalogue: Catalogue, plan: VersionPlan) -> None:
+def test_names_that_look_alike_do_not_meet(catalogue: Catalogue, plan: PinnedVersion) -> None:
     plans = [named(plan, name) for name in ("t", "t.1", "t.1.json", "T", "t-1", "t" * 128)]
     plans.append(named(plan, "t", "f2"))
 
     for each in plans:
         catalogue.write(each, 0, [])
 
-    assert {entry.plan.key for entry in catalogue.read()} == {each.key for each in plans}
+    assert {entry.pinned.key for entry in catalogue.read()} == {each.key for each in plans}
 
 
 def test_a_write_that_a_crash_cut_short_changes_nothing(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [])
     catalogue.write_members(["a"])
     (tmp_path / "cache" / ".catalogue" / "t.1@g.tmp").write_text('{"spec": {"na')
     (tmp_path / "cache" / ".members.tmp").write_text('["a", "')
 
-    assert read_one(tmp_path / "cache").plan == plan
+    assert read_one(tmp_path / "cache").pinned == plan
     assert catalogue.read_members() == ["a"]
 
 
@@ -176,7 +176,7 @@ def test_a_write_that_a_crash_cut_short_changes_nothing(
     ],
 )
 def test_an_entry_that_cannot_be_read_is_named_with_the_reason(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan, content: bytes, reason: str
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion, content: bytes, reason: str
 ) -> None:
     catalogue.write(plan, 0, [])
     path = tmp_path / "cache" / ".catalogue" / "x@f.json"
@@ -189,7 +189,7 @@ def test_an_entry_that_cannot_be_read_is_named_with_the_reason(
 
 
 def test_an_entry_that_names_no_format_is_read(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [])
     (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
@@ -197,7 +197,7 @@ def test_an_entry_that_names_no_format_is_read(
     assert content.pop("format") == 2
     path.write_text(json.dumps(content))
 
-    assert read_one(tmp_path / "cache").plan == plan
+    assert read_one(tmp_path / "cache").pinned == plan
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'["a", "'])
@@ -212,7 +212,7 @@ def test_members_that_cannot_be_read_are_forgotten_and_the_log_says_so(
 
 
 def test_a_node_of_the_same_directory_sees_no_dataset_in_it(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [])
 
@@ -228,7 +228,7 @@ def test_members_are_kept_by_name(tmp_path: Path, catalogue: Catalogue) -> None:
 
 
 def test_the_files_are_json_for_people(
-    tmp_path: Path, catalogue: Catalogue, plan: VersionPlan
+    tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:
     catalogue.write(plan, 0, [])
 

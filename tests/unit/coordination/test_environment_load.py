@@ -34,7 +34,7 @@ def test_a_first_load_that_failed_while_a_node_was_away_is_done_again_when_it_is
         wait_until(lambda: bool(coordinator.datasets()), WAIT_S, "the load has begun")
         clock.now += TIMEOUT_S + 1
         one.beat(load=[])
-        wait_until(lambda: load._was_short, WAIT_S, "the node is missed")
+        wait_until(lambda: load._lacked_a_node, WAIT_S, "the node is missed")
         one.failing = failing("a shard does not fit")
         for _ in range(2):
             one.beat()

@@ -1,4 +1,4 @@
-"""Loads that fail: whom they take down, who is told why, and what mends them."""
+"""Loads that fail: what they affect, what users see, and what repairs them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_asking_for_a_failed_dataset_again_is_another_attempt_that_ignores_late_
     assert node.loads == 2 * FILES - 1  # the seven of the first attempt, and all of the second
 
 
-def test_a_dataset_that_failed_and_was_dropped_is_loaded_anew_whatever_late_reports_say(
+def test_a_dataset_that_failed_and_was_dropped_is_loaded_again_despite_late_reports(
     coordinator: Coordinator, source: Path
 ) -> None:
     node = FakeNode(coordinator, "one")
@@ -135,7 +135,7 @@ def test_late_reports_of_a_dropped_load_count_for_nothing_after_a_restart_either
     assert state(again) == "loading"
 
 
-def test_a_failed_version_that_a_newer_one_replaced_is_loaded_anew_whatever_late_reports_say(
+def test_a_failed_and_replaced_version_is_loaded_again_despite_late_reports(
     coordinator: Coordinator, source: Path
 ) -> None:
     node = FakeNode(coordinator, "one")
@@ -189,7 +189,7 @@ def test_rows_that_do_not_add_up_to_what_the_footers_say_fail_the_dataset(
     settle(node)
 
     assert state(coordinator) == "failed"
-    assert "came out with 39 rows" in coordinator.get("table").error.message
+    assert "it has 39 rows" in coordinator.get("table").error.message
     assert "40" in coordinator.get("table").error.message
 
 
@@ -205,8 +205,8 @@ def test_replicas_that_differ_in_rows_fail_the_dataset(
 
     assert state(coordinator) == "failed"
     message = coordinator.get("table").error.message
-    assert ("shard 3" in message and "1 rows" in message and "2 elsewhere" in message) or (
-        "2 rows" in message and "1 elsewhere" in message
+    assert ("shard 3" in message and "1 rows" in message and "2 on another node" in message) or (
+        "2 rows" in message and "1 on another node" in message
     )
 
 
@@ -256,7 +256,7 @@ def test_a_lost_shard_that_cannot_be_rebuilt_is_a_failure_until_its_node_comes_b
     assert two.loads == 0
 
 
-def test_asking_again_for_a_dataset_that_lost_a_shard_loads_it_anew(
+def test_a_new_request_for_a_dataset_that_lost_a_shard_loads_it_again(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
     one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")

@@ -1,4 +1,4 @@
-"""A coordinator that cannot write its catalogue, and goes on."""
+"""A coordinator that continues although it cannot write its catalogue."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_drop_that_cannot_be_kept_is_one_all_the_same(
     assert state(coordinator) == "loading"
 
 
-def test_whoever_attaches_while_nothing_can_be_written_changes_nothing(
+def test_attaching_while_nothing_can_be_written_changes_nothing(
     coordinator: Coordinator, source: Path, full_disk: list[str]
 ) -> None:
     nodes = [FakeNode(coordinator, name) for name in ("one", "two")]

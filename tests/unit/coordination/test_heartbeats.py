@@ -1,4 +1,4 @@
-"""What a heartbeat costs: a cache that only serves has nothing to decide anew."""
+"""The cost of heartbeats: without news, nothing is computed again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nodes(coordinator: Coordinator, source: Path) -> list[FakeNode]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """For which nodes it was gone through all shards, or for ``describe``."""
     calls: list[str] = []
-    desired, describe = Holdings._draw_desired, Holdings._draw_description
+    desired, describe = Holdings._build_desired, Holdings._build_description
 
     def noting_desired(self: Holdings, node_id: str) -> object:
         calls.append(node_id)
@@ -36,8 +36,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         calls.append("describe")
         return describe(self, lease_s)
 
-    monkeypatch.setattr(Holdings, "_draw_desired", noting_desired)
-    monkeypatch.setattr(Holdings, "_draw_description", noting_describe)
+    monkeypatch.setattr(Holdings, "_build_desired", noting_desired)
+    monkeypatch.setattr(Holdings, "_build_description", noting_describe)
     return calls
 
 
@@ -55,7 +55,7 @@ def test_reports_that_say_nothing_new_are_answered_as_before(
     assert drawn == []
 
 
-def test_what_one_node_says_anew_is_drawn_for_all(
+def test_news_of_one_node_are_computed_for_all(
     coordinator: Coordinator, nodes: list[FakeNode], drawn: list[str]
 ) -> None:
     (sealed,) = nodes[0].sealed.values()

@@ -39,51 +39,51 @@ def report(process: str, location: str = "grpc://node-0:50051") -> pb.HeartbeatR
 def test_a_node_that_was_lost_or_came_back_unsettles_the_cache_for_a_minute(
     membership: Membership, clock: Clock
 ) -> None:
-    membership.take_in(report("one"))
-    assert membership.is_settled()
+    membership.apply_heartbeat(report("one"))
+    assert membership.is_stable()
     clock.now += TIMEOUT_S + 1
-    assert not membership.is_settled()
+    assert not membership.is_stable()
     clock.now += 60
-    assert membership.is_settled()
+    assert membership.is_stable()
 
-    membership.take_in(report("two"))
+    membership.apply_heartbeat(report("two"))
     for _ in range(12):
-        assert not membership.is_settled()
+        assert not membership.is_stable()
         clock.now += TIMEOUT_S / 2
-        membership.take_in(report("two"))
+        membership.apply_heartbeat(report("two"))
     clock.now += 1
-    assert membership.is_settled()
+    assert membership.is_stable()
 
 
 def test_two_nodes_at_one_address_are_named_and_one_of_them_stays(membership: Membership) -> None:
-    membership.take_in(report("one"))
-    membership.take_in(report("two"))
+    membership.apply_heartbeat(report("one"))
+    membership.apply_heartbeat(report("two"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="two nodes are at grpc://node-0:50051") as caught:
-            membership.take_in(report("one"))
+            membership.apply_heartbeat(report("one"))
         assert "--advertise" in str(caught.value)
-        assert membership.take_in(report("two")).node.process == "two"
+        assert membership.apply_heartbeat(report("two")).node.process == "two"
 
 
 def test_two_nodes_of_one_directory_are_named_with_both_addresses(membership: Membership) -> None:
-    membership.take_in(report("one", "grpc://a:1"))
-    membership.take_in(report("two", "grpc://b:1"))
+    membership.apply_heartbeat(report("one", "grpc://a:1"))
+    membership.apply_heartbeat(report("two", "grpc://b:1"))
     with pytest.raises(ConfigError, match=r"grpc://a:1 and grpc://b:1 .* copy"):
-        membership.take_in(report("one", "grpc://a:1"))
+        membership.apply_heartbeat(report("one", "grpc://a:1"))
 
 
 def test_a_node_that_starts_again_at_its_address_is_the_same_node(membership: Membership) -> None:
     for process in ("one", "two", "three"):
         for _ in range(2):
-            assert membership.take_in(report(process)).node.process == process
+            assert membership.apply_heartbeat(report(process)).node.process == process
 
 
 def test_of_two_nodes_at_one_address_the_other_is_let_in_when_one_has_ended(
     membership: Membership, clock: Clock
 ) -> None:
-    membership.take_in(report("one"))
-    membership.take_in(report("two"))
+    membership.apply_heartbeat(report("one"))
+    membership.apply_heartbeat(report("two"))
     with pytest.raises(ConfigError):
-        membership.take_in(report("one"))
+        membership.apply_heartbeat(report("one"))
     clock.now += TIMEOUT_S
-    assert membership.take_in(report("one")).node.process == "one"
+    assert membership.apply_heartbeat(report("one")).node.process == "one"

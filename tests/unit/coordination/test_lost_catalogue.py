@@ -9,7 +9,7 @@ import pytest
 from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.plan.version import plan_version
+from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import (
     FILES,
@@ -76,7 +76,7 @@ def test_a_new_coordinator_that_restarts_is_not_older_for_it(
     assert [node.holds("table") for node in replaced] == [SHARDS, SHARDS]
 
 
-def test_what_nobody_asks_for_again_is_kept_only_while_it_is_read(
+def test_an_orphan_that_is_not_requested_again_is_kept_only_while_it_is_read(
     replaced: list[FakeNode], clock: Clock
 ) -> None:
     clock.now += LEASE_S + 1
@@ -149,7 +149,7 @@ def test_what_failed_under_the_lost_catalogue_does_not_fail_a_load_of_the_new_on
     assert state(one.coordinator) == "ready"
 
 
-def test_the_result_of_a_whole_query_is_found_again_whoever_reports_first(
+def test_the_result_of_a_whole_query_is_found_again_in_any_order_of_reports(
     tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
 ) -> None:
     query = spec(source, sql="SELECT row FROM source ORDER BY row")
@@ -167,7 +167,7 @@ def test_the_result_of_a_whole_query_is_found_again_whoever_reports_first(
         answer = to.heartbeat(request)
         return answer.datasets[0] if answer.datasets else pb.DesiredDataset()
 
-    key = plan_version(query).plan.key
+    key = plan_version(query).version.key
     for node_id in ("one", "two"):
         beat(coordinator, node_id, key)
     info = coordinator.create(query)
@@ -193,7 +193,7 @@ def test_what_is_kept_for_a_new_coordinator_takes_room(
     replaced: list[FakeNode], source: Path
 ) -> None:
     other = spec(source, name="other", replicas=2)
-    size = sum(shard.estimated_bytes for shard in plan_version(other).plan.shards)
+    size = sum(shard.estimated_bytes for shard in plan_version(other).version.shards)
     for node in replaced:
         node.limit_bytes = size
         node.beat()

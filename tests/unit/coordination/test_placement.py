@@ -1,210 +1,222 @@
-"""Which node is asked for which shard, and what it is told of it."""
+"""Which nodes hold which shards, and how many nodes are enough."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
+from collections import Counter
+from collections.abc import Sequence
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.coordination.coordinator import Coordinator
-from tests.fake_nodes import (
-    FILES,
-    SHARDS,
-    TIMEOUT_S,
-    Clock,
-    FakeNode,
-    homes,
-    settle,
-    spec,
-    state,
-    told,
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_server.coordination.placement import bytes_by_node, desired_shards, nodes_needed, place
+
+quick = settings(deadline=None, max_examples=100)
+
+clusters = st.integers(1, 9).map(lambda count: [f"node-{i}" for i in range(count)])
+fingerprints = st.text("0123456789abcdef", min_size=1, max_size=8)
+counts = st.integers(0, 40)
+replicas = st.integers(1, 5)
+
+
+def loads(placement: Sequence[Sequence[str]]) -> Counter[str]:
+    return Counter(node for homes in placement for node in homes)
+
+
+# -- shards -> nodes -----------------------------------------------------------------------------
+
+
+@quick
+@given(fingerprints, counts, clusters, replicas)
+def test_every_shard_gets_as_many_distinct_homes_as_there_can_be(
+    fingerprint: str, num_shards: int, nodes: list[str], wanted: int
+) -> None:
+    placement = place(fingerprint, num_shards, nodes, wanted)
+
+    assert len(placement) == num_shards
+    for homes in placement:
+        assert len(homes) == len(set(homes)) == min(wanted, len(nodes))
+        assert set(homes) <= set(nodes)
+
+
+@quick
+@given(fingerprints, counts, clusters, replicas, st.randoms())
+def test_placement_depends_on_the_names_only(
+    fingerprint: str, num_shards: int, nodes: list[str], wanted: int, random: object
+) -> None:
+    shuffled = [*nodes, nodes[0]]
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+
+    first = place(fingerprint, num_shards, nodes, wanted)
+
+    assert place(fingerprint, num_shards, iter(shuffled), wanted) == first
+    assert place(fingerprint, num_shards, nodes, wanted, alive=set(nodes)) == first
+
+
+@quick
+@given(fingerprints, counts, clusters, replicas)
+def test_no_node_gets_more_than_its_even_share(
+    fingerprint: str, num_shards: int, nodes: list[str], wanted: int
+) -> None:
+    placement = place(fingerprint, num_shards, nodes, wanted)
+
+    total = num_shards * min(wanted, len(nodes))
+    assert max(loads(placement).values(), default=0) <= -(-total // len(nodes))
+
+
+@quick
+@given(fingerprints, st.integers(1, 40), st.integers(2, 9), replicas, st.data())
+def test_a_lost_node_moves_its_own_shards_only(
+    fingerprint: str, num_shards: int, count: int, wanted: int, data: st.DataObject
+) -> None:
+    nodes = [f"node-{i}" for i in range(count)]
+    lost = data.draw(st.sampled_from(nodes))
+    alive = [node for node in nodes if node != lost]
+
+    before = place(fingerprint, num_shards, nodes, wanted)
+    after = place(fingerprint, num_shards, nodes, wanted, alive=alive)
+
+    for old, new in zip(before, after, strict=True):
+        kept = [node for node in old if node != lost]
+        assert list(new[: len(kept)]) == kept
+        assert lost not in new
+        assert len(new) == min(wanted, len(alive))
+        if lost not in old:
+            assert new == old
+
+
+def test_the_shards_of_a_lost_node_are_spread_over_the_others() -> None:
+    nodes = [f"node-{i}" for i in range(5)]
+    before = place("f", 500, nodes, 1)
+
+    after = place("f", 500, nodes, 1, alive=nodes[1:])
+
+    moved = Counter(new[0] for old, new in zip(before, after, strict=True) if old != new)
+    assert sum(moved.values()) == 100
+    assert min(moved.values()) >= 10
+    assert len(moved) == 4
+
+
+def test_two_datasets_lie_differently() -> None:
+    nodes = ["a", "b", "c"]
+
+    assert place("f", 30, nodes, 1) != place("g", 30, nodes, 1)
+
+
+def test_one_shard_of_many_datasets_is_spread_over_the_nodes() -> None:
+    homes = Counter(place(f"fingerprint-{i}", 1, ["a", "b", "c"], 1)[0][0] for i in range(300))
+
+    assert set(homes) == {"a", "b", "c"}
+    assert min(homes.values()) > 60
+
+
+def test_without_nodes_a_shard_has_no_home() -> None:
+    assert place("f", 2, [], 3) == ((), ())
+    assert place("f", 2, ["a", "b"], 1, alive=()) == ((), ())
+
+
+# -- what a node should hold ---------------------------------------------------------------------
+
+
+@quick
+@given(st.data())
+def test_no_shard_is_dropped_before_all_its_new_homes_hold_it(data: st.DataObject) -> None:
+    nodes = ["a", "b", "c", "d"]
+    num_shards = data.draw(st.integers(0, 6))
+    some = st.frozensets(st.sampled_from(nodes))
+    placement = [tuple(data.draw(some)) for _ in range(num_shards)]
+    holders = {shard: data.draw(some) for shard in range(num_shards)}
+
+    for node in nodes:
+        wanted = desired_shards(node, placement, holders)
+        for shard, homes in enumerate(placement):
+            moved = set(homes) <= holders[shard]
+            held = node in holders[shard]
+            assert (shard in wanted) == (node in homes or (held and not moved))
+
+
+def test_a_move_passes_through_both_nodes() -> None:
+    placement = [("new",)]
+
+    assert desired_shards("old", placement, {0: {"old"}}) == {0}
+    assert desired_shards("new", placement, {0: {"old"}}) == {0}
+    assert desired_shards("old", placement, {0: {"old", "new"}}) == frozenset()
+    assert desired_shards("new", placement, {0: {"old", "new"}}) == {0}
+
+
+def test_a_shard_that_no_node_holds_is_loaded_only_by_its_homes() -> None:
+    placement = [("a", "b"), ("b",)]
+
+    assert desired_shards("a", placement, {}) == {0}
+    assert desired_shards("b", placement, {}) == {0, 1}
+    assert desired_shards("c", placement, {}) == frozenset()
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@quick
+@given(fingerprints, counts, clusters, replicas, st.integers(1, 99))
+def test_the_bytes_of_all_nodes_are_those_of_all_replicas(
+    fingerprint: str, num_shards: int, nodes: list[str], wanted: int, size: int
+) -> None:
+    placement = place(fingerprint, num_shards, nodes, wanted)
+    sizes = [size + shard for shard in range(num_shards)]
+
+    totals = bytes_by_node(placement, sizes)
+
+    assert sum(totals.values()) == sum(sizes) * min(wanted, len(nodes))
+    assert set(totals) == set(loads(placement))
+
+
+def test_a_node_counts_each_of_its_shards_once() -> None:
+    assert bytes_by_node([("a", "b"), ("b",), ()], [5, 7, 100]) == {"a": 5, "b": 12}
+
+
+# -- nodes needed ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 100), min_size=1, max_size=12),
+    replicas=st.integers(1, 4),
+    limit=st.integers(1, 400),
 )
+def test_the_needed_nodes_hold_every_replica(sizes: list[int], replicas: int, limit: int) -> None:
+    needed = nodes_needed(sizes, replicas, limit)
+
+    if max(sizes) > limit:
+        assert needed == 0
+        return
+    assert replicas <= needed <= len(sizes) * replicas
+    names = [f"node-{index}" for index in range(needed)]
+    placement = place("fingerprint", len(sizes), names, replicas)
+    assert max(bytes_by_node(placement, sizes).values()) <= limit
 
 
-def test_each_shard_is_asked_of_one_node_in_the_answers_to_heartbeats(
-    coordinator: Coordinator, source: Path
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "limit", "needed"),
+    [
+        ([10] * 10, 1, 100, 1),
+        ([10] * 10, 1, 99, 2),
+        ([10] * 10, 2, 50, 4),
+        ([10] * 10, 3, 10**9, 3),
+        ([10] * 10, 1, 10, 10),
+        ([10] * 10, 1, 9, 0),
+        ([10] * 10, 2, 0, 2),
+        ([], 1, 5, 1),
+    ],
+)
+def test_shards_of_one_size_need_as_many_nodes_as_hold_an_even_share(
+    sizes: list[int], replicas: int, limit: int, needed: int
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    one.beat()
-    two.beat()
-    coordinator.create(spec(source))
-
-    first, second = one.beat(load=[])["table"], two.beat(load=[])["table"]
-
-    assert first | second == SHARDS
-    assert not first & second
-    assert len(first) == len(second) == FILES // 2
+    assert nodes_needed(sizes, replicas, limit) == needed
 
 
-def test_a_dataset_that_is_created_before_any_node_joins_is_placed_when_one_does(
-    coordinator: Coordinator, source: Path
-) -> None:
-    info = coordinator.create(spec(source))
-    assert info.state == pb.DATASET_STATE_LOADING
-    assert homes(coordinator) == [[]] * FILES
-    node = FakeNode(coordinator, "one")
+def test_the_nodes_of_many_shards_are_known_at_once() -> None:
+    many = [64 * 1024**2] * 20_000
+    begun = time.monotonic()
 
-    settle(node)
-
-    assert state(coordinator) == "ready"
-
-
-def test_a_shard_stays_on_its_old_node_until_its_new_home_serves_it(
-    coordinator: Coordinator, source: Path
-) -> None:
-    old = FakeNode(coordinator, "old")
-    old.beat()
-    coordinator.create(spec(source))
-    settle(old)
-    assert old.holds("table") == SHARDS
-    new = FakeNode(coordinator, "new")
-
-    moved = new.beat(load=[])["table"]
-    assert moved and moved < SHARDS
-    assert old.beat()["table"] == SHARDS  # nothing is there yet
-    new.beat()  # loads them
-    assert old.beat()["table"] == SHARDS  # there, but not reported
-    new.beat()  # reports them sealed, with their row ids: they were fixed before
-    assert old.beat()["table"] == SHARDS - moved
-    settle(old, new)
-
-    assert old.holds("table") == SHARDS - moved
-    assert new.holds("table") == moved
-    assert state(coordinator) == "ready"
-
-
-def test_what_moved_from_a_lost_node_gives_its_room_back_before_the_load_is_ready(
-    coordinator: Coordinator, source: Path, clock: Clock
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    share = two.beat(load=[])["table"]
-    (last, *_) = SHARDS - share
-    clock.now += TIMEOUT_S + 1
-    for _ in range(3):
-        one.beat(load=SHARDS - {last})  # for which there is no room beside the share of the other
-    assert one.holds("table") == SHARDS - {last}
-
-    for _ in range(2):
-        two.beat()
-        one.beat(load=[])
-
-    assert two.holds("table") == share
-    assert one.holds("table") == SHARDS - share - {last}
-    settle(one, two)
-    assert state(coordinator) == "ready"
-
-
-def test_a_dataset_that_is_dropped_and_loaded_again_before_any_node_reports_is_loaded(
-    coordinator: Coordinator, source: Path
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
-
-    coordinator.delete("table")
-    coordinator.create(spec(source, replicas=2))
-    two.beat()  # while the coordinator knows only what the nodes held before
-    settle(one, two)
-
-    assert state(coordinator) == "ready"
-    assert one.holds("table") == two.holds("table") == SHARDS
-
-
-# -- replicas --------------------------------------------------------------------------------------
-
-
-def test_replicas_are_asked_of_as_many_nodes_and_of_all_when_there_are_fewer(
-    coordinator: Coordinator, source: Path
-) -> None:
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two", "three")]
-    settle(*nodes)
-    coordinator.create(spec(source, replicas=2))
-    coordinator.create(spec(source, name="more", replicas=9))
-
-    asked = [node.beat(load=[]) for node in nodes]
-
-    assert sorted(i for wanted in asked for i in wanted["table"]) == sorted([*SHARDS] * 2)
-    assert [wanted["more"] for wanted in asked] == [SHARDS] * 3
-
-
-def test_a_replica_is_copied_from_where_it_is_and_the_source_is_read_once(
-    coordinator: Coordinator, source: Path
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source, replicas=2))
-
-    told = [coordinator.heartbeat(node.report()).datasets[0] for node in (one, two)]
-    read = [{shard.index for shard in desired.shards if shard.splits} for desired in told]
-    assert read[0] | read[1] == SHARDS and not read[0] & read[1]
-    one.beat()
-    one.beat()
-    (desired,) = coordinator.heartbeat(two.report()).datasets
-    copies = {shard.index: list(shard.copy_from) for shard in desired.shards if shard.copy_from}
-
-    assert copies == {index: ["grpc://one:1"] for index in read[0]}
-    settle(one, two)
-    assert one.holds("table") == two.holds("table") == SHARDS
-
-
-def test_whoever_asks_for_fewer_replicas_of_a_dataset_takes_none_away(
-    coordinator: Coordinator, source: Path
-) -> None:
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
-    settle(*nodes)
-    coordinator.create(spec(source, replicas=2))
-    settle(*nodes)
-
-    info = coordinator.create(spec(source))
-    settle(*nodes)
-
-    assert info.spec.replicas == 2
-    assert [node.holds("table") for node in nodes] == [SHARDS, SHARDS]
-
-
-# -- what is told with a heartbeat -----------------------------------------------------------------
-
-
-def test_a_shard_that_a_node_is_loading_is_not_explained_again(
-    coordinator: Coordinator, source: Path
-) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    node.beat(load=[])
-    report = node.report()
-    actual = report.datasets.add(
-        dataset="table", fingerprint=coordinator.get("table").fingerprint, attempt=0
-    )
-    actual.shards.add(index=2, rows_loaded=1)
-
-    assert all(shard.splits for shard in told(coordinator, node).shards)
-    (desired,) = coordinator.heartbeat(report).datasets
-
-    assert [shard.index for shard in desired.shards if not shard.splits] == [2]
-    assert {shard.index for shard in desired.shards} == SHARDS
-
-
-def test_the_files_of_a_small_table_are_told_only_to_nodes_that_are_to_read_them(
-    coordinator: Coordinator, source: Path
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    joined = DatasetSpec(
-        "table",
-        sources={"big": str(source), "small": str(source / "part-000.parquet")},
-        sql="SELECT b.row FROM big b JOIN small s ON b.label = s.label",
-        allow_unordered=True,
-        target_shard_bytes=1,
-    )
-    coordinator.create(joined)
-
-    before = told(coordinator, one)
-    settle(one, two)
-    after = told(coordinator, one)
-
-    assert any(table.splits for table in before.plan.tables)
-    assert not any(table.splits for table in after.plan.tables)
-    assert [table.name for table in after.plan.tables] == [t.name for t in before.plan.tables]
+    assert nodes_needed(many, 2, 64 * 1024**2 + 1) == 40_000
+    assert time.monotonic() - begun < 5

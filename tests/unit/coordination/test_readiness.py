@@ -47,12 +47,12 @@ def test_a_dataset_is_ready_only_when_live_nodes_report_every_shard_with_its_row
     two.beat()  # both have loaded, neither has said so
     assert state(coordinator) == "loading"
     one.beat()
-    two.beat()  # both have said so: the ids are fixed, and told to the second
+    two.beat()  # both have reported: the ids are fixed, and the second node gets them
     assert state(coordinator) == "loading"
     two.beat()
     assert state(coordinator) == "loading"
     one.beat()
-    assert state(coordinator) == "loading"  # told, but does not serve them yet
+    assert state(coordinator) == "loading"  # it has the ids, but does not serve them yet
     one.beat()
 
     assert state(coordinator) == "ready"
@@ -130,13 +130,13 @@ def test_a_change_between_two_looks_is_told_at_once(
     monkeypatch.setattr(coordinator_module, "_WATCH_S", 60.0)
     watch = coordinator.watch("table", info.fingerprint, lambda: True)
     next(watch)
-    settle(node)  # while whoever watches is busy with what it was told
+    settle(node)  # while the watcher is busy
     began = time.monotonic()
     assert next(watch).state == pb.DATASET_STATE_READY
     assert time.monotonic() - began < 30.0
 
 
-def test_watching_ends_when_nobody_watches_any_more(coordinator: Coordinator, source: Path) -> None:
+def test_a_watch_ends_with_its_caller(coordinator: Coordinator, source: Path) -> None:
     coordinator.create(spec(source))
     watching = [True]
     watch = coordinator.watch("table", "", lambda: watching[0])

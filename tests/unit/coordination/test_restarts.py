@@ -1,4 +1,4 @@
-"""What a coordinator that starts again with its catalogue still knows, and what goes on."""
+"""A coordinator that restarts with its catalogue."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_deleted_dataset_stays_deleted_after_a_restart(
     assert node.restart(again).beat() == {}
 
 
-def test_what_was_dropped_before_a_restart_is_not_kept_for_whoever_reads_it(
+def test_a_version_dropped_before_a_restart_is_not_kept_for_its_readers(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
     node = FakeNode(coordinator, "one")
@@ -210,7 +210,7 @@ def test_a_whole_query_of_a_second_attempt_is_not_run_again_by_a_node_that_resta
     told = beat(attempt=1, num_shards=1, shards=[pb.ActualShard(**shard, rows_fixed=True)])
     assert not told.run_whole and state(coordinator) == "ready"
 
-    restarted = beat(shards=[pb.ActualShard(**shard)])  # it has its file, and was told nothing yet
+    restarted = beat(shards=[pb.ActualShard(**shard)])  # it has its file, and no answer yet
 
     assert not restarted.run_whole
 

@@ -13,7 +13,7 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination import coordinator as coordinator_module
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.plan.version import PlannedVersion, plan_version
+from cache_server.plan.pinned_version import OpenPlan, plan_version
 from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import FILES, Clock, FakeNode, make_coordinator, settle, spec, state, told
 
@@ -116,7 +116,7 @@ def test_another_spec_or_a_load_that_never_came_to_its_end_is_nothing_to_attach_
 # -- secrets ---------------------------------------------------------------------------------------
 
 
-def test_whoever_attaches_without_secrets_takes_none_away(
+def test_a_spec_without_secrets_keeps_the_stored_ones(
     coordinator: Coordinator, source: Path
 ) -> None:
     node = FakeNode(coordinator, "one")
@@ -193,7 +193,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables whose pins were let go."""
     names: list[str] = []
 
-    def plan_with_counted_pins(wanted: DatasetSpec) -> PlannedVersion:
+    def plan_with_counted_pins(wanted: DatasetSpec) -> OpenPlan:
         planned = plan_version(wanted)
         pins = {
             name: replace(pin, close=lambda: names.append(wanted.name))

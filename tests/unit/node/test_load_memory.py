@@ -14,10 +14,11 @@ import pytest
 from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.desired import DesiredShard
+from cache_server.node.heartbeat_messages import decode_plan
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job
-from cache_server.plan.version import VersionPlan, plan_version
-from cache_server.source.pinned import Split
+from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from tests.waiting import wait_until
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -25,9 +26,9 @@ WAIT_S = 20.0
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> VersionPlan:
+def plan(tmp_path: Path) -> PinnedVersion:
     pq.write_table(pa.table({"x": range(100)}), tmp_path / "a.parquet")
-    return plan_version(DatasetSpec("t", tmp_path / "a.parquet")).plan
+    return plan_version(DatasetSpec("t", tmp_path / "a.parquet")).version
 
 
 @pytest.fixture
@@ -45,16 +46,14 @@ def memory() -> Iterator[LoadMemory]:
 
 
 class Load:
-    """One load in a thread; it reads until it is told to end."""
+    """One load in a thread; it reads until `end` is set."""
 
     def __init__(
-        self, memory: LoadMemory, threads: ThreadPoolExecutor, plan: VersionPlan, group_bytes: int
+        self, memory: LoadMemory, threads: ThreadPoolExecutor, plan: PinnedVersion, group_bytes: int
     ) -> None:
         self.begun, self.end = threading.Event(), threading.Event()
-        self.job = Job(plan.key, plan.to_load_plan(1), pb.Secrets(), 0)
-        self.future: Future[int] = threads.submit(
-            memory.run, self.job, [split_of(plan, group_bytes)], self._read
-        )
+        self.job = job_of(plan, group_bytes)
+        self.future: Future[int] = threads.submit(memory.run, self.job, self._read)
 
     def _read(self) -> int:
         self.begun.set()
@@ -67,14 +66,16 @@ class Load:
         return self.future.result(WAIT_S)
 
 
-def split_of(plan: VersionPlan, group_bytes: int) -> Split:
+def job_of(plan: PinnedVersion, group_bytes: int) -> Job:
     assert plan.shards is not None
-    return replace(plan.shards[0].splits[0], group_bytes=group_bytes)
+    split = replace(plan.shards[0].splits[0], group_bytes=group_bytes)
+    load_plan = decode_plan(plan.to_load_plan(1), pb.Secrets())
+    return Job(load_plan, DesiredShard(0, splits=(split,)))
 
 
 @pytest.fixture
 def start(
-    memory: LoadMemory, threads: ThreadPoolExecutor, plan: VersionPlan
+    memory: LoadMemory, threads: ThreadPoolExecutor, plan: PinnedVersion
 ) -> Iterator[Callable[[int], Load]]:
     loads: list[Load] = []
 
@@ -143,14 +144,13 @@ def test_a_load_that_is_not_wanted_any_more_stops_waiting(
     third.finish()
 
 
-def test_memory_is_given_back_by_a_load_that_fails(memory: LoadMemory, plan: VersionPlan) -> None:
+def test_memory_is_given_back_by_a_load_that_fails(memory: LoadMemory, plan: PinnedVersion) -> None:
     def fail() -> None:
         raise LoadError("no such column")
 
     for _ in range(2):
-        job = Job(plan.key, plan.to_load_plan(1), pb.Secrets(), 0)
         with pytest.raises(LoadError, match="no such column"):
-            memory.run(job, [split_of(plan, 140 * MIB)], fail)
+            memory.run(job_of(plan, 140 * MIB), fail)
 
 
 def test_a_row_group_that_would_end_the_process_is_refused_by_name(
@@ -164,7 +164,7 @@ def test_a_row_group_that_would_end_the_process_is_refused_by_name(
 
 
 def test_a_large_row_group_is_read_where_the_shards_leave_the_room(
-    threads: ThreadPoolExecutor, plan: VersionPlan
+    threads: ThreadPoolExecutor, plan: PinnedVersion
 ) -> None:
     memory = LoadMemory(4 * GIB, lambda: GIB)
 
@@ -174,14 +174,13 @@ def test_a_large_row_group_is_read_where_the_shards_leave_the_room(
 
 
 def test_loads_of_a_node_without_a_limit_never_wait(
-    threads: ThreadPoolExecutor, plan: VersionPlan
+    threads: ThreadPoolExecutor, plan: PinnedVersion
 ) -> None:
     memory = LoadMemory(None, lambda: 0)
     together = threading.Barrier(8)
-    split = split_of(plan, 100 * GIB)
-    jobs = [Job(plan.key, plan.to_load_plan(1), pb.Secrets(), index) for index in range(8)]
+    jobs = [job_of(plan, 100 * GIB) for _ in range(8)]
     wait = partial(together.wait, WAIT_S)
 
-    list(threads.map(lambda job: memory.run(job, [split], wait), jobs))
+    list(threads.map(lambda job: memory.run(job, wait), jobs))
 
     memory.close()

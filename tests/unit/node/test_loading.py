@@ -11,15 +11,17 @@ from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.node.loading import CancelledError, Job, WholeTables, memory_bytes
-from cache_server.plan.version import VersionPlan, plan_version
+from cache_server.node.desired import DesiredShard
+from cache_server.node.heartbeat_messages import decode_plan
+from cache_server.node.loading import CancelledError, Job, SpooledTables, memory_bytes
+from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from tests.waiting import files_below
 
 SQL = 'SELECT * FROM "table" JOIN b USING (id) ORDER BY id'
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> VersionPlan:
+def plan(tmp_path: Path) -> PinnedVersion:
     """Of a whole query over two tables of two files each."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -28,23 +30,23 @@ def plan(tmp_path: Path) -> VersionPlan:
             table = pa.table({"id": ids, f"of {name}": ids})
             pq.write_table(table, tmp_path / name / f"{part}.parquet")
     sources = {"table": str(tmp_path / "a"), "b": str(tmp_path / "b")}
-    return plan_version(DatasetSpec("t", sources=sources, sql=SQL)).plan
+    return plan_version(DatasetSpec("t", sources=sources, sql=SQL)).version
 
 
 @pytest.fixture
-def job(plan: VersionPlan) -> Job:
-    return Job(plan.key, plan.to_load_plan(1), pb.Secrets(), None)
+def job(plan: PinnedVersion) -> Job:
+    return Job(decode_plan(plan.to_load_plan(1), pb.Secrets()))
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Iterator[WholeTables]:
-    tables = WholeTables(tmp_path / "scratch")
+def whole(tmp_path: Path) -> Iterator[SpooledTables]:
+    tables = SpooledTables(tmp_path / "scratch")
     yield tables
     tables.close()
 
 
 def test_each_table_is_one_arrow_file_until_they_are_closed(
-    job: Job, plan: VersionPlan, whole: WholeTables, tmp_path: Path
+    job: Job, plan: PinnedVersion, whole: SpooledTables, tmp_path: Path
 ) -> None:
     paths = whole.paths(job, list(plan.tables))
 
@@ -58,7 +60,7 @@ def test_each_table_is_one_arrow_file_until_they_are_closed(
     assert all(path.exists() for path in paths.values())
 
 
-def test_closing_what_wrote_nothing_touches_nothing(whole: WholeTables, tmp_path: Path) -> None:
+def test_closing_what_wrote_nothing_touches_nothing(whole: SpooledTables, tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     (tmp_path / "scratch" / "of another").touch()
 
@@ -68,7 +70,7 @@ def test_closing_what_wrote_nothing_touches_nothing(whole: WholeTables, tmp_path
 
 
 def test_a_table_of_which_a_file_cannot_be_read_leaves_no_part_of_itself(
-    job: Job, plan: VersionPlan, whole: WholeTables, tmp_path: Path
+    job: Job, plan: PinnedVersion, whole: SpooledTables, tmp_path: Path
 ) -> None:
     with (tmp_path / "b" / "1.parquet").open("ab") as changed:
         changed.write(b" ")
@@ -80,7 +82,7 @@ def test_a_table_of_which_a_file_cannot_be_read_leaves_no_part_of_itself(
 
 
 class SetAtTheSecondLook(threading.Event):
-    """Nobody wants the load any more, once one batch was read."""
+    """Cancels the load after one batch."""
 
     def is_set(self) -> bool:
         was_set = super().is_set()
@@ -89,7 +91,7 @@ class SetAtTheSecondLook(threading.Event):
 
 
 def test_a_load_that_is_not_wanted_any_more_leaves_no_part_of_a_file(
-    job: Job, plan: VersionPlan, whole: WholeTables, tmp_path: Path
+    job: Job, plan: PinnedVersion, whole: SpooledTables, tmp_path: Path
 ) -> None:
     job.cancelled = SetAtTheSecondLook()
 
@@ -105,10 +107,10 @@ def test_a_load_that_is_not_wanted_any_more_leaves_no_part_of_a_file(
 
 
 def needed(*source: Path | str, **options: Any) -> int:
-    planned = plan_version(DatasetSpec("t", source, **options)).plan
-    load = Job(planned.key, planned.to_load_plan(1), pb.Secrets(), 0)
-    assert planned.shards is not None
-    return memory_bytes(load, planned.shards[0].splits)
+    pinned = plan_version(DatasetSpec("t", source, **options)).version
+    plan = decode_plan(pinned.to_load_plan(1), pb.Secrets())
+    assert pinned.shards is not None
+    return memory_bytes(Job(plan, DesiredShard(0, splits=pinned.shards[0].splits)))
 
 
 def test_a_load_holds_the_rows_that_it_cannot_write_to_their_place_at_once(tmp_path: Path) -> None:
@@ -127,9 +129,9 @@ def test_a_load_holds_the_rows_that_it_cannot_write_to_their_place_at_once(tmp_p
 
 
 def test_a_whole_query_needs_what_the_largest_row_group_of_its_tables_does(
-    job: Job, plan: VersionPlan
+    job: Job, plan: PinnedVersion
 ) -> None:
     largest = max(split.group_bytes for table in plan.tables for split in table.splits)
 
     assert largest > 0
-    assert memory_bytes(job, ()) == load_bytes(largest)
+    assert memory_bytes(job) == load_bytes(largest)

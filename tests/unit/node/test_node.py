@@ -1,4 +1,4 @@
-"""A node with a real store and a real coordinator in this process, and loads that wait for us."""
+"""A node with a real store and coordinator in this process, and loads that wait for the test."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.membership import Membership
-from cache_server.node import loading
+from cache_server.node import loading, version_state
 from cache_server.node import node as node_module
-from cache_server.node import serving as serving_module
+from cache_server.node.desired import DesiredShard
 from cache_server.node.node import Node
+from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable
@@ -220,6 +221,39 @@ def test_unknown_datasets_and_other_versions_are_told_apart(harness: Harness, so
         harness.node.rows("table", "f00d")
 
 
+def test_rows_are_gathered_while_the_files_of_another_dataset_are_removed(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    drop_version = harness.store.drop_version
+
+    def slow(key: VersionKey) -> None:
+        begun.set()
+        assert ended.wait(WAIT_S)
+        drop_version(key)
+
+    monkeypatch.setattr(harness.store, "drop_version", slow)
+    harness.node.start()
+    harness.coordinator.create(spec(source, "table"))
+    harness.coordinator.create(spec(source, "other"))
+    info = harness.wait(pb.DATASET_STATE_READY)
+    gone = harness.wait(pb.DATASET_STATE_READY, "other")
+
+    harness.coordinator.delete("other")
+    assert begun.wait(WAIT_S)
+
+    gathered: list[list[int]] = []
+    gather = threading.Thread(target=lambda: gathered.append(row_ids(harness.node, info)))
+    gather.start()
+    gather.join(WAIT_S)
+    assert gathered == [[*range(10 * FILES)]]
+    with pytest.raises(DatasetNotFoundError):
+        harness.node.rows("other", gone.fingerprint)
+    assert len(harness.store.shards(VersionKey("other", gone.fingerprint))) == FILES
+    ended.set()
+    wait_until(lambda: len(harness.store.versions()) == 1, WAIT_S, "its files are removed")
+
+
 # -- loads that fail -------------------------------------------------------------------------------
 
 
@@ -311,7 +345,7 @@ def test_a_load_that_can_never_succeed_fails_with_the_words_of_its_error_and_nam
     assert info.error.message == f"{message} (on node {harness.store.node_id})"
 
 
-def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
+def test_an_unexpected_exception_shows_no_secret(
     tmp_path: Path,
     harness: Harness,
     source: Path,
@@ -342,7 +376,7 @@ def test_no_secret_is_told_of_an_exception_that_nobody_foresaw(
 def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_written(
     tmp_path: Path, source: Path
 ) -> None:
-    # With a filter nobody can know beforehand.
+    # With a filter the size is not known beforehand.
     limit = 2500
     harness = Harness(tmp_path, memory_limit_bytes=limit)
     with harness.store, harness.node:
@@ -357,10 +391,10 @@ def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_writt
 
 
 @pytest.fixture
-def room_may_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def room_is_awaited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set while a node was lost, or came back, a moment ago."""
     lately = threading.Event()
-    monkeypatch.setattr(Membership, "is_settled", lambda _: not lately.is_set())
+    monkeypatch.setattr(Membership, "is_stable", lambda _: not lately.is_set())
     lately.set()
     return lately
 
@@ -371,7 +405,7 @@ def room_may_come(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_load_waits_for_room_that_may_come_and_says_once_why(
     tmp_path: Path,
     source: Path,
-    room_may_come: threading.Event,
+    room_is_awaited: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     query: dict[str, str],
@@ -387,7 +421,7 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
             lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits"
         )
         assert harness.node.description.id in waits
-        assert "may come back" in waits and "memory limit of 13000 bytes" in waits
+        assert "until a lost node may be back" in waits and "memory limit of 13000 bytes" in waits
 
         harness.coordinator.delete("other")
 
@@ -399,7 +433,7 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
 
 
 def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
-    tmp_path: Path, source: Path, room_may_come: threading.Event
+    tmp_path: Path, source: Path, room_is_awaited: threading.Event
 ) -> None:
     harness = Harness(tmp_path, memory_limit_bytes=2500)
     with harness.store, harness.node:
@@ -408,7 +442,7 @@ def test_a_load_that_waits_for_room_fails_when_none_may_come_any_more(
         wait_until(lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits")
         assert harness.coordinator.get("table").state == pb.DATASET_STATE_LOADING
 
-        room_may_come.clear()
+        room_is_awaited.clear()
 
         assert "memory limit of 2500" in harness.wait(pb.DATASET_STATE_FAILED).error.message
 
@@ -431,7 +465,7 @@ def test_a_load_begins_at_once_however_many_wait_for_a_thread(
     wait_until(lambda: len(begun) >= shards, WAIT_S, "every load has begun")
 
 
-# -- loads that are not wanted any more ------------------------------------------------------------
+# -- cancelled loads -------------------------------------------------------------------------------
 
 
 def test_a_dataset_that_is_dropped_while_it_loads_leaves_nothing_behind(
@@ -489,7 +523,7 @@ def test_a_dataset_that_is_loaded_again_while_a_load_of_a_dropped_one_hangs_has_
 def test_a_copy_for_which_there_was_no_room_is_tried_again(
     harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving_module, "_COPY_AGAIN_S", 0.0)
+    monkeypatch.setattr(version_state, "_COPY_AGAIN_S", 0.0)
     answer, tries = harness.coordinator.heartbeat, itertools.count()
 
     def replicas(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
@@ -500,13 +534,17 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
         response = answer(request)
         for shard in (shard for desired in response.datasets for shard in desired.shards):
             if shard.splits:
+                splits[shard.index] = tuple(map(split_from_proto, shard.splits))
                 shard.copy_from.append("grpc://another:1")
         return response
 
-    def copy(store: ShardStore, job: loading.Job, shard: pb.DesiredShard) -> None:
+    splits = {}
+
+    def copy(store: ShardStore, job: loading.Job) -> None:
         if next(tries) < FILES:
             raise LoadError("no room")
-        loading.load_shard(store, job, shard, loading.WholeTables(store.scratch / "none"))
+        load = loading.Job(job.plan, DesiredShard(job.index, splits=splits[job.index]))
+        loading.load_shard(store, load, loading.SpooledTables(store.scratch / "none"))
 
     monkeypatch.setattr(harness.coordinator, "heartbeat", replicas)
     monkeypatch.setattr(loading, "copy_shard", copy)
@@ -568,7 +606,7 @@ def test_a_node_whose_coordinator_fails_for_a_moment_goes_on(
     assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
 
 
-def test_a_failed_dataset_that_is_asked_for_while_its_loads_still_run_is_loaded_anew(
+def test_a_failed_dataset_that_is_requested_while_its_loads_run_is_loaded_again(
     harness: Harness, source: Path, gate: Gate
 ) -> None:
     harness.coordinator.create(spec(source))
@@ -653,7 +691,7 @@ def test_a_load_waits_for_the_room_that_a_dropped_load_gives_back_at_its_end(
         waits = wait_until(
             lambda: harness.coordinator.get("other").progress.waits, WAIT_S, "it finds no room"
         )
-        assert "until a load that is not wanted any more has ended" in waits
+        assert "until a cancelled load has ended" in waits
         gate.open.set()
 
         assert harness.wait(pb.DATASET_STATE_READY, "other").num_rows == rows
@@ -688,7 +726,7 @@ def test_of_a_damaged_file_that_is_copied_only_its_own_shard_is_dropped(
     assert (held[0] is healthy[0]) == loaded_again
 
 
-def test_a_shard_whose_file_was_removed_is_made_anew_when_it_is_copied(
+def test_a_shard_whose_file_was_removed_is_made_again_when_it_is_copied(
     harness: Harness, source: Path
 ) -> None:
     harness.node.start()
@@ -698,7 +736,7 @@ def test_a_shard_whose_file_was_removed_is_made_anew_when_it_is_copied(
     lost = harness.store.versions()[key][0]
     lost.path.unlink()
 
-    with pytest.raises(NotReadyError, match="shard 0 of 'table' is made anew: its file was remove"):
+    with pytest.raises(NotReadyError, match="shard 0 of 'table' is made again: its file was remov"):
         harness.node.shard_file(key, 0, 2**20)
 
     wait_until(lambda: len(harness.store.versions().get(key, ())) == FILES, WAIT_S, "it is whole")

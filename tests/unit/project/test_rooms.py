@@ -35,6 +35,8 @@ PURE_MODULES = (
     "cache_server/shards/null_advice.py",
     "cache_server/sql/lineage.py",
     "cache_server/coordination/placement.py",
+    "cache_server/node/desired.py",
+    "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/pinned.py",
@@ -77,6 +79,7 @@ PURE_IMPORTS = (
     *("cache_runtimes.initializer.plan", "cache_runtimes.initializer.settings"),
     *("cache_runtimes.local.patches", "cache_runtimes.local.render"),
     "cache_client.routing",
+    *("cache_server.node.desired", "cache_server.shards.version_key"),
     "cache_protocol.spec.secret_settings",
 )
 # Inside an allowed package, what reads or writes all the same.

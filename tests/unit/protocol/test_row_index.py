@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_protocol.storage.row_index import RowIndex, group_rows
+from cache_protocol.storage.row_index import RowIndex, group_rows, row_starts
 
 _SIZES = st.lists(
     st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)), min_size=1, max_size=40
@@ -74,3 +75,12 @@ def test_more_shards_than_sixteen_bits_are_grouped_nearly() -> None:
     assert (np.diff(grouped.group_of) > -8).all()  # neighbours may change places
     assert grouped.inverse is not None
     assert (grouped.group_of[grouped.inverse] == shards).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts"), [([], (0,)), ([5], (0, 5)), ([3, 0, 2], (0, 3, 3, 5)), ([0], (0, 0))]
+)
+def test_row_starts_are_the_rows_before_each_shard_and_the_total(
+    rows: list[int], starts: tuple[int, ...]
+) -> None:
+    assert row_starts(rows) == starts

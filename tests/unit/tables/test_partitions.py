@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_server.plan.version import plan_version
+from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.packing import storage_schema
 from cache_server.tables import files as sources
 from tests.table_files import read, table_spec, touch
@@ -54,7 +54,7 @@ def test_partitions_that_no_row_can_come_from_are_never_looked_at(
 ) -> None:
     write_partitions(tmp_path)
 
-    plan = plan_version(DatasetSpec("t", tmp_path, filter=filter)).plan
+    plan = plan_version(DatasetSpec("t", tmp_path, filter=filter)).version
 
     splits = [split for shard in plan.shards or () for split in shard.splits]
     found = [str(Path(split.file.path).parent.relative_to(tmp_path)) for split in splits]

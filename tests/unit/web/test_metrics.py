@@ -7,25 +7,27 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.node.status import Cache, Held, Status
+from cache_server.node.status import CacheStatus, NodeStatus, VersionStatus
 from cache_server.node.traffic import Read, Traffic
 from cache_server.shards.version_key import VersionKey
 from cache_server.web.metrics import exposition
 
 
-def status(**changes: object) -> Status:
+def status(**changes: object) -> NodeStatus:
     traffic = Traffic()
     for rows in (100, 23):
-        traffic.note(Read("trips", "exchange"), rows=rows, num_bytes=8 * rows)
-    traffic.note(Read("trips", "file"), rows=0, num_bytes=77)
-    traffic.note_error("NotReadyError")
-    held = Held(VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64)
+        traffic.count(Read("trips", "exchange"), rows=rows, num_bytes=8 * rows)
+    traffic.count(Read("trips", "file"), rows=0, num_bytes=77)
+    traffic.count_error("NotReadyError")
+    version = VersionStatus(
+        VersionKey("trips", "f00"), served=7, sealed=8, loading=2, failed=1, num_bytes=64
+    )
     node = pb.Node(id="a1", stored_bytes=64, memory_limit_bytes=100)
     counts = traffic.counts({"trips"})
-    return replace(Status(node, True, "host:2", (held,), 32, counts, None), **changes)  # type: ignore[arg-type]
+    return replace(NodeStatus(node, True, "host:2", (version,), 32, counts, None), **changes)  # type: ignore[arg-type]
 
 
-def samples(of: Status) -> dict[tuple[str, ...], float]:
+def samples(of: NodeStatus) -> dict[tuple[str, ...], float]:
     """Values by name and labels."""
     body, content_type = exposition(of, "")
     assert content_type.startswith("text/plain")
@@ -75,7 +77,7 @@ def test_a_coordinator_tells_of_its_nodes_and_datasets() -> None:
     )
     nodes = (pb.Node(id="a1", alive=True), pb.Node(id="b2"), pb.Node(id="c3", alive=True))
 
-    found = samples(status(cache=Cache(nodes, datasets)))
+    found = samples(status(cache=CacheStatus(nodes, datasets)))
 
     assert found["data_cache_nodes", "alive"] == 2
     assert found["data_cache_nodes", "lost"] == 1

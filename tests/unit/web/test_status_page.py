@@ -6,19 +6,21 @@ import re
 from dataclasses import replace
 
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.node.status import Cache, Held, Status
+from cache_server.node.status import CacheStatus, NodeStatus, VersionStatus
 from cache_server.node.traffic import Counts, Read, Served
 from cache_server.shards.version_key import VersionKey
 from cache_server.web.page import page
 
-STATUS = Status(
+STATUS = NodeStatus(
     node=pb.Node(
         id="a1", flight_location="grpc://host:1", control_location="host:2", cache_dir="/cache",
         memory_limit_bytes=2 * 2**30, stored_bytes=3 * 2**20,
     ),
     ready=True,
     coordinator="host:2",
-    held=(Held(VersionKey("trips", "f00"), 7, 8, loading=2, failed=0, num_bytes=2048),),
+    versions=(
+        VersionStatus(VersionKey("trips", "f00"), 7, 8, loading=2, failed=0, num_bytes=2048),
+    ),
     huge_page_bytes=0,
     counts=Counts({Read("trips", "exchange"): Served(1_234_567, 4096)}, {"NotReadyError": 5}),
     cache=None,
@@ -59,7 +61,7 @@ def test_a_coordinator_shows_every_node_and_dataset() -> None:
 
     later = pb.DatasetInfo(spec=pb.DatasetSpec(name="later"), state=9)
 
-    html = page(replace(STATUS, cache=Cache(nodes, (failed, loading, later))))
+    html = page(replace(STATUS, cache=CacheStatus(nodes, (failed, loading, later))))
 
     shown = lines(html)
     assert "a1 | grpc://a:1 | alive | 2 | 0 B" in shown
@@ -83,14 +85,14 @@ def test_no_text_of_a_source_becomes_a_tag() -> None:
         spec=pb.DatasetSpec(name=evil), state=pb.DATASET_STATE_FAILED, error=pb.Error(message=evil)
     )
     html = page(
-        Status(
+        NodeStatus(
             node=pb.Node(id=evil, cache_dir=evil),
             ready=True,
             coordinator=evil,
-            held=(Held(VersionKey(evil, evil), 0, 0, 0, 0, 0),),
+            versions=(VersionStatus(VersionKey(evil, evil), 0, 0, 0, 0, 0),),
             huge_page_bytes=0,
             counts=Counts({Read(evil, evil): Served()}, {evil: 1}),
-            cache=Cache((pb.Node(id=evil, flight_location=evil),), (broken,)),
+            cache=CacheStatus((pb.Node(id=evil, flight_location=evil),), (broken,)),
         )
     )
 

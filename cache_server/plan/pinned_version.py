@@ -1,6 +1,6 @@
-"""From a spec to a version: what exactly is to be loaded, pinned, fingerprinted and cut.
+"""Makes a version from a spec: pinned, fingerprinted and cut into shards.
 
-Looks at sources through `tables` and at the query through `queries`; knows no node.
+Reads sources through `tables`, and the query through `queries`. Knows no nodes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
 from cache_server.sql import loader, queries
 
-_STORAGE_FORMAT = 8  # part of every fingerprint: a change of the stored bytes is another version
-# Tables that every node reads whole, all of them together, beside one that is read by splits.
+_STORAGE_FORMAT = 8  # part of every fingerprint; raise it when the stored bytes change
+# The most bytes of all tables that every node reads whole, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class VersionPlan:
-    """One version of a dataset, as planned from its pinned source.
+class PinnedVersion:
+    """One version of a dataset.
 
     Attributes:
-        spec: as last asked for; `replicas` and secrets may differ between two of one version.
+        spec: as last requested; replicas and secrets are not part of the version.
         sql: over ``tables``.
-        tables: unless ``whole``, the first is read split by split, the others whole.
+        tables: the first is read split by split, the others whole; all whole for a whole query.
         logical: schema of the stored columns.
-        shards: in row order; None of a whole query, whose result is cut when it is there.
-        why: how the query goes, and why, for a person.
-        keeps_every_row: the splits tell the number of rows exactly.
-        comparable: planning it again tells whether the source changed.
-        joined: the query also reads other tables, or the same ones in subqueries.
-        has_secrets: without those of its spec it cannot be loaded.
-        guessed_columns: strings and lists that the query makes, whose bytes nobody can tell. Not
-            kept: where it matters, the plan is new.
+        shards: in row order; None for a whole query, whose result is cut at the end.
+        keeps_every_row: the splits tell the exact number of rows.
+        comparable: planning again tells whether the source changed.
+        joined: the query also reads other tables, or subqueries.
+        has_secrets: its load needs the secrets of the spec.
+        explanation: how the query runs, and why, for people.
+        unsized_columns: strings and lists that the query makes, of unknown size. The catalogue does
+            not keep them.
     """
 
     spec: DatasetSpec
@@ -57,20 +57,20 @@ class VersionPlan:
     comparable: bool = True
     joined: bool = False
     has_secrets: bool = False
-    why: str = field(default="", compare=False)
-    guessed_columns: tuple[str, ...] = field(default=(), compare=False)
+    explanation: str = field(default="", compare=False)
+    unsized_columns: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def max_rows(self) -> int:
-        """Rows before any filter, of the shards whose format tells."""
+        """Rows before any filter, of the shards whose format tells them."""
         return sum(shard.max_rows or 0 for shard in self.shards or ())
 
     def to_load_plan(self, attempt: int, *, with_splits: bool = True) -> pb.LoadPlan:
-        """What a node needs to load any shard of this version.
+        """The message that a node needs to load any shard of this version.
 
         Args:
             attempt: see the message.
-            with_splits: of the tables that are read whole; may be many, and needed by readers only.
+            with_splits: include the splits of tables that are read whole; only readers need them.
         """
         return pb.LoadPlan(
             dataset=self.key.dataset,
@@ -91,8 +91,8 @@ class VersionPlan:
         )
 
     @classmethod
-    def from_catalogue(cls, entry: pb.CatalogueEntry) -> VersionPlan:
-        """The plan that a catalogue entry keeps."""
+    def from_catalogue(cls, entry: pb.CatalogueEntry) -> PinnedVersion:
+        """The version of a catalogue entry."""
         shards = tuple(
             ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
             for index, shard in enumerate(entry.shards)
@@ -112,29 +112,29 @@ class VersionPlan:
 
 
 @dataclass(frozen=True)
-class PlannedVersion:
-    """A plan, and what keeps its source as it was planned; `close` once nothing is read any more.
+class OpenPlan:
+    """A pinned version with the open pins of its source. Close it after the last read.
 
     Attributes:
         pins: by the name of the table.
-        table_splits: how each table would be cut, for forecasts.
-        query: as it was checked.
-        rows_before: of the table that is read split by split, before anything was pruned.
+        table_splits: of each table, for forecasts.
+        query: as checked.
+        rows_before: of the table that is read split by split, before pruning.
     """
 
-    plan: VersionPlan
+    version: PinnedVersion
     pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
     query: queries.Query
     rows_before: int | None
 
     def close(self) -> None:
-        """Lets go of the sources."""
+        """Closes the pins."""
         for pin in self.pins.values():
             pin.close()
 
 
-def plan_version(spec: DatasetSpec) -> PlannedVersion:
+def plan_version(spec: DatasetSpec) -> OpenPlan:
     """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
 
     Raises:
@@ -152,7 +152,7 @@ def plan_version(spec: DatasetSpec) -> PlannedVersion:
         return planned
 
 
-def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> PlannedVersion:
+def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> OpenPlan:
     text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
     schemas = {name: pin.schema for name, pin in pins.items()}
     query = queries.check_query(
@@ -167,15 +167,15 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         alone = len(pins) == 1 and query.drivers
         stored = _made_of(logical, query, name) if alone else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
-    driver, why = _driver(query, splits)
-    if driver is not None and len(pins) > 1:  # what is stored has columns of the other tables, too
+    driver, explanation = _driver(query, splits)
+    if driver is not None and len(pins) > 1:  # stored rows also have columns of other tables
         splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
     rows_before = max_rows(splits[driver]) if driver is not None else None
     if driver is not None and not query.joins:
         by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
         splits[driver] = tuple(loader.with_rows(splits[driver], text, by_split))
     if driver is not None and not query.only_drops_rows:
-        # An unnest or a join may make any number of rows of one: the footer is no upper bound.
+        # An unnest or a join can make many rows from one: the footer is no upper bound.
         splits[driver] = tuple(replace(split, num_rows=None) for split in splits[driver])
     for name, pin in pins.items():
         if pin.with_groups is not None:
@@ -194,7 +194,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
                 () if table.name == driver else splits[table.name],
             )
         )
-    plan = VersionPlan(
+    version = PinnedVersion(
         spec,
         VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
         text,
@@ -205,42 +205,45 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         all(pin.comparable for pin in pins.values()),
         query.joins,
         any(table.secrets for table in spec.tables),
-        why,
-        _guessed_columns(logical, query, driver),
+        explanation,
+        _unsized_columns(logical, query, driver),
     )
-    return PlannedVersion(plan, dict(pins), splits, query, rows_before)
+    return OpenPlan(version, dict(pins), splits, query, rows_before)
 
 
 def _driver(
     query: queries.Query, splits: Mapping[str, tuple[Split, ...]]
 ) -> tuple[str | None, str]:
-    """The table to read split by split, or None to run the query whole; and why."""
+    """The table to read split by split, or None for a whole query; and the explanation."""
     if not query.drivers:
         return None, f"{query.why_whole} has one answer for the whole table"
     sizes = {name: sum(split.estimated_bytes for split in of) for name, of in splits.items()}
     largest = max(sorted(query.drivers), key=lambda name: sizes[name])
     others = sum(size for name, size in sizes.items() if name != largest)
     if len(sizes) == 1:
-        return largest, "each row is handled by itself"
+        return largest, "each row is computed independently"
     if others > _SMALL_BYTES:
         return None, (
             f"the tables beside {largest!r} are {others} bytes, too many for every node to read"
         )
     names = ", ".join(repr(name) for name in sizes if name != largest)
-    return largest, f"each row of {largest!r} is handled by itself; every node reads {names} whole"
+    return (
+        largest,
+        f"each row of {largest!r} is computed independently; every node reads {names} whole",
+    )
 
 
 def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
-    """What is stored, with the columns of ``table`` that it stands for."""
+    """The stored schema, with the column of ``table`` that each field comes from."""
     return with_origins(
         logical, {name: path for name, (of, path) in query.origins.items() if of == table}
     )
 
 
-def _guessed_columns(
+def _unsized_columns(
     logical: pa.Schema, query: queries.Query, driver: str | None
 ) -> tuple[str, ...]:
-    """Strings and lists that stand for none of the table that is read split by split."""
+    """Strings and lists that do not come from the table that is read split by split."""
     if driver is None:
         return ()
     known = {name for name, (table, _) in query.origins.items() if table == driver}
@@ -248,7 +251,7 @@ def _guessed_columns(
 
 
 def _storable(schema: pa.Schema) -> pa.Schema:
-    """What of ``schema`` could be stored, to estimate by; a query may read what nobody stores."""
+    """The columns of ``schema`` that can be stored, for estimates."""
     kept = [field for field in schema if storage_type(field.type) is not None]
     return storage_schema(pa.schema(kept)) if kept else pa.schema([])
 
@@ -280,7 +283,7 @@ def table_from_proto(table: pb.PinnedTable) -> PinnedTable:
 
 
 def split_to_proto(split: Split) -> pb.Split:
-    """The message of a planner's split."""
+    """The message of a split."""
     return pb.Split(
         file=pb.SourceFile(
             path=split.file.path,
@@ -299,7 +302,7 @@ def split_to_proto(split: Split) -> pb.Split:
 
 
 def split_from_proto(split: pb.Split) -> Split:
-    """The planner's split of a message."""
+    """The split of a message."""
     file = SourceFile(split.file.path, split.file.size, split.file.mtime_ns, split.file.etag)
     rows = split.num_rows if split.num_rows_known else None
     sizes = split.estimated_bytes, split.piece, split.group_bytes
@@ -313,7 +316,7 @@ def _fingerprint(
     sql: str,
     driver: str | None,
 ) -> str:
-    """Of everything that decides the stored bytes and how they are cut; not of replicas."""
+    """The hash of everything that decides the stored bytes and their shards."""
     content = {
         "storage_format": _STORAGE_FORMAT,
         "sql": sql,

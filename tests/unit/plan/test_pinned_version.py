@@ -14,13 +14,13 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.plan.version import (
-    VersionPlan,
+from cache_server.plan.pinned_version import (
+    PinnedVersion,
     split_from_proto,
     split_to_proto,
     table_from_proto,
 )
-from cache_server.plan.version import plan_version as plan_with_pins
+from cache_server.plan.pinned_version import plan_version as plan_with_pins
 from cache_server.shards.packing import ShardBuilder, storage_schema
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql import loader
@@ -38,11 +38,11 @@ def write(path: Path, num_rows: int = 1000, group: int = 100) -> Path:
     return path
 
 
-def plan_version(spec: DatasetSpec) -> VersionPlan:
-    return plan_with_pins(spec).plan
+def plan_version(spec: DatasetSpec) -> PinnedVersion:
+    return plan_with_pins(spec).version
 
 
-def load(plan: VersionPlan) -> pa.RecordBatch:
+def load(plan: PinnedVersion) -> pa.RecordBatch:
     """The logical rows of all shards, as one shard."""
     builder = ShardBuilder(plan.logical)
     (table,) = plan.tables

@@ -1,0 +1,127 @@
+"""What the coordinator wants of a node, decoded once from the answer to a heartbeat. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import pyarrow as pa
+
+from cache_protocol.storage.layout import Layout
+from cache_server.shards.version_key import VersionKey
+from cache_server.source.pinned import PinnedTable, Split
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What every load of one version needs.
+
+    Attributes:
+        attempt: counts the loads of a version that failed and was requested again.
+        sql: over ``tables``.
+        tables: the first is read split by split, the others whole; all whole for a whole query.
+        logical: schema of the stored columns.
+        target_shard_bytes: of a whole query.
+        keeps_every_row: the splits tell the exact number of rows.
+        joined: the query also reads other tables, or subqueries.
+        secrets: by table, then by setting.
+    """
+
+    key: VersionKey
+    attempt: int
+    sql: str
+    tables: tuple[PinnedTable, ...]
+    logical: pa.Schema
+    target_shard_bytes: int
+    keeps_every_row: bool
+    joined: bool
+    secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the stored batches."""
+        return Layout(self.logical)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCopy:
+    """A sealed shard on other nodes.
+
+    Attributes:
+        locations: Flight locations of the nodes that hold it; at least one.
+    """
+
+    locations: tuple[str, ...]
+    num_rows: int
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredShard:
+    """A shard that a node should hold.
+
+    Without splits and without a copy, the node has it, is loading it, or waits for another node.
+
+    Attributes:
+        row_start: its first row id, once `DesiredVersion.rows_fixed`.
+        splits: to read it from the source.
+        copy: to copy it from another node instead.
+    """
+
+    index: int
+    row_start: int = 0
+    splits: tuple[Split, ...] = ()
+    copy: ShardCopy | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DesiredVersion:
+    """One version as a node should hold it.
+
+    Attributes:
+        shards: by index.
+        rows_fixed: every shard is sealed somewhere, so row ids and ``num_rows`` are known.
+        run_whole: this node runs the whole query.
+        missing: the shards to keep of that run; empty: all of them.
+        num_shards: of the result of a whole query; None until it is known.
+    """
+
+    plan: LoadPlan
+    shards: Mapping[int, DesiredShard] = field(default_factory=dict)
+    rows_fixed: bool = False
+    num_rows: int = 0
+    run_whole: bool = False
+    missing: frozenset[int] = frozenset()
+    num_shards: int | None = None
+
+    @cached_property
+    def obtainable(self) -> tuple[DesiredShard, ...]:
+        """The shards that this node can load or copy now."""
+        return tuple(shard for shard in self.shards.values() if shard.splits or shard.copy)
+
+    @cached_property
+    def estimated_bytes(self) -> int:
+        """Bytes of the shards that this node can load or copy now."""
+        return sum(
+            shard.copy.num_bytes
+            if shard.copy
+            else sum(split.estimated_bytes for split in shard.splits)
+            for shard in self.obtainable
+        )
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """Everything that a node should hold.
+
+    Attributes:
+        kept: versions that stay as they are: a coordinator with a new catalogue does not know them.
+        retry_no_room: a load for which there is no room is tried again: nodes left or came back
+            lately.
+    """
+
+    versions: Mapping[VersionKey, DesiredVersion] = field(default_factory=dict)
+    kept: frozenset[VersionKey] = frozenset()
+    retry_no_room: bool = False

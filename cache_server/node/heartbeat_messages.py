@@ -1,0 +1,152 @@
+"""The messages of a heartbeat: encodes what a node holds, decodes what it should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.storage.shard_files import MappedShard
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.desired import (
+    DesiredShard,
+    DesiredState,
+    DesiredVersion,
+    LoadPlan,
+    ShardCopy,
+)
+from cache_server.node.reconcile import ActualVersion
+from cache_server.plan.pinned_version import split_from_proto, table_from_proto
+from cache_server.shards.version_key import VersionKey
+
+
+def encode_report(
+    description: pb.Node,
+    actual: Mapping[VersionKey, ActualVersion],
+    sealed: Mapping[VersionKey, Mapping[int, MappedShard]],
+) -> pb.HeartbeatRequest:
+    """The request of a heartbeat.
+
+    Args:
+        description: the node, without the sums of its shards.
+        actual: every version on the node.
+        sealed: the shards of these versions.
+    """
+    request = pb.HeartbeatRequest(node=description)
+    request.node.stored_bytes = sum(
+        shard.sealed.num_bytes for shards in sealed.values() for shard in shards.values()
+    )
+    request.node.stored_shards = sum(map(len, sealed.values()))
+    for key, version in actual.items():
+        if not version.is_retired:  # a later version of this name has not begun
+            message = request.datasets.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            _encode_version(message, version, sealed.get(key, {}))
+    return request
+
+
+def _encode_version(
+    message: pb.ActualDataset, version: ActualVersion, sealed: Mapping[int, MappedShard]
+) -> None:
+    starts = version.row_starts or {}
+    for index, shard in sealed.items():
+        message.shards.add(
+            index=index,
+            sealed=True,
+            num_rows=shard.sealed.num_rows,
+            num_bytes=shard.sealed.num_bytes,
+            checksum=shard.sealed.checksum,
+            rows_fixed=index in starts,
+            row_start=starts.get(index, 0),
+        )
+    if version.desired is None:
+        return
+    message.attempt = version.desired.plan.attempt
+    for job, num_rows in version.loading.items():
+        if job is None:
+            message.rows_loaded = num_rows
+        else:
+            message.shards.add(index=job, rows_loaded=num_rows)
+    for job, reason in version.failures.items():
+        if job is None:
+            message.failure = reason
+        else:
+            message.shards.add(index=job, failure=reason)
+    message.waits = max(version.waits.values(), default="")
+    if version.idle_s is not None:
+        message.idle_s = version.idle_s
+    if version.num_shards is not None:
+        message.num_shards = version.num_shards
+
+
+class DesiredDecoder:
+    """Decodes the answers to heartbeats; decodes an unchanged version only once. One thread.
+
+    Most answers repeat the one before, and a version may have 100,000 shards.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[VersionKey, tuple[pb.DesiredDataset, DesiredVersion]] = {}
+
+    def decode(self, response: pb.HeartbeatResponse) -> DesiredState:
+        """What the node should hold. An unchanged version is the same object as before."""
+        known, self._known = self._known, {}
+        for message in response.datasets:
+            key = VersionKey(message.plan.dataset, message.plan.fingerprint)
+            before = known.get(key)
+            if before is None:
+                version = _decode_version(message, decode_plan(message.plan, message.secrets))
+            elif message == before[0]:
+                version = before[1]
+            elif message.plan == before[0].plan and message.secrets == before[0].secrets:
+                version = _decode_version(message, before[1].plan)
+            else:
+                version = _decode_version(message, decode_plan(message.plan, message.secrets))
+            self._known[key] = message, version
+        return DesiredState(
+            {key: version for key, (_, version) in self._known.items()},
+            frozenset(VersionKey(kept.dataset, kept.fingerprint) for kept in response.kept),
+            response.room_may_come,
+        )
+
+
+def decode_plan(plan: pb.LoadPlan, secrets: pb.Secrets) -> LoadPlan:
+    """The load plan of a version, with its secrets."""
+    return LoadPlan(
+        key=VersionKey(plan.dataset, plan.fingerprint),
+        attempt=plan.attempt,
+        sql=plan.sql,
+        tables=tuple(table_from_proto(table) for table in plan.tables),
+        logical=schema_from_bytes(plan.logical_schema),
+        target_shard_bytes=plan.target_shard_bytes,
+        keeps_every_row=plan.keeps_every_row,
+        joined=plan.joined,
+        secrets={name: dict(table.values) for name, table in secrets.tables.items()},
+    )
+
+
+def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersion:
+    return DesiredVersion(
+        plan=plan,
+        shards={shard.index: _decode_shard(shard) for shard in message.shards},
+        rows_fixed=message.rows_fixed,
+        num_rows=message.num_rows,
+        run_whole=message.run_whole,
+        missing=frozenset(message.missing),
+        num_shards=message.num_shards if message.HasField("num_shards") else None,
+    )
+
+
+def _decode_shard(shard: pb.DesiredShard) -> DesiredShard:
+    if shard.copy_from:
+        copy = ShardCopy(tuple(shard.copy_from), shard.num_rows, shard.num_bytes, shard.checksum)
+        return DesiredShard(shard.index, shard.row_start, copy=copy)
+    if shard.splits:
+        splits = tuple(split_from_proto(split) for split in shard.splits)
+        return DesiredShard(shard.index, shard.row_start, splits)
+    return DesiredShard(shard.index, shard.row_start)
+
+
+def encode_secrets(secrets: Mapping[str, Mapping[str, str]]) -> pb.Secrets:
+    """The message of the secrets of a load plan."""
+    return pb.Secrets(
+        tables={name: pb.TableSecrets(values=values) for name, values in secrets.items()}
+    )

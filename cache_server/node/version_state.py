@@ -1,0 +1,108 @@
+"""The state of one version on one node: what is desired, loading, served and reported."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from cache_server.node.desired import DesiredVersion
+from cache_server.node.loading import Job, SpooledTables
+from cache_server.node.reconcile import ActualVersion
+from cache_server.shards.resident_rows import ResidentRows
+
+_COPY_AGAIN_S = 30.0  # after a failed copy, for example for lack of room
+
+
+@dataclass
+class Load:
+    """A job in the pool."""
+
+    future: Future[None]
+    job: Job
+
+
+@dataclass
+class VersionState:
+    """One version on one node. Changed inside the node's lock.
+
+    The heartbeat thread alone changes what is desired, loaded and served, and may read that without
+    the lock. Load threads write failures, waits and ``num_shards``; readers write ``last_read``.
+
+    Attributes:
+        tables: that are read whole.
+        loads, failures, waits: by shard index; None is the whole query.
+        rows, row_starts: what is served; None before any row is.
+        reported: the sealed shards that the coordinator knows of.
+        copy_again_at: monotonic seconds; failed copies wait until then.
+        num_shards: of the result of a whole query, once it is known.
+        last_read: monotonic seconds; None if no row was read.
+        is_retired: it is served no more, and its last loads have yet to end.
+    """
+
+    desired: DesiredVersion
+    tables: SpooledTables
+    loads: dict[int | None, Load] = field(default_factory=dict)
+    failures: dict[int | None, str] = field(default_factory=dict)
+    waits: dict[int | None, str] = field(default_factory=dict)
+    rows: ResidentRows | None = None
+    row_starts: Mapping[int, int] | None = None
+    reported: Set[int] = frozenset()
+    copy_again_at: float = 0.0
+    num_shards: int | None = None
+    last_read: float | None = None
+    is_retired: bool = False
+
+    def update(self, desired: DesiredVersion) -> None:
+        """Notes what is desired now."""
+        self.desired = desired
+        if desired.num_shards is not None:
+            self.num_shards = desired.num_shards
+
+    def cancel(self, indices: Set[int | None] | None = None) -> None:
+        """Cancels loads; None for all."""
+        for index, load in self.loads.items():
+            if indices is None or index in indices:
+                load.job.cancelled.set()
+
+    def retire(self) -> None:
+        """Ends serving and loading."""
+        self.is_retired, self.rows = True, None
+        self.cancel()
+
+    def fail(self, index: int | None, reason: str) -> None:
+        """Notes a load that failed for good."""
+        self.failures[index] = reason
+        self.copy_again_at = time.monotonic() + _COPY_AGAIN_S
+
+    def forget(self, indices: Set[int | None]) -> None:
+        """Forgets why these loads failed or wait."""
+        for index in indices:
+            self.failures.pop(index, None)
+            self.waits.pop(index, None)
+
+    def unfinished(self) -> dict[int | None, Load]:
+        """The loads that have not ended."""
+        return {index: load for index, load in self.loads.items() if not load.future.done()}
+
+    def snapshot(self, loading: Mapping[int | None, int]) -> ActualVersion:
+        """A copy, without the shards on the disk.
+
+        Args:
+            loading: see `ActualVersion`.
+        """
+        now = time.monotonic()
+        return ActualVersion(
+            desired=self.desired,
+            is_retired=self.is_retired,
+            reported=self.reported,
+            row_starts=self.row_starts,
+            loading=loading,
+            failures=dict(self.failures),
+            waits=dict(self.waits),
+            may_copy_again=now >= self.copy_again_at,
+            num_shards=self.num_shards,
+            idle_s=None if self.last_read is None else now - self.last_read,
+            has_spooled_tables=self.tables.is_used,
+        )

@@ -1,0 +1,101 @@
+"""The answers to heartbeats, decoded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node import heartbeat_messages
+from cache_server.node.desired import DesiredShard, DesiredVersion, ShardCopy
+from cache_server.node.heartbeat_messages import DesiredDecoder, encode_secrets
+from cache_server.plan.pinned_version import PinnedVersion, plan_version, split_to_proto
+from cache_server.shards.version_key import VersionKey
+from tests.conftest import write_numbered
+
+
+@pytest.fixture
+def pinned(tmp_path: Path) -> PinnedVersion:
+    source = write_numbered(tmp_path, 20, files=2)
+    return plan_version(DatasetSpec("table", source, target_shard_bytes=1)).version
+
+
+@pytest.fixture
+def answer(pinned: PinnedVersion) -> pb.HeartbeatResponse:
+    """A shard to read, one to copy and one to keep."""
+    assert pinned.shards is not None
+    response = pb.HeartbeatResponse(room_may_come=True)
+    response.kept.add(dataset="old", fingerprint="f00")
+    desired = response.datasets.add(plan=pinned.to_load_plan(3), rows_fixed=True, num_rows=30)
+    desired.secrets.tables["source"].values["token"] = "hush"
+    desired.shards.add(index=0, splits=map(split_to_proto, pinned.shards[0].splits))
+    copy = ["grpc://a:1", "grpc://b:1"]
+    desired.shards.add(
+        index=1, row_start=10, copy_from=copy, num_rows=10, num_bytes=80, checksum="s"
+    )
+    desired.shards.add(index=2, row_start=20)
+    return response
+
+
+def only(decoder: DesiredDecoder, response: pb.HeartbeatResponse) -> DesiredVersion:
+    again = pb.HeartbeatResponse.FromString(response.SerializeToString())
+    (version,) = decoder.decode(again).versions.values()
+    return version
+
+
+def test_an_answer_says_what_a_node_should_hold(
+    answer: pb.HeartbeatResponse, pinned: PinnedVersion
+) -> None:
+    assert pinned.shards is not None
+
+    state = DesiredDecoder().decode(answer)
+
+    assert state.kept == {VersionKey("old", "f00")} and state.retry_no_room
+    version = state.versions[pinned.key]
+    assert version.shards == {
+        0: DesiredShard(0, splits=pinned.shards[0].splits),
+        1: DesiredShard(1, 10, copy=ShardCopy(("grpc://a:1", "grpc://b:1"), 10, 80, "s")),
+        2: DesiredShard(2, 20),
+    }
+    assert version.obtainable == (version.shards[0], version.shards[1])
+    assert (version.rows_fixed, version.num_rows, version.num_shards) == (True, 30, None)
+    plan = version.plan
+    assert (plan.key, plan.attempt, plan.sql, plan.tables) == (
+        pinned.key, 3, pinned.sql, pinned.tables,
+    )  # fmt: skip
+    assert plan.logical.equals(pinned.logical) and plan.keeps_every_row and not plan.joined
+    assert plan.secrets == {"source": {"token": "hush"}} and "hush" not in repr(plan)
+    assert encode_secrets(plan.secrets) == answer.datasets[0].secrets
+
+
+def test_a_whole_query_says_which_shards_are_missing(answer: pb.HeartbeatResponse) -> None:
+    answer.datasets[0].run_whole = True
+    answer.datasets[0].missing.extend([1, 2])
+    answer.datasets[0].num_shards = 3
+
+    version = only(DesiredDecoder(), answer)
+
+    assert version.run_whole and version.missing == {1, 2} and version.num_shards == 3
+
+
+def test_splits_are_decoded_once_until_something_changes(
+    answer: pb.HeartbeatResponse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = []
+    decode = heartbeat_messages.split_from_proto
+    monkeypatch.setattr(
+        heartbeat_messages, "split_from_proto", lambda split: decoded.append(split) or decode(split)
+    )
+    decoder = DesiredDecoder()
+
+    before = only(decoder, answer)
+    assert only(decoder, answer) is before
+    assert len(decoded) == 1
+
+    answer.datasets[0].num_rows = 40
+    after = only(decoder, answer)
+    assert after is not before and after.plan is before.plan
+    answer.datasets[0].secrets.Clear()
+    assert only(decoder, answer).plan.secrets == {}
