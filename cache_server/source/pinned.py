@@ -15,6 +15,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
+GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
 ORIGIN = b"cache.origin"  # in the metadata of a stored field: see `with_origins`
 BY_ARROW = b"cache.by_arrow"  # in the metadata of a field that only Arrow reads right of Parquet
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"

@@ -30,13 +30,14 @@ from datafusion import (
 
 from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import TABLE
-from cache_server.source.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_names, no_rows
 from cache_server.sql.formats import json_rows
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
 from cache_server.sql.formats.csv_times import check_times, times_as_texts
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
+from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import check_end
 from cache_server.sql.quoting import identifier
 
@@ -47,6 +48,10 @@ _FILE = "__file"  # a file whose table has more columns than itself
 _MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
 _BATCH_BYTES = 4 * 1024 * 1024
 
+_OF_A_VALUE = re.compile(  # where DataFusion cannot read a value of CSV
+    r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
+    r"at line (?P<row>\d+)[.:](.*Error parsing timestamp from '(?P<time>.*)':)?"
+)
 _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
 
 # Each of these answers differently on every node or at every load.
@@ -110,7 +115,10 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     parts = split.parts if file.format == table.format else 1
     try:
         if file.format == "json":
-            yield from _read_json(file, sql, table)
+            yield from _by_lots(_json_rows(file, table), file, sql, table)
+            return
+        if file.format == "csv" and _converted(table):
+            yield from _by_lots(_csv_rows(file, table), file, sql, table)
             return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
@@ -120,9 +128,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
             if file.format == "csv":
-                check_first_bytes(file.path, file.format)
-                check_closed(file.path, split)
-                _check_times(file, table)
+                _check_csv(file, table)
             elif file.format == "arrow" == table.format:  # not one that was staged
                 check_end(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
@@ -133,7 +139,10 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     except FileNotFoundError:
         raise LoadError(f"cannot load {split}: the file is gone") from None
     except Exception as error:  # DataFusion raises bare Exception
-        raise LoadError(f"cannot load {split}: {reason_of(error)}") from None
+        reason = reason_of(error)
+        if file.format == "csv":
+            reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
+        raise LoadError(f"cannot load {split}: {reason}") from None
     raise LoadError(
         f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
         f"instead of {parts}"
@@ -307,20 +316,24 @@ def _register_table(
         _register_constants(context, table, constants)
 
 
-def _read_json(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
-    """`read_split` of newline JSON: some rows at a time, each lot by the query."""
-    check_first_bytes(file.path, file.format)
+def _by_lots(
+    rows: Iterator[pa.RecordBatch], file: LocalFile, sql: str, table: PinnedTable
+) -> Iterator[pa.RecordBatch]:
+    """The result of a query over rows that DataFusion does not read; some rows at a time.
+
+    Args:
+        rows: of the stored columns that the query reads.
+    """
     schema, constants = table.read_schema, table.partition_of(file.split)
-    stored = pa.schema([field for field in schema if field.name not in constants])
-    for rows in _joined(json_rows.read(file.path, file.split, stored), _MOST_BATCH_ROWS):
+    for lot in _joined(rows, _MOST_BATCH_ROWS):
         columns = [
-            pa.repeat(constants[name], rows.num_rows) if name in constants else rows.column(name)
+            pa.repeat(constants[name], lot.num_rows) if name in constants else lot.column(name)
             for name in schema.names
         ]
         if columns:  # else only the number of rows counts
-            rows = pa.RecordBatch.from_arrays(columns, schema=schema)
+            lot = pa.RecordBatch.from_arrays(columns, schema=schema)
         context = open_session(1, _MOST_BATCH_ROWS)
-        context.register_record_batches(table.name, [[rows]])
+        context.register_record_batches(table.name, [[lot]])
         frame = context.sql_with_options(sql, read_only())
         if _folds_to_nothing(frame):
             return
@@ -328,15 +341,67 @@ def _read_json(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             yield batch.to_pyarrow()
 
 
-def _check_times(file: LocalFile, table: PinnedTable) -> None:
-    """Refuses rows of CSV with times that the types of the table's columns would cut."""
+def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of newline JSON, of the columns that the query reads."""
+    check_first_bytes(file.path, file.format)
+    yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+
+
+def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of a CSV, of the columns that the query reads, with the types of the spec."""
+    read, converted = _stored_and_read(file, table), _converted(table)
+    stored = _stored(table, table.partition_of(file.split))
+    as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
+    context = open_session(1)
+    _register(context, _FILE, file.path, file.format, pa.schema(as_text))
+    frame = context.sql(f"SELECT {', '.join(map(identifier, read.names))} FROM {_FILE}")
+    if _reads_nothing(frame.execution_plan()):
+        raise FileNotFoundError
+    _check_csv(file, table)
+    num_rows = 0
+    for batch in frame.execute_stream():
+        rows, columns = batch.to_pyarrow(), []
+        for column, field in zip(rows.columns, read, strict=True):
+            try:
+                is_text = field.name in converted
+                columns.append(read_column(column, field.type) if is_text else column)
+            except MisfitError as error:
+                raise LoadError(
+                    f"cannot load {file.split}: column {field.name!r} holds {error.text!r} in row "
+                    f"{num_rows + error.index + 1}, but its type in the spec is {field.type}"
+                ) from None
+        yield pa.RecordBatch.from_arrays(columns, schema=read)
+        num_rows += rows.num_rows
+
+
+def _converted(table: PinnedTable) -> set[str]:
+    """The columns of a CSV that the query reads and that DataFusion reads as strings.
+
+    Their types are given by the spec. DataFusion would cut decimals and times to fit.
+    """
+    return {
+        field.name
+        for field in table.read_schema
+        if GIVEN in (field.metadata or {}) and not pa.types.is_string(field.type)
+    }
+
+
+def _stored_and_read(file: LocalFile, table: PinnedTable) -> pa.Schema:
+    constants = table.partition_of(file.split)
+    return pa.schema([field for field in table.read_schema if field.name not in constants])
+
+
+def _check_csv(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses a CSV of which DataFusion would read other rows or values than it holds."""
+    check_first_bytes(file.path, file.format)
+    check_closed(file.path, file.split)
     stored = _stored(table, table.partition_of(file.split))
     texts = times_as_texts(stored)
-    read = set(table.read_schema.names)
+    read, converted = set(table.read_schema.names), _converted(table)
     names = [
         identifier(old.name)
         for old, new in zip(stored, texts, strict=True)
-        if new.type != old.type and old.name in read
+        if new.type != old.type and old.name in read - converted
     ]
     if not names:
         return
@@ -345,6 +410,18 @@ def _check_times(file: LocalFile, table: PinnedTable) -> None:
     frame = context.sql(f"SELECT {', '.join(names)} FROM {_FILE}")
     for batch in frame.execute_stream():
         check_times(batch.to_pyarrow(), stored, file.split)
+
+
+def _csv_reason(reason: str, stored: pa.Schema) -> str:
+    """What DataFusion says of a value of CSV, by the name of its column and with a way out."""
+    found = _OF_A_VALUE.search(reason)
+    if found is None:
+        return reason
+    field, value = stored.field(int(found["index"])), found["number"] or found["time"] or ""
+    return (
+        f"column {field.name!r} holds {value!r} in row {found['row']}, but it is of {field.type} "
+        f"by the first rows of the table: {remedy(field.name, wider_type(value, field.type))}"
+    )
 
 
 def _register_constants(

@@ -59,9 +59,10 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """
     format = format_of(table)
     if format in _KINDS:
-        if table.missing_columns != "refuse" or table.ignore:
+        if table.missing_columns != "refuse" or table.ignore or table.types:
             raise RequestError(
-                f"table {table.name!r}: missing_columns and ignore are for files, not for {format}"
+                f"table {table.name!r}: missing_columns, ignore and types are for files, not for "
+                f"{format}"
             )
         return format, cast(Pin, _module(format).pin(table))
     if table.snapshot is not None:

@@ -21,10 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.spec.column_types import parse_type
+from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, TableSpec
 from cache_protocol.spec.values import is_text
 from cache_server import object_stores
 from cache_server.source.pinned import (
+    GIVEN,
     PARTITION,
     Pin,
     SourceFile,
@@ -60,10 +62,13 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     else:
         footers = ()
         schema = _inferred_schema(files, format, table)
+    schema = _with_types(schema, format, table)
     for field in _partition_fields(relative):
         if field.name not in schema.names:  # a file's own column of that name counts
             schema = schema.append(field)
-    content = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
+    content: list[object] = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
+    if table.types:
+        content.append(dict(table.types))
     return format, _pin(format, files, footers, schema, content)
 
 
@@ -277,6 +282,27 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
                 f"{parquet.difference(first, schema)}"
             )
     return first
+
+
+def _with_types(schema: pa.Schema, format: str, table: TableSpec) -> pa.Schema:
+    """The schema with the types that the spec gives."""
+    if table.types and format not in TYPED_FORMATS:
+        raise RequestError(
+            f"table {table.name!r}: types, got {dict(table.types)!r}, is for "
+            f"{' and '.join(TYPED_FORMATS)}, not for {format}"
+        )
+    for column, name in table.types.items():
+        dtype = parse_type(name)
+        if column not in schema.names:
+            raise RequestError(
+                f"table {table.name!r}: types names the column {column!r}, which the first rows do "
+                f"not have; columns: {', '.join(schema.names)}"
+            )
+        if pa.types.is_list(dtype) and format == "csv":
+            raise RequestError(f"table {table.name!r}: types.{column}: {name} is for json, not csv")
+        field = pa.field(column, dtype, metadata={GIVEN: b"spec"})
+        schema = schema.set(schema.names.index(column), field)
+    return schema
 
 
 def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path) -> Path:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import Split
+from cache_server.sql.formats.text_values import remedy, wider_type
 
 _MORE_THAN_A_DATE = r"[Tt ]\d|\D$"
 _MIDNIGHT = r"[Tt ]00:00(:00(\.0*)?)?Z?$"
@@ -42,14 +43,15 @@ def check_times(texts: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
         if len(cut):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {cut[0].as_py()!r}, but it is of "
-                f"{dtype} by the first rows of the table, which cannot hold all of that; write the "
-                "first value in the same way"
+                f"{dtype} by the first rows of the table, which cannot hold all of that: "
+                f"{remedy(name, wider_type(cut[0].as_py(), dtype))}"
             )
         leaps = values.filter(pc.match_substring_regex(values, _LEAP_SECOND))
         if len(leaps):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {leaps[0].as_py()!r}, a leap second, "
-                f"which {dtype} has none of; write it as the second before or after it"
+                f"which {dtype} has none of: {remedy(name, 'string')}, or write the second before "
+                "or after it"
             )
 
 

@@ -42,6 +42,7 @@ FILE_SUFFIXES = {  # of the names of files, in lower case -> their format
     ".ndjson": "json",
 }
 TABLE = "source"  # the table of a spec with one source
+TYPED_FORMATS = ("csv", "json")  # whose types are inferred, unless they are given
 _TABLE_FORMATS = ("iceberg", "delta", "postgres")  # they say themselves what is in them
 DEFAULT_TARGET_SHARD_BYTES = 64 * 1024 * 1024
 _MAX_SHARD_BYTES = 1024**5
@@ -51,7 +52,8 @@ _LAST_SNAPSHOT = 2**63 - 1  # Iceberg's and Delta's are longs
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _TABLE_KEYS = (  # the arguments of `DatasetSpec` that are about one table
-    *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options", "ignore"),
+    *("source", "format", "types", "snapshot", "catalog", "missing_columns", "storage_options"),
+    "ignore",
 )
 
 # What a user may give as a source: a path, glob or URI, or several of them in row order.
@@ -88,6 +90,7 @@ class TableSpec:
         options: settings of the store or catalogue that are no secrets.
         secrets: the other ones. They are neither shown nor written anywhere.
         ignore: patterns of the file names to leave out.
+        types: column -> Arrow type, of CSV and JSON; the other columns are inferred.
     """
 
     name: str
@@ -98,6 +101,7 @@ class TableSpec:
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     ignore: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def to_proto(self) -> pb.TableSpec:
         """The wire form, without the secrets."""
@@ -110,6 +114,7 @@ class TableSpec:
             missing_columns=self.missing_columns,
             options=self.options,
             ignore=self.ignore,
+            types=self.types,
         )
 
 
@@ -128,6 +133,8 @@ class DatasetSpec:
             they stand in it.
         format: one of ``parquet``, ``arrow``, ``csv``, ``json`` (one object a line), ``iceberg``,
             ``delta``, ``postgres``. Default: by the names.
+        types: column -> Arrow type, such as ``{"zip": "string"}``, of a CSV or newline JSON. The
+            column is read as exactly that type; others are inferred from the first rows.
         sql: a query over the table ``source``, or over the names of ``sources``.
         columns: shortcut for ``sql``: the columns to keep, in this order.
         filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
@@ -139,7 +146,7 @@ class DatasetSpec:
             upper or lower case. Those that are not known to be public are kept as secrets: in no
             log, file, fingerprint or description.
         sources: instead of ``source``: table name -> a source, or a mapping with the arguments
-            ``source``, ``format``, ``snapshot``, ``catalog``, ``missing_columns``,
+            ``source``, ``format``, ``types``, ``snapshot``, ``catalog``, ``missing_columns``,
             ``storage_options`` and ``ignore`` of that table.
         ignore: patterns of files to leave out, such as ``*.json``: shell wildcards (`fnmatch`,
             whose ``*`` goes past a ``/``) over the name of a file relative to the source. Not for
@@ -171,6 +178,7 @@ class DatasetSpec:
         source: Source | None = None,
         *,
         format: str | None = None,  # the word users know
+        types: Mapping[str, object] | None = None,
         sql: str | None = None,
         columns: Iterable[str] | None = None,
         filter: str | None = None,
@@ -193,6 +201,7 @@ class DatasetSpec:
         one = {
             "source": source,
             "format": format,
+            "types": types,
             "snapshot": snapshot,
             "catalog": catalog,
             "missing_columns": missing_columns,
@@ -274,6 +283,7 @@ class DatasetSpec:
             tables[table.name] = {
                 "source": list(table.source) or None,
                 "format": table.format or None,
+                "types": dict(table.types) or None,
                 "snapshot": table.snapshot_name
                 or (table.snapshot if table.HasField("snapshot") else None),
                 "missing_columns": table.missing_columns or "refuse",
@@ -416,6 +426,9 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
             f"ignore, got {list(ignore)!r}, is for files: a table of a catalogue or of format "
             f"{', '.join(_TABLE_FORMATS)} says itself what is in it"
         )
+    types = _types(arguments.get("types"), problems)
+    if types and (named or format not in (None, *TYPED_FORMATS)):
+        problems.append(f"types, got {types!r}, is for {' and '.join(TYPED_FORMATS)}")
     return TableSpec(
         name,
         source,
@@ -425,7 +438,16 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
         options,
         secrets,
         ignore,
+        types,
     )
+
+
+def _types(given: object, problems: list[str]) -> dict[str, str]:
+    if given is None:
+        return {}
+    from cache_protocol.spec.column_types import parse_types  # imports pyarrow
+
+    return parse_types(given, problems)
 
 
 def _snapshot(given: object, problems: list[str]) -> int | str | None:
