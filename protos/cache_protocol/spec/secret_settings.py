@@ -33,7 +33,7 @@ _PREFIXES = (
     *("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."),
     *("client.", "glue.", "dynamodb."),  # of pyiceberg
 )
-SECRET_NAME = re.compile(  # of a parameter of a URI, or a part of some other secret
+_SECRET_NAME = re.compile(  # of a parameter of a URI
     r"(.*[-_])?sig|.*(signature|token|password|passwd|pwd|secret)"
     r"|.*(api|access|account|private)[-_]?key",
     re.IGNORECASE,
@@ -91,7 +91,7 @@ def _has_password(text: str) -> bool:
 
 def _secret_keys(uri: SplitResult) -> list[str]:
     """The parts of a URI's query that nobody may see, by their names."""
-    return [key for key, _ in parse_qsl(uri.query) if SECRET_NAME.fullmatch(key)]
+    return [key for key, _ in parse_qsl(uri.query) if _SECRET_NAME.fullmatch(key)]
 
 
 def shown(value: object) -> str:
