@@ -502,7 +502,7 @@ class Node:
             else:
                 logger.error("load failed dataset=%s %s %s", job.key.dataset, what, error)
                 self._fail(serving, job, str(error))
-        except error_text.NO_DEFECTS:
+        except error_text.EXITS:
             raise
         except BaseException as error:
             reason, trace = (

@@ -256,7 +256,7 @@ def _statuses(context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS) 
         yield
     except CacheError as error:
         _abort(context, error)
-    except error_text.NO_DEFECTS:
+    except error_text.EXITS:
         raise
     except BaseException as error:
         if not context.is_active():

@@ -13,7 +13,7 @@ from cache_server.secrets.redaction import hidden, redacted, secret_values
 
 # Asked for by somebody. Anything else that nobody foresaw is a defect, whether it is an Exception
 # or not: a library in Rust that panics raises a BaseException.
-NO_DEFECTS = (SystemExit, KeyboardInterrupt, GeneratorExit)
+EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 def reason(error: BaseException, secrets: pb.Secrets) -> str:

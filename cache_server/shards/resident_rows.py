@@ -44,7 +44,7 @@ class ResidentRows:
         self._index = RowIndex(self._starts, num_rows)
         self._whole = int((self._stops - self._starts).sum()) == num_rows
         self._lock = threading.Lock()
-        self._adjacent: MappedTable | None = None
+        self._mapped_table: MappedTable | None = None
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
@@ -74,14 +74,14 @@ class ResidentRows:
             yield from self.slices(low, high + 1, step, selection)
             return
         shard_of = self._locate(row_ids)
-        adjacent = self._side_by_side()
+        table = self._side_by_side()
         block = step
         if any(column.kind == "plain" for column in selection.layout.columns):
             # Each shard costs some calls: enough rows at once that there are some of each.
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
         for at in range(0, len(row_ids), block):
             stop = at + block
-            batch = adjacent.gather(row_ids[at:stop], shard_of[at:stop], selection)
+            batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
             for start in range(0, batch.num_rows, step):
                 yield batch.slice(start, step)
 
@@ -138,20 +138,20 @@ class ResidentRows:
     def _side_by_side(self) -> MappedTable:
         """The shards, mapped when rows are first gathered: most snapshots of a load never are."""
         with self._lock:
-            if self._adjacent is None:
+            if self._mapped_table is None:
                 sizes = [shard.sealed.num_rows for shard in self._shards]
                 try:
-                    adjacent = MappedTable(self.layout, self._starts, sizes)
+                    table = MappedTable(self.layout, self._starts, sizes)
                     for position, shard in enumerate(self._shards):
-                        adjacent.attach(position, shard)
+                        table.attach(position, shard)
                 except OSError as error:
                     raise NodeUnavailableError(
                         f"cannot map {len(sizes)} shards of {self.key.dataset!r}: "
                         f"{error.strerror}; the system allows too few maps (vm.max_map_count) or "
                         "addresses (ulimit -v)"
                     ) from None
-                self._adjacent = adjacent
-            return self._adjacent
+                self._mapped_table = table
+            return self._mapped_table
 
     def _slice(
         self, shard: MappedShard, offset: int, rows: int, selection: Selection

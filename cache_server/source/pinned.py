@@ -16,7 +16,7 @@ import pyarrow as pa
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
 GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
-ORIGIN = b"cache.origin"  # in the metadata of a stored field: see `with_origins`
+SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see `with_lineage`
 BY_ARROW = b"cache.by_arrow"  # in the metadata of a field that only Arrow reads right of Parquet
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -135,7 +135,7 @@ class Pin:
         schema: every column, as the query sees them; no metadata but `PARTITION` and `BY_ARROW`
             of a field.
         content: JSON values that decide the rows, and no secret: part of the fingerprint.
-        cut: stored logical schema of what is kept, with its `ORIGIN`, and decoded bytes of a split
+        cut: stored logical schema of what is kept, see `with_lineage`, and decoded bytes of a split
             -> splits in row order.
         with_groups: splits of this pin and the columns that are read of them -> the same splits,
             with their ``group_bytes``. None for a format that has none.
@@ -165,27 +165,29 @@ class Pin:
     close: Callable[[], None] = lambda: None
 
 
-def with_origins(stored: pa.Schema, origins: Mapping[str, str]) -> pa.Schema:
+def with_lineage(stored: pa.Schema, lineage: Mapping[str, str]) -> pa.Schema:
     """``stored``, the fields of which say what column of a table they stand for, and so how long.
 
     Args:
-        origins: by name; the others stand for none.
+        lineage: by name; the others stand for none.
     """
     return pa.schema(
         [
-            field.with_metadata({**(field.metadata or {}), ORIGIN: origins.get(field.name, "")})
+            field.with_metadata(
+                {**(field.metadata or {}), SOURCE_COLUMN: lineage.get(field.name, "")}
+            )
             for field in stored
         ]
     )
 
 
-def origin_of(field: pa.Field) -> str:
+def source_column(field: pa.Field) -> str:
     """The column of a table that a stored field stands for: by default that of its own name.
 
     Returns:
         with dots, for a field of a structure; empty where it stands for none.
     """
-    return str((field.metadata or {}).get(ORIGIN, field.name.encode()).decode())
+    return str((field.metadata or {}).get(SOURCE_COLUMN, field.name.encode()).decode())
 
 
 def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:

@@ -288,7 +288,7 @@ def read_only() -> SQLOptions:
 def _planned(
     file: LocalFile, sql: str, table: PinnedTable, parts: int
 ) -> tuple[SessionContext, DataFrame]:
-    """A query over a split, and its session; see `skipped_groups`."""
+    """A query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(parts, _batch_rows(file.split))
         _register_table(context, file, table, skips=skips)

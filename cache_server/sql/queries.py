@@ -23,7 +23,7 @@ from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
-from cache_server.sql.lineage import Origin, origins, variant
+from cache_server.sql.lineage import SourceColumn, column_lineage, variant
 from cache_server.sql.loader import open_session, read_only, reason_of, walk
 from cache_server.sql.quoting import identifier
 
@@ -75,7 +75,7 @@ class Query:
         only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
         joins: with other tables or subqueries, so that the rows of one table come in any order.
         conditions: that every row of the one table fulfils which the query keeps; not all of them.
-        origins: see `cache_server.sql.lineage`.
+        lineage: see `cache_server.sql.lineage`.
     """
 
     sql: str
@@ -88,7 +88,7 @@ class Query:
     only_drops_rows: bool
     joins: bool
     conditions: tuple[Condition, ...] = ()
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    lineage: Mapping[str, SourceColumn] = field(default_factory=dict)
 
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
@@ -162,7 +162,7 @@ def check_query(
         bool(drivers) and not joins and "Unnest" not in kinds,
         joins,
         _conditions(optimised) if drivers and not joins else (),
-        origins(optimised, frame.schema(), tables),
+        column_lineage(optimised, frame.schema(), tables),
     )
 
 

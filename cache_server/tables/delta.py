@@ -32,7 +32,7 @@ from cache_server.object_stores.connections import (
 )
 from cache_server.object_stores.options import store_settings
 from cache_server.source.lake_folders import DELTA_LOG
-from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 
@@ -344,12 +344,12 @@ def _footer(version: _Version, file: _File) -> lake.Footer:
     stored = _stored_names(footer.schema.to_arrow_schema())
 
     def place(field: pa.Field) -> Place:
-        origin = origin_of(field)
-        if not origin:
+        source = source_column(field)
+        if not source:
             return GUESSED_VALUE_BYTES
-        if origin in file.partition:
-            return value_bytes(field, file.partition[origin].as_py())
-        return stored.get(origin.lower(), origin)
+        if source in file.partition:
+            return value_bytes(field, file.partition[source].as_py())
+        return stored.get(source.lower(), source)
 
     return footer, place
 

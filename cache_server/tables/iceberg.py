@@ -36,7 +36,7 @@ from pyiceberg.transforms import IdentityTransform
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
-from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
@@ -335,9 +335,9 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
     }
 
     def place(field: pa.Field) -> Place:
-        if not (origin := origin_of(field)):
+        if not (source := source_column(field)):
             return GUESSED_VALUE_BYTES
-        column = schema.find_field(origin)
+        column = schema.find_field(source)
         name = stored.find_column_name(column.field_id)
         if name is None:  # a value for all rows, or none: null
             value = partition.get(column.field_id, column.initial_default)

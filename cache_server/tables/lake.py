@@ -166,7 +166,7 @@ def cut(
     """A split a data file; what its strings and lists take is known from the footers of some.
 
     Args:
-        stored: the logical schema that is kept, with its `pinned.ORIGIN`.
+        stored: the logical schema that is kept, with its `pinned.SOURCE_COLUMN`.
         footer_of: a file that is none of Parquet has none. Asked by several threads, of no more
             than `MOST_FOOTERS` files, evenly over all; and of none where all widths are fixed.
     """

@@ -14,7 +14,13 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
-from cache_server.source.pinned import SourceFile, Split, check_names, origin_of, partition_texts
+from cache_server.source.pinned import (
+    SourceFile,
+    Split,
+    check_names,
+    partition_texts,
+    source_column,
+)
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
@@ -83,7 +89,7 @@ def cut(
     each split are known from the footer. Ranges without a row group are left out.
 
     Args:
-        stored: the logical schema that is kept, with its `pinned.ORIGIN`; says what a row costs.
+        stored: the logical schema that is kept, see `pinned.with_lineage`; says what a row costs.
     """
     splits: list[Split] = []
     layout = Layout(stored)
@@ -251,9 +257,9 @@ def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
 
 
 def _place(field: pa.Field, file: SourceFile, footer: pq.FileMetaData) -> Place:
-    origin, constants = origin_of(field), partition_texts(file.path)
-    if not origin:
+    source, constants = source_column(field), partition_texts(file.path)
+    if not source:
         return GUESSED_VALUE_BYTES
-    if origin in constants and origin not in footer.schema.to_arrow_schema().names:
-        return value_bytes(field, constants[origin])
-    return origin
+    if source in constants and source not in footer.schema.to_arrow_schema().names:
+        return value_bytes(field, constants[source])
+    return source

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
-from cache_server.source.pinned import SourceFile, Split, origin_of
+from cache_server.source.pinned import SourceFile, Split, source_column
 from cache_server.tables.postgres.quoting import array_literal
 from cache_server.tables.postgres.ranges import (
     CTID,
@@ -137,7 +137,7 @@ class Cutting:
         )
 
     def _average_bytes(self, field: pa.Field) -> str:
-        name = origin_of(field)
+        name = source_column(field)
         own = self.schema.field(name).type if name in self.columns else None
         if own is None or _kind(own) != _kind(field.type):
             return str(GUESSED_VALUE_BYTES)

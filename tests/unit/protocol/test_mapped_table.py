@@ -63,7 +63,7 @@ def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     sizes: list[int],
     data: st.DataObject,
 ) -> None:
-    directory = tmp_path_factory.mktemp("adjacent")
+    directory = tmp_path_factory.mktemp("table")
     starts = np.cumsum([0, *sizes])
     shards = [
         shard_of(directory / f"{i}.arrow", i, rows_of(schema, starts[i], starts[i + 1]))
@@ -72,15 +72,15 @@ def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     layout = shards[0][0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache_protocol.storage.mapped_table.huge_page_bytes", lambda: huge_page)
-        adjacent = MappedTable(layout, starts[:-1], sizes)
+        table = MappedTable(layout, starts[:-1], sizes)
     for position in data.draw(st.permutations(range(len(sizes)))):
-        adjacent.attach(position, shards[position][1])
+        table.attach(position, shards[position][1])
     ids = np.array(data.draw(st.lists(st.integers(0, int(starts[-1]) - 1), max_size=50)), np.int64)
     if not len(ids):
         return
     shard_index = np.searchsorted(starts, ids, side="right") - 1
 
-    batch = adjacent.gather(ids, shard_index, Selection(layout, []))
+    batch = table.gather(ids, shard_index, Selection(layout, []))
 
     every = rows_of(schema, 0, int(starts[-1]))
     assert layout.unpack(batch).equals(every.take(pa.array(ids)))
@@ -93,30 +93,30 @@ def shards(tmp_path: Path) -> Iterator[list[MappedShard]]:
 
 
 def attached(shards: Sequence[MappedShard]) -> MappedTable:
-    adjacent = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
+    table = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
     for position, shard in enumerate(shards):
-        adjacent.attach(position, shard)
-    return adjacent
+        table.attach(position, shard)
+    return table
 
 
-def gathered(adjacent: MappedTable, ids: Sequence[int], columns: Sequence[str]) -> list[object]:
+def gathered(table: MappedTable, ids: Sequence[int], columns: Sequence[str]) -> list[object]:
     selection = Selection(LAYOUT, columns)
     rows = np.array(ids, np.int64)
-    return list(logical(adjacent.gather(rows, rows // 10, selection), selection))
+    return list(logical(table.gather(rows, rows // 10, selection), selection))
 
 
 def test_columns_that_nobody_will_ask_for_are_not_mapped(shards: list[MappedShard]) -> None:
     selection = Selection(LAYOUT, ["wide"])
     maps = Path("/proc/self/maps")
     before = len(maps.read_text().splitlines())
-    adjacent = MappedTable(
+    table = MappedTable(
         LAYOUT, np.arange(0, 60, 10), [10] * 6, only=[index for index, _ in selection.picks]
     )
     for position, shard in enumerate(shards):
-        adjacent.attach(position, shard)
+        table.attach(position, shard)
 
     assert len(maps.read_text().splitlines()) - before < 2 * MAPS_PER_COLUMN * len(shards)
-    assert gathered(adjacent, [3, 58], ["wide"]) == expected([3, 58], ["wide"])
+    assert gathered(table, [3, 58], ["wide"]) == expected([3, 58], ["wide"])
 
 
 def test_only_the_columns_asked_for_come(shards: list[MappedShard]) -> None:
@@ -127,38 +127,38 @@ def test_only_the_columns_asked_for_come(shards: list[MappedShard]) -> None:
 def test_shards_may_be_attached_in_any_order_while_others_are_read(
     shards: list[MappedShard],
 ) -> None:
-    adjacent = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
-    adjacent.attach(4, shards[4])
+    table = MappedTable(LAYOUT, np.arange(0, 60, 10), [10] * 6)
+    table.attach(4, shards[4])
     ids = [45, 40, 49] * 200
     with ThreadPoolExecutor(2) as pool:
-        readings = [pool.submit(gathered, adjacent, ids, ["a", "row"]) for _ in range(20)]
+        readings = [pool.submit(gathered, table, ids, ["a", "row"]) for _ in range(20)]
         for position in (0, 5, 2, 1, 3):
-            adjacent.attach(position, shards[position])
+            table.attach(position, shards[position])
     assert all(reading.result() == expected(ids, ["a", "row"]) for reading in readings)
-    assert gathered(adjacent, [0, 59, 25], ["row"]) == expected([0, 59, 25], ["row"])
+    assert gathered(table, [0, 59, 25], ["row"]) == expected([0, 59, 25], ["row"])
 
 
 def test_what_is_gathered_is_a_copy_that_outlives_the_files(
     shards: list[MappedShard], tmp_path: Path
 ) -> None:
-    adjacent = attached(shards)
+    table = attached(shards)
     for path in tmp_path.iterdir():
         path.unlink()
     shards.clear()
-    assert gathered(adjacent, [3, 58], ["a", "tags"]) == expected([3, 58], ["a", "tags"])
+    assert gathered(table, [3, 58], ["a", "tags"]) == expected([3, 58], ["a", "tags"])
 
 
 def test_strings_of_rows_that_stand_together_are_no_copies_and_outlive_the_files_too(
     shards: list[MappedShard], tmp_path: Path
 ) -> None:
-    adjacent = attached(shards)
+    table = attached(shards)
     selection = Selection(LAYOUT, ["text", "tags"])
     rows = np.arange(12, 18)
-    batch = adjacent.gather(rows, rows // 10, selection)
+    batch = table.gather(rows, rows // 10, selection)
     text = shards[1].batch.column(LAYOUT.place("text")[0])
     assert batch.column("text").buffers()[2].address == text.buffers()[2].address
 
-    del adjacent, text
+    del table, text
     for path in tmp_path.iterdir():
         path.unlink()
     shards.clear()
@@ -168,13 +168,13 @@ def test_strings_of_rows_that_stand_together_are_no_copies_and_outlive_the_files
 def test_shards_without_rows_and_those_that_are_elsewhere_take_no_addresses(
     tmp_path: Path,
 ) -> None:
-    adjacent = MappedTable(LAYOUT, np.array([0, 0, 4, 10]), [0, 4, 0, 3])
-    adjacent.attach(0, mapped(tmp_path, 0, []))
-    adjacent.attach(1, mapped(tmp_path, 1, range(4)))
-    adjacent.attach(3, mapped(tmp_path, 3, range(10, 13)))
+    table = MappedTable(LAYOUT, np.array([0, 0, 4, 10]), [0, 4, 0, 3])
+    table.attach(0, mapped(tmp_path, 0, []))
+    table.attach(1, mapped(tmp_path, 1, range(4)))
+    table.attach(3, mapped(tmp_path, 3, range(10, 13)))
     selection = Selection(LAYOUT, [])
 
-    batch = adjacent.gather(np.array([12, 2]), np.array([3, 1], np.int8), selection)
+    batch = table.gather(np.array([12, 2]), np.array([3, 1], np.int8), selection)
 
     assert logical(batch, selection) == expected([12, 2])
 
@@ -189,11 +189,11 @@ class Shifted(MappedShard):
 def test_a_file_whose_columns_lie_elsewhere_is_refused(tmp_path: Path) -> None:
     first = mapped(tmp_path, 0, range(10))
     second = mapped(tmp_path, 1, range(10, 20))
-    adjacent = MappedTable(LAYOUT, np.array([0, 10]), [10, 10])
-    adjacent.attach(0, first)
+    table = MappedTable(LAYOUT, np.array([0, 10]), [10, 10])
+    table.attach(0, first)
 
     with pytest.raises(ValueError, match=r"a column at byte \d+ cannot lie next to the same"):
-        adjacent.attach(1, Shifted(second.sealed, second.path))
+        table.attach(1, Shifted(second.sealed, second.path))
 
 
 def test_more_rows_than_there_are_addresses_for_are_an_error() -> None:
