@@ -40,7 +40,7 @@ _NONSENSE = {  # a function that does not exist
 _IGNORES_DISTINCT = re.compile(  # though its plan shows it
     r"lag|lead|nth_value|approx_percentile_cont(_with_weight)?|corr|covar(_pop|_samp)?|regr_\w+"
 )
-_LONGEST_NAME = 100  # of a function, with the spaces behind it
+_LONGEST_NAME = 100  # of a function, with the spaces after it
 _QUOTED = re.compile(
     r"\bE'([^'\\]|\\.|'')*'|'[^']*'|\"[^\"]*\"|`[^`]*`|(?<!\w)\$(?P<tag>\w*)\$.*?\$(?P=tag)\$"
     r"|(?P<comment>--[^\n]*|/\*.*?\*/)",

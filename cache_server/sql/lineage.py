@@ -1,8 +1,8 @@
-"""Which column of a table each column of a query's result stands for: what tells its size. Pure.
+"""Lineage: result columns -> the table columns they come from, which tell their size. Pure.
 
-A column stands for another one where a query renames it, casts it to a type of the same kind, or
-takes a field of a structure; all through subqueries and joins. What else makes a column, such as a
-function of texts, stands for none.
+A column has a source column if the query renames it, casts it to a type of the same kind, or takes
+a field of a struct, also through subqueries and joins. A computed column, such as that of a string
+function, has none.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import pyarrow as pa
 
-SourceColumn = tuple[str, str]  # a table, and a column of it; of a field of a structure, with dots
-_Columns = dict[tuple[str, str], SourceColumn]  # qualifier and name, as a plan has them
+SourceColumn = tuple[str, str]  # a table and its column; a field of a struct has dots
+_Columns = dict[tuple[str, str], SourceColumn]  # qualifier and name in a plan
 
 _PASSES_COLUMNS = {"Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Subquery"}
 
@@ -21,11 +21,11 @@ _PASSES_COLUMNS = {"Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Sub
 def column_lineage(
     plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]
 ) -> dict[str, SourceColumn]:
-    """For each column of a result the one that it stands for; none for those that are made.
+    """Result column -> its source column; computed columns are left out.
 
     Args:
-        plan: the logical plan, optimised: there `arrow_cast` is a cast like the others.
-        tables: that it may read.
+        plan: the optimised logical plan, in which `arrow_cast` is an ordinary cast.
+        tables: that the query may read.
     """
     found = {name: source for (_, name), source in _columns(plan, tables).items()}
     types = {field.name: field.type for field in result}
@@ -37,7 +37,7 @@ def column_lineage(
 
 
 def variant(expression: Any) -> Any:
-    """What an expression is; None of a kind that the bindings of DataFusion do not show."""
+    """The kind of an expression; None if the bindings of DataFusion do not show it."""
     try:
         return expression.to_variant()
     except ValueError:
@@ -98,7 +98,7 @@ def _source(expression: Any, below: _Columns) -> SourceColumn | None:
 
 
 def _type_of(source: SourceColumn, tables: Mapping[str, pa.Schema]) -> pa.DataType | None:
-    """None of what is no field of a structure, such as a value of a map."""
+    """The type of a source column; None if it is not a field of a struct, such as a map's value."""
     table, path = source
     schema = tables[table]
     if path in schema.names:
@@ -113,12 +113,12 @@ def _type_of(source: SourceColumn, tables: Mapping[str, pa.Schema]) -> pa.DataTy
 
 
 def _alike(dtype: pa.DataType, other: pa.DataType | None) -> bool:
-    """Whether the values of both are texts, or those of neither are: a number as text is longer."""
+    """Whether both hold strings or neither does: a number as a string is longer."""
     return other is not None and _holds_texts(dtype) == _holds_texts(other)
 
 
 def _holds_texts(dtype: pa.DataType) -> bool:
-    """Whether the values, maybe in lists, have no one width."""
+    """Whether the values, also inside lists, vary in width."""
     while hasattr(dtype, "value_type"):  # of a list or a dictionary
         dtype = dtype.value_type
     return not pa.types.is_primitive(dtype) and not pa.types.is_decimal(dtype)

@@ -1,11 +1,10 @@
-"""What a query means: whether each row can be handled by itself, and what it reads. No rows here.
+"""How a query runs, and which columns it reads. Reads no rows.
 
-A query runs *split by split* when its answer over a table is the answers over the pieces of that
-table, one after the other: projection, filter and unnest, also joined with other tables that every
-node reads whole. Anything else (aggregate, sort, limit, distinct, window, union, a table joined
-with itself) has one answer for the whole table: it runs *whole*, on one node. DataFusion's logical
-plan decides, as written and as optimised; the text is looked at only for what DataFusion parses
-and then ignores, see `ignored_sql`.
+A query runs *split by split* if its result over a table is the results over the pieces of that
+table, in order: projection, filter and unnest, also joined with tables that every node reads whole.
+Any other query (aggregate, sort, limit, distinct, window, union, a table joined with itself) runs
+*whole*, on one node. DataFusion's logical plan decides, as written and as optimised. The text
+matters only for clauses that DataFusion ignores, see `ignored_sql`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "Em
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
 _NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
 _ORDER_SURVIVES = {"Projection", "Filter", "SubqueryAlias", "Limit"}
-_NAMES = {  # where the plan's word is not the user's
+_NAMES = {  # plan node -> the user's word
     "WindowExpr": "a window function",
     "Limit": "LIMIT",
     "Sort": "ORDER BY",
@@ -40,11 +39,11 @@ _NAMES = {  # where the plan's word is not the user's
     "Join": "a join or a subquery",
     "Union": "UNION",
 }
-# In a subquery DataFusion parses it and does nothing about it.
+# DataFusion ignores it in a subquery.
 _ORDER_BY = re.compile(r"\bORDER\s+BY\b", re.IGNORECASE)
-# DataFusion's word for it; nobody who writes a spec knows of its catalogue and schema.
+# DataFusion's message names its catalogue and schema, which users do not know.
 _NO_TABLE = re.compile(r"table 'datafusion\.public\.(.+)' not found")
-# On which side of a join each row may be handled by itself, when the other side is there whole.
+# The sides of a join that may be read split by split while the other side is read whole.
 _JOIN_SIDES = {
     "INNER": (True, True),
     "LEFT": (True, False),
@@ -66,15 +65,14 @@ class Query:
         sql: over the tables of the spec.
         schema: of its result, as DataFusion gives it.
         columns: for each table that it reads, which columns, in the order of the table.
-        drivers: tables of which any one may be read split by split, if the others are read whole;
-            empty when the query must run whole.
-        why_whole: what makes it so; empty when ``drivers`` is not.
-        ordered: its result has an order of its own: that of the one table that it reads, or ORDER
-            BY, or there is but one row.
+        drivers: tables that may be read split by split, one of them at a time, while the others are
+            read whole; empty if the query must run whole.
+        why_whole: the reason why it runs whole; empty if ``drivers`` is not.
+        ordered: its result has a defined order: that of its one table, ORDER BY, or one row.
         keeps_every_row: neither filters nor unnests, so the rows can be counted beforehand.
-        only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
-        joins: with other tables or subqueries, so that the rows of one table come in any order.
-        conditions: that every row of the one table fulfils which the query keeps; not all of them.
+        only_drops_rows: neither unnests nor joins, so the rows before it are an upper bound.
+        joins: reads several tables or subqueries, so the rows of one table come in any order.
+        conditions: on the rows of its one table; a row that it keeps fulfils them all.
         lineage: see `cache_server.sql.lineage`.
     """
 

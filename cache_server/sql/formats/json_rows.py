@@ -1,11 +1,9 @@
-"""The rows of newline JSON. No value is made to fit its column: it is refused by name.
+"""Reads newline JSON. Values are never coerced to the type of their column.
 
-The first rows of a table say which types its columns have. DataFusion's reader makes later values
-fit: 1.5 among integers becomes 1, and 9007199254740993.0 the integer below it; of the escapes of
-some characters it makes others. Arrow's reader refuses such numbers and reads all escapes. What it
-refuses is read again by Python, exactly: 2.0 is an integer, and what does not fit is quoted.
-
-Knows neither tables nor queries.
+The first rows of a table decide the types, unless the spec gives them. DataFusion's reader changes
+later values: 1.5 among integers becomes 1, 9007199254740993.0 the integer below it, and some
+escapes other characters. Arrow's reader refuses such numbers and reads all escapes. Python reads
+again, exactly, what Arrow refuses: it takes 2.0 as an integer, and quotes a value that does not fit.
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ from cache_server.sql.formats.text_values import (
 
 _BLOCK_BYTES = 1024 * 1024
 _MOST_QUOTED = 100  # characters of a value in a message
-# Where a row would be null, Arrow reads beyond its memory (apache/arrow#47409). In doubt, as of a
-# text with such characters, Python reads. Two patterns, because each is looked for by its first
-# character, five times as fast as both in one.
+# At a row that is null, Arrow reads beyond its memory (apache/arrow#47409). Python reads blocks that
+# may have one. Two patterns are five times as fast as one, because each has a fixed first character.
 _NULL_ROWS = re.compile(rb"\n[\s\xef\xbb\xbf]*null"), re.compile(rb"}[\s\xef\xbb\xbf]*null")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -52,32 +49,32 @@ class _Number(Decimal):
         return number
 
 
-# Characters such as a tab are read as they stand, and of one key twice the last counts, as ever.
+# Control characters such as a tab are read, and the last of two equal keys counts.
 _DECODER = json.JSONDecoder(parse_int=_Number, parse_float=_Number, strict=False)
 
 
 class _RowError(Exception):
-    """A row is not one of the table."""
+    """A row does not fit the table."""
 
 
 class _MisfitError(Exception):
     """A value is not of the type of its column.
 
     Args:
-        value: maybe within that of a column.
-        dtype: what it should be.
+        value: that of the column, or one inside it.
+        dtype: the type it should have.
     """
 
 
 def read(path: Path, split: Split, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a split, in their order, some at a time.
+    """The rows of a split, in order, some at a time.
 
     Args:
         path: of the split's file on this machine.
-        schema: of the columns to read; one that a row lacks is null, others are passed over.
+        schema: of the columns to read. A column that a row lacks is null; other keys are skipped.
 
     Raises:
-        LoadError: naming the file, and the value that does not fit or the byte that is no JSON.
+        LoadError: naming the file, and the value that does not fit or the byte of invalid JSON.
         OSError: the file cannot be read.
     """
     for offset, block in blocks_of_lines(path, split):
@@ -86,7 +83,7 @@ def read(path: Path, split: Split, schema: pa.Schema) -> Iterator[pa.RecordBatch
 
 
 def blocks_of_lines(path: Path, split: Split) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in the byte range of a split, some at a time, and where each lot begins.
+    """Blocks of lines that begin in the byte range of a split, and where each block begins.
 
     Raises:
         OSError: the file cannot be read.
@@ -95,7 +92,7 @@ def blocks_of_lines(path: Path, split: Split) -> Iterator[tuple[int, bytes]]:
     start = part_bytes * split.part
     stop = min(start + part_bytes, split.file.size)
     with path.open("rb") as file:
-        if start:  # a line that begins before belongs to the split before
+        if start:  # a line that began earlier belongs to the previous split
             file.seek(start - 1)
             file.readline()
         while (offset := file.tell()) < stop:
@@ -104,18 +101,18 @@ def blocks_of_lines(path: Path, split: Split) -> Iterator[tuple[int, bytes]]:
 
 
 def _by_arrow(block: bytes, schema: pa.Schema) -> pa.RecordBatch | None:
-    """The rows of a block; None where Arrow refuses a value, or would read it wrongly."""
+    """The rows of a block; None if Arrow refuses a value or may read it wrongly."""
     if b"null" in block and any(pattern.search(b"\n" + block) for pattern in _NULL_ROWS):
         return None
     as_read = pa.schema([field.with_type(_read_type(field)) for field in schema])
     try:
-        pa.array([block], pa.string())  # refuses what is no UTF-8, which Arrow's reader passes on
+        pa.array([block], pa.string())  # refuses invalid UTF-8, which Arrow's reader lets through
         table = pj.read_json(
             pa.BufferReader(block),
             pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
             pj.ParseOptions(explicit_schema=as_read, unexpected_field_behavior="ignore"),
         )
-        table.validate()  # refuses lists of nothing but nulls, of which some come broken
+        table.validate()  # refuses lists of only nulls, some of which are broken
         columns = [
             _as_given(column.combine_chunks(), field)
             for column, field in zip(table.columns, schema, strict=True)
@@ -131,13 +128,13 @@ def _by_arrow(block: bytes, schema: pa.Schema) -> pa.RecordBatch | None:
 
 
 def _read_type(field: pa.Field) -> pa.DataType:
-    """The type that Arrow's reader is given: it reads times of day and dates from numbers only."""
+    """The type to read a column as: Arrow reads dates and times of day only from numbers."""
     is_text = GIVEN in (field.metadata or {}) and pa.types.is_temporal(field.type)
     return pa.string() if is_text else field.type
 
 
 def _as_given(column: pa.Array, field: pa.Field) -> pa.Array:
-    """A column as the type of its field; raises where Arrow may have read a value wrongly."""
+    """A column as the type of its field; raises if Arrow may have read a value wrongly."""
     if column.type != field.type:
         return read_column(column, field.type)
     values = column
@@ -150,9 +147,9 @@ def _as_given(column: pa.Array, field: pa.Field) -> pa.Array:
 
 
 def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.RecordBatch:
-    """The same by Python's parser, seven times slower."""
+    """The rows of a block, by Python's parser: exact, and seven times slower."""
     columns: list[list[object]] = [[] for _ in schema]
-    text, place, num_rows = "", 0, 0  # the place in characters
+    text, place, num_rows = "", 0, 0  # place: in characters
     try:
         text = block.decode()
         while (place := _SPACE.match(text, place).end()) < len(text):  # type: ignore[union-attr]
@@ -167,7 +164,7 @@ def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.R
     except json.JSONDecodeError as error:
         reason = f"it is no JSON with an object a line: {error.msg}"
         before = text[: error.pos].encode()
-    except ArithmeticError:  # of more digits than Python counts
+    except ArithmeticError:  # more digits than Python handles
         reason, before = "an exponent is too long", text[:place].encode()
     except (_RowError, RecursionError) as error:
         reason, before = str(error), text[:place].encode()
@@ -180,7 +177,7 @@ def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.R
 
 
 def _value(value: object, field: pa.Field) -> object:
-    """A value of JSON as one that Arrow takes for a column.
+    """A value of JSON as one that Arrow accepts for a column.
 
     Raises:
         _RowError: it does not fit; says what to do.
@@ -202,7 +199,7 @@ def _value(value: object, field: pa.Field) -> object:
 
 
 def _wider(misfit: object, dtype: pa.DataType, column: pa.DataType) -> str:
-    """A type for a column that also holds a value, as a spec names it; empty if there is none."""
+    """The name of a type that also holds a value, for a column; empty if there is none."""
     if isinstance(misfit, list | dict) or pa.types.is_nested(dtype):
         return ""
     is_number = isinstance(misfit, Decimal | float)
@@ -213,7 +210,7 @@ def _wider(misfit: object, dtype: pa.DataType, column: pa.DataType) -> str:
 
 
 def _given(value: object, dtype: pa.DataType) -> object:
-    """A value for a column whose type the spec gives: a number or a truth value as its text."""
+    """A value for a column of a given type; numbers and truth values are read as text."""
     if value is None:
         return None
     if isinstance(value, list) and pa.types.is_list(dtype):
@@ -228,7 +225,7 @@ def _given(value: object, dtype: pa.DataType) -> object:
 
 
 def _text_of(value: object) -> str | None:
-    """A string as it is, a number as it is written; None for what is neither, nor a truth value."""
+    """A string, or a number or truth value as it is written; None for anything else."""
     if isinstance(value, _Number):
         return value.text
     if isinstance(value, bool | float):  # a float is NaN or an infinity
@@ -250,7 +247,7 @@ def _inferred(value: object, dtype: pa.DataType) -> object:
             return int(value)
     elif isinstance(value, Decimal | float) and types.is_floating(dtype):
         number = float(value)
-        # What is a float already is NaN or an infinity; a number beyond all floats is none.
+        # A float here is NaN or an infinity. A Decimal may be too large for a float.
         if isinstance(value, float) or math.isfinite(number):
             return number
     elif (isinstance(value, bool) and types.is_boolean(dtype)) or (
@@ -266,6 +263,6 @@ def _quoted(value: object) -> str:
 
 
 def _batch(columns: list[pa.Array], schema: pa.Schema, num_rows: int) -> pa.RecordBatch:
-    if not columns:  # then only this keeps their number
+    if not columns:  # a struct array keeps the number of rows
         return pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -44,7 +44,7 @@ class MisfitError(Exception):
 
 
 def wider_type(text: str, dtype: pa.DataType) -> str:
-    """The name of a type that holds a value and those of an inferred type; for messages."""
+    """The name of a type that holds a value and those of an inferred type, for messages."""
     if pa.types.is_integer(dtype) and is_value(text, pa.float64()) and not _is_large(text):
         return "float64"
     if pa.types.is_date(dtype) or pa.types.is_timestamp(dtype):
@@ -55,12 +55,12 @@ def wider_type(text: str, dtype: pa.DataType) -> str:
 
 
 def _is_large(text: str) -> bool:
-    """Whether float64 may lack integers of the size of a number."""
+    """Whether a number is beyond int64."""
     return abs(float(text)) >= 2**63
 
 
 def remedy(column: str, dtype: str) -> str:
-    """What to write in a spec so that a column is read as a type; for messages."""
+    """What to write in a spec so that a column is read as a type, for messages."""
     name, value = (
         text if _PLAIN_NAME.fullmatch(text) else json.dumps(text) for text in (column, dtype)
     )
@@ -131,7 +131,7 @@ def all_finite(values: pa.Array) -> bool:
 
 
 def _cast(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
-    """The same by Arrow; raises an `ArrowException` also where its result may be wrong."""
+    """The same by Arrow; also raises an `ArrowException` if its result may be wrong."""
     types = pa.types
     if types.is_boolean(dtype):
         lower = pc.utf8_lower(texts)
@@ -152,7 +152,7 @@ def _cast(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
 
 
 def _timestamps(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
-    """Arrow takes either times without an offset or times with one."""
+    """Times without an offset, or times that all have one: Arrow takes no mixture."""
     try:
         return texts.cast(pa.timestamp(dtype.unit)).cast(dtype)
     except pa.ArrowInvalid:
