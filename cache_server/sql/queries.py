@@ -108,12 +108,12 @@ def check_query(
     """Plans ``sql`` against empty tables of these schemas.
 
     Args:
-        allow_unordered: accept a result that has no order of its own.
-        is_shortcut: it was made of columns and a filter, so it can only be row-wise.
+        allow_unordered: accept a result without a defined order.
+        is_shortcut: it was made of columns and a filter, so it must be row-wise.
 
     Raises:
-        RequestError: when the SQL is wrong, names an unknown column or table, is not read-only,
-            leaves a table unread, or has no order and may not be without; says which.
+        RequestError: the SQL is wrong, names an unknown column or table, is not read-only, leaves a
+            table unread, or has no defined order and needs one; says which.
     """
     context = _session(tables)
     frame = _plan(sql, context, tables)
@@ -129,7 +129,7 @@ def check_query(
     kinds = {type(node).__name__ for plan in (written, optimised) for node in walk(plan)}
     if forbidden := kinds & _NO_QUERIES:
         raise RequestError(f"sql {sql!r}: {forbidden.pop()} is not supported")
-    # Others are functions such as generate_series, which every node calls, as it has VALUES.
+    # Other scans are of functions such as generate_series, which every node calls.
     drivers, why = _drivers(written, optimised, [name for name in scans if name in tables])
     joins = "Join" in kinds or _has_subquery(optimised)
     if is_shortcut and (joins or not drivers):
@@ -145,8 +145,8 @@ def check_query(
     if not ordered and not allow_unordered:
         what = why or "a join"
         raise RequestError(
-            f"sql {sql!r}: the rows of {what} have no order of their own, and every row id must "
-            "mean the same row for ever: end it with an ORDER BY that leaves no ties, or set "
+            f"sql {sql!r}: the rows of {what} have no defined order, and a row id must always "
+            "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
     return Query(
@@ -177,7 +177,7 @@ def _plan(sql: str, context: SessionContext, tables: Collection[str]) -> DataFra
     try:
         frame = context.sql_with_options(sql, read_only())
         frame.optimized_logical_plan()
-        frame.execution_plan()  # which tells what else cannot run, such as a placeholder
+        frame.execution_plan()  # refuses what cannot run, such as a placeholder
     except Exception as error:  # DataFusion raises bare ValueError and Exception
         reason = reason_of(error)
         if missing := _NO_TABLE.search(reason):
@@ -195,7 +195,7 @@ def _shown(sql: str, context: SessionContext) -> str:
 
 
 def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[str], str]:
-    """The tables that may be read split by split; else what forbids it."""
+    """The tables that may be read split by split; if there are none, the reason."""
     single = {name for name in scans if scans.count(name) == 1}
     plans = (written, optimised)
     drivers = {name for name in single if all(_is_by_split(plan, name) for plan in plans)}
@@ -211,10 +211,10 @@ def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[
 
 
 def _is_by_split(plan: Any, table: str) -> bool:
-    """Whether the plan's answer is that over each piece of ``table``, one after the other.
+    """Whether the plan's result is its results over the pieces of ``table``, in order.
 
-    The other tables are there whole, so whatever the plan does with them alone is right, and so are
-    subqueries over them. A table that only a subquery reads is never split.
+    Every node reads the other tables whole, so any part of the plan over them alone is right, also
+    a subquery. A table that only a subquery reads is never split.
     """
     node = plan.to_variant()
     kind, inputs = type(node).__name__, plan.inputs()
@@ -245,7 +245,7 @@ def _is_ordered(plan: Any) -> bool:
 
 
 def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple[str, ...]]:
-    """Of each table the columns that its scans read; one where only its rows are counted."""
+    """Table -> the columns that its scans read; one column where only rows are counted."""
     read: dict[str, set[str]] = {name: set() for name in tables}
     for node in walk(plan, "TableScan"):
         name, projection = str(node.table_name()), node.projection()
@@ -263,9 +263,9 @@ def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple
 
 
 def _conditions(plan: Any) -> tuple[Condition, ...]:
-    """The simple comparisons that stand, joined by AND, right above the scan of a table.
+    """The simple comparisons, joined by AND, right above the scan of a table.
 
-    Not of floats, whose NaN is larger than any number here and not everywhere else.
+    Without floats: only here is NaN larger than any number.
     """
     node, inputs = plan.to_variant(), plan.inputs()
     if type(node).__name__ == "Filter" and type(inputs[0].to_variant()).__name__ == "TableScan":
@@ -297,7 +297,7 @@ def _comparisons(predicate: Any) -> Iterator[Condition]:
 def _scans(plan: Any) -> list[str]:
     """The tables that a plan scans, once for each scan.
 
-    Subqueries stand inside expressions, where `walk` does not see them; the tree shows them.
+    `walk` does not see subqueries inside expressions; the displayed plan shows them.
     """
     shown = (line.strip() for line in plan.display_indent().splitlines())
     return [line.split()[1] for line in shown if line.startswith("TableScan: ")]

@@ -436,7 +436,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
             "source": f"{root}/files-of-iceberg/metadata/v1.metadata.json",
             "snapshot": "v2",
         },
-        "the rows of DISTINCT have no order of their own": {
+        "the rows of DISTINCT have no defined order": {
             "source": path,
             "sql": "SELECT DISTINCT town FROM source",
         },

@@ -3,7 +3,7 @@
 The first rows of a table decide the types, unless the spec gives them. DataFusion's reader changes
 later values: 1.5 among integers becomes 1, 9007199254740993.0 the integer below it, and some
 escapes other characters. Arrow's reader refuses such numbers and reads all escapes. Python reads
-again, exactly, what Arrow refuses: it takes 2.0 as an integer, and quotes a value that does not fit.
+again, exactly, what Arrow refuses: it takes 2.0 as an integer, and quotes values that do not fit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from cache_server.sql.formats.text_values import (
 
 _BLOCK_BYTES = 1024 * 1024
 _MOST_QUOTED = 100  # characters of a value in a message
-# At a row that is null, Arrow reads beyond its memory (apache/arrow#47409). Python reads blocks that
-# may have one. Two patterns are five times as fast as one, because each has a fixed first character.
+# At a row that is null, Arrow reads beyond its memory (apache/arrow#47409), so Python reads blocks
+# that may have one. Two patterns are five times as fast as one: each has a fixed first character.
 _NULL_ROWS = re.compile(rb"\n[\s\xef\xbb\xbf]*null"), re.compile(rb"}[\s\xef\xbb\xbf]*null")
 _SPACE = re.compile(r"[ \t\r\n]*")
 

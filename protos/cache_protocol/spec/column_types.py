@@ -1,6 +1,6 @@
 """The Arrow types that a spec may give to columns of CSV and JSON, by name.
 
-Apart from `dataset_spec`, because pyarrow is imported only for specs that give types.
+Not in `dataset_spec`, so that only specs with types import pyarrow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_types(types: object, problems: list[str]) -> dict[str, str]:
 
     Args:
         types: column -> name of a type, as given.
-        problems: gets one text for each bad entry.
+        problems: bad entries are added.
     """
     if not isinstance(types, Mapping):
         problems.append(f"types must be a mapping of columns to types, got {shown(types)}")
