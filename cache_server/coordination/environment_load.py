@@ -99,7 +99,7 @@ class EnvironmentLoad:
             self._become_ready()
         except CacheError as error:
             self._fail(error)
-        except error_text.NO_DEFECTS:
+        except error_text.EXITS:
             raise
         except BaseException as error:
             secrets = self._spec.secrets_to_proto()

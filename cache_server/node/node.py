@@ -449,7 +449,7 @@ class Node:
             else:
                 logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
                 self._fail(state, job, str(error))
-        except error_text.NO_DEFECTS:
+        except error_text.EXITS:
             raise
         except BaseException as error:
             secrets = encode_secrets(job.plan.secrets)

@@ -1,7 +1,7 @@
-"""Where bytes lie that are not on this machine: URIs -> objects -> their bytes.
+"""Reads bytes of other machines: URIs -> objects -> their bytes.
 
-`objects` knows what a URI means, the other modules how a store is spoken to. The only importers of
-obstore and of what speaks to a store; no module here knows tables.
+`objects` knows what a URI means. The other modules know how to talk to a store, and only they
+import obstore and other store libraries. No module here knows tables.
 """
 
 from cache_server.object_stores.objects import (

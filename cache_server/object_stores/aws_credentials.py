@@ -1,7 +1,7 @@
-"""Who signs the requests to S3: the keys of the dataset, or what AWS's own chain finds.
+"""Credentials for S3: the keys of the dataset, or those of AWS's own chain.
 
-The chain is boto3's, since object_store's neither reads profiles nor assumes a role, and takes
-minutes to say that a machine has no credentials. Never logged, never shown.
+The chain is boto3's. That of object_store reads no profiles, assumes no role, and takes minutes to
+say that a machine has no credentials. Credentials are never logged or shown.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _STS_TIMEOUT_S, _STS_ATTEMPTS = 10.0, 3  # boto3's own take five minutes of one 
 
 
 def ANONYMOUS() -> None:
-    """In the place of credentials: requests are not signed."""
+    """Stands for credentials where requests are not signed."""
 
 
 def s3_credentials(
     values: dict[str, str], environ: Mapping[str, str], endpoint: str, place: Place
 ) -> Credentials | None:
-    """What signs the requests; the settings that it takes account of leave ``values``.
+    """What signs the requests; removes the settings that it uses from ``values``.
 
     Returns:
         `ANONYMOUS`, a credential provider for obstore, or None where obstore finds them itself.
@@ -57,7 +57,7 @@ def s3_credentials(
     if "role_arn" in role:
         return _assumed(role, keys, environ, endpoint, values.get("region"))
     if "access_key_id" in keys:
-        # A provider, so that the environment's session token is not mixed with them.
+        # A provider keeps the session token of the environment out.
         static = {
             "access_key_id": keys["access_key_id"],
             "secret_access_key": keys["secret_access_key"],
@@ -103,7 +103,7 @@ def _assumed(
         aws_session_token=keys.get("session_token"),
         region_name=region,
     )
-    # boto3 knows a variable for it.
+    # boto3 has a variable for it.
     other = None if environ.get("AWS_ENDPOINT_URL_STS") else endpoint or None
     client = session.client(
         "sts",
@@ -128,7 +128,7 @@ def _assumed(
             "access_key_id": found["AccessKeyId"],
             "secret_access_key": found["SecretAccessKey"],
             "token": found["SessionToken"],
-            # obstore takes no other implementation of UTC, and botocore has another.
+            # obstore requires this UTC; botocore uses another class.
             "expires_at": found["Expiration"].astimezone(UTC),
         }
 
@@ -138,6 +138,6 @@ def _assumed(
 def _boto3() -> Any:
     import boto3
 
-    # It logs the requests that it signs, with the access key, when everything is logged.
+    # At debug level it logs the requests that it signs, with the access key.
     logging.getLogger("botocore").setLevel(logging.INFO)
     return boto3

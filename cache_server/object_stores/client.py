@@ -1,7 +1,7 @@
-"""A bucket of an object store, through obstore, which is the object_store library of DataFusion.
+"""A bucket of an object store, through obstore, which wraps DataFusion's object_store library.
 
-Turns its objects and failures into ours. It does not know which objects make a table, nor by
-which settings the bucket is reached: see `connections`.
+Turns its objects and failures into ours. `objects` knows which objects make a table, `connections`
+how to reach a bucket.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
 
 def kind_of(uri: str) -> str:
-    """``s3``, ``gs``, ``az``, ``http``; empty for what is none of them, such as a path."""
+    """``s3``, ``gs``, ``az`` or ``http``; empty for anything else, such as a path."""
     scheme, found, _ = uri.partition("://")
     return _KINDS.get(scheme.lower(), "") if found else ""
 
 
 def _may_answer_get(error: Exception) -> bool:
-    """Whether a web server that failed so for a HEAD may be one that answers a GET."""
-    # Some refuse a HEAD, by 403, 404, 405 or 501, or do not say how long the answer would be.
+    """Whether a web server that refused a HEAD may answer a GET."""
+    # Some refuse a HEAD with 403, 404, 405 or 501, or do not say how long the answer would be.
     known = (FileNotFoundError, *_REFUSALS)
     return isinstance(error, known) or any(sign in str(error) for sign in _NO_HEAD)
 
 
 def _is_missing(error: Exception) -> bool:
     """Whether there is no such object."""
-    # obstore says the same of one that a web server refuses to send.
+    # obstore reports a refusal of a web server in the same way.
     return isinstance(error, FileNotFoundError) and "status code: 405" not in str(error)
 
 
 class Patience(NamedTuple):
-    """How long a store that fails is asked again.
+    """How long requests to a failing store are retried.
 
     Attributes:
         max_retries: of one request.
-        timeout_s: since it began, or since the last byte of a body that broke.
-        first_pause_s: the longest pause before the first retry; it doubles with each.
-        max_pause_s: however many there were.
+        timeout_s: since the request began, or since the last byte of a broken body.
+        first_pause_s: the longest pause before the first retry; it doubles with each retry.
+        max_pause_s: the limit of a pause.
     """
 
     max_retries: int
@@ -71,17 +71,17 @@ class Patience(NamedTuple):
 
 
 class RangesNotServedError(Exception):
-    """The server answers a request for a range with the whole object."""
+    """The server ignores ranges: it answers with the whole object."""
 
 
 class Location(NamedTuple):
-    """A URI taken apart: ``base`` and ``key`` together are its normal form.
+    """The parts of a URI: ``base`` and ``key`` together are its normal form.
 
     Attributes:
         kind: ``s3``, ``gs``, ``az``, ``http``.
         base: with the slash after the bucket or the host.
         bucket: and, for Azure, the account where the URI names it; for HTTP the host.
-        key: not escaped; of HTTP the path without escapes.
+        key: not escaped; for HTTP, the path without escapes.
     """
 
     kind: str
@@ -145,7 +145,7 @@ class ObjectClient:
         return f"ObjectClient({self._base!r})"
 
     def head(self, key: str) -> SourceFile | None:
-        """The object of that key; None where there is none."""
+        """The object with that key; None if there is none."""
         try:
             try:
                 return self._file(obstore.head(self._store, key))
@@ -159,7 +159,7 @@ class ObjectClient:
             raise self._failure(error, self._uri(key)) from None
 
     def _begun(self, key: str) -> Any:
-        """What is known of an object by a request for its bytes, of which none is taken."""
+        """The metadata of an object, from a GET whose body is not read."""
         try:
             result = obstore.get(self._store, key, options={"range": (0, 1)})
         except exceptions.NotSupportedError:
@@ -168,9 +168,9 @@ class ObjectClient:
         return result.meta
 
     def _check_encoding(self, uri: str, attributes: Mapping[Any, Any]) -> None:
-        """Raises a `LoadError` where a web server sends other bytes than those of the object.
+        """Raises a `LoadError` if a web server encodes the bytes of the object.
 
-        An object of a store has this attribute as it was uploaded with, and its bytes as they are.
+        In an object store the attribute is only what the object was uploaded with.
         """
         encoding = str(attributes.get("Content-Encoding", "identity")).lower()
         if not self.lists and encoding in _COMPRESSED:
@@ -180,10 +180,11 @@ class ObjectClient:
             )
 
     def walk(self, prefix: str, *, deep: bool) -> Iterator[SourceFile]:
-        """The objects below ``prefix``, which ends with a slash or is empty, in no order.
+        """The objects below ``prefix``, in no order.
 
         Args:
-            deep: those of the "directories" below it, too.
+            prefix: ends with a slash, or is empty.
+            deep: includes the "directories" below it.
         """
         try:
             if deep:
@@ -198,7 +199,7 @@ class ObjectClient:
     def read(self, file: SourceFile, span: tuple[int, int] | None) -> Iterator[Any]:
         """The bytes of ``file``, or of a half-open range of it, in pieces of a few MiB.
 
-        One request; a body that breaks is taken up where it broke.
+        One request; after a break the body resumes at the next byte.
 
         Raises:
             LoadError: also when the object is not the one that was planned.
@@ -223,10 +224,10 @@ class ObjectClient:
     def _pieces(
         self, stream: Iterable[Any], file: SourceFile, span: tuple[int, int], began: float
     ) -> Iterator[Any]:
-        """The pieces of a body, and of the further ones that take it up.
+        """The pieces of a body, and of the bodies that resume it after a break.
 
         Args:
-            began: when it was asked for.
+            began: when it was requested.
         """
         start, stop = span
         last = began  # when a byte came
@@ -241,11 +242,11 @@ class ObjectClient:
                 now = time.monotonic()
                 if (
                     self._was_retried(file, now - began)
-                    or not (file.etag or file.mtime_ns)  # nothing would tell another object
+                    or not (file.etag or file.mtime_ns)  # another object could not be told apart
                     or breaks > self._patience.max_retries
                     or now - last >= self._patience.timeout_s
                 ):
-                    # obstore does not go on with another object, but does not say so either.
+                    # obstore stops at another object, but does not report it.
                     if (found := self.head(self._key(file))) is not None:
                         check_unchanged(file, found)
                     raise self._failure(error, file.path) from None
@@ -257,15 +258,15 @@ class ObjectClient:
                 stream = _between(self._stream(file, None), start, stop)
 
     def _was_retried(self, file: SourceFile, lasted_s: float) -> bool:
-        """Whether obstore itself took up a body that broke.
+        """Whether obstore resumed a broken body itself.
 
-        It does not without an etag, nor once its time is over, which begins with the request: that
-        of a long body may be over before it breaks.
+        It does so only with an etag, and only within its time limit, which begins with the request.
+        A long body may exceed that before it breaks.
         """
         return bool(file.etag) and lasted_s < self._patience.timeout_s
 
     def _file(self, meta: Any) -> SourceFile:
-        # Some servers list with fractions of seconds, and without the quotes of an etag.
+        # Some servers list times with fractions of seconds, and etags without quotes.
         seconds = int(meta["last_modified"].timestamp())
         etag = (meta["e_tag"] or "").strip('"')
         return SourceFile(self._uri(meta["path"]), meta["size"], seconds * 10**9, etag)
@@ -285,7 +286,7 @@ class ObjectClient:
 
 
 def _between(stream: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
-    """The bytes of a half-open range of those of ``stream``, which begins at 0."""
+    """The bytes of a half-open range of ``stream``, which begins at 0."""
     at = 0
     for piece in stream:
         wanted = memoryview(piece)[max(start - at, 0) : max(stop - at, 0)]
@@ -295,7 +296,7 @@ def _between(stream: Iterable[Any], start: int, stop: int) -> Iterator[Any]:
 
 
 def check_unchanged(planned: SourceFile, now: SourceFile) -> None:
-    """Raises a `LoadError` when ``now`` is not the object that was planned."""
+    """Raises a `LoadError` if ``now`` is not the planned object."""
     if planned.size == now.size:
         if planned.etag and now.etag:
             if planned.etag == now.etag:

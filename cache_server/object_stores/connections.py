@@ -1,8 +1,8 @@
-"""How a bucket is reached: options, secrets and the environment -> a connection that is kept.
+"""Connects to buckets: options, secrets and the environment -> a connection that is kept.
 
-An option beats the environment, and the environment obstore's defaults. obstore reads the usual
-variables by itself; what is done here is to keep them from being mixed with what was given.
-Connections must not be carried over a fork: they belong to threads of obstore.
+Options override the environment, and the environment overrides obstore's defaults. obstore reads
+the usual variables itself; this module keeps them from mixing with the given options. Connections
+must not be carried over a fork: they belong to threads of obstore.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _FLAGS = {
     *("requester_pays", "imdsv1_fallback", "unsigned_payload", "s3_express", "use_emulator"),
     *("use_fabric_endpoint", "use_azure_cli"),
 }
-# What obstore, or we, read of the environment.
+# What obstore or this module reads from the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}  # of each kind of store
 _NO_BUCKET = re.compile(r"[\s\x00-\x1f\x7f<>`]")
@@ -77,12 +77,12 @@ _NO_ADDRESS = re.compile(r"[^!-~]")
 _HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0  # without a byte
-_REQUEST_TIMEOUT_S = 24 * 3600.0  # a large object may take its time while bytes come
+_REQUEST_TIMEOUT_S = 24 * 3600.0  # no limit for a large object while bytes come
 MAX_RETRIES = 10
 RETRY_TIMEOUT_S = 120.0
 _FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 15.0
-# Of S3, which libraries other than obstore do not look up by themselves; the first that is set.
+# For S3; other libraries than obstore do not look these up. The first one that is set counts.
 _S3_VARIABLES = {
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
@@ -92,13 +92,11 @@ _S3_VARIABLES = {
 def client_for(
     location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> ObjectClient:
-    """The client of a bucket; the same one for the same settings, so its connections are kept.
-
-    An option beats the environment.
+    """The client of a bucket; the same settings give the same client, which keeps its connections.
 
     Raises:
         RequestError: for a setting that the store does not have, or that cannot be right.
-        LoadError: where there are no credentials.
+        LoadError: there are no credentials.
     """
     settings = store_settings(options, secrets)
     check_names(location.kind, settings)
@@ -121,10 +119,10 @@ def check_names(kind: str, settings: Iterable[str], others: Collection[str] = ()
     """Raises a `RequestError` for a setting that a store does not have.
 
     Args:
-        kind: of the store, as `kind_of` says it. Empty: files of the nodes, beside which may stand
-            whatever some store has, since one set of settings may be given with all sources.
+        kind: of the store, see `kind_of`. Empty: files of the nodes; the settings of any store are
+            accepted, because one set of settings may be given for all sources.
         settings: by the names of `store_settings`.
-        others: that are known as well.
+        others: further known settings.
     """
     kinds = [kind] if kind else list(_SETTINGS)
     known = {*_CLIENT, *_RETRY, *(name for each in kinds for name in _SETTINGS[each])}
@@ -139,7 +137,7 @@ def check_names(kind: str, settings: Iterable[str], others: Collection[str] = ()
 
 def from_env() -> dict[str, str]:
     """The variables that decide how a store is reached."""
-    # By name first: this is asked for every object, and to read a variable costs more.
+    # By name first: this runs for every object, and reading a variable costs more.
     names = [name for name in os.environ if name.upper().startswith(_ENVIRONMENT)]
     return {name: os.environ[name] for name in names}
 
@@ -147,10 +145,10 @@ def from_env() -> dict[str, str]:
 def settings_for_libraries(
     options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    """Settings of a store for a library that reaches it by itself: pyiceberg, deltalake.
+    """Settings of a store for a library with its own connection: pyiceberg, deltalake.
 
-    Such a library finds credentials as AWS's own tools do, but not where an S3 that is not Amazon's
-    lies: that comes from the environment here, unless the dataset says it.
+    Such a library finds credentials like AWS's own tools, but not the endpoint of an S3 that is not
+    Amazon's. The endpoint comes from the environment, unless the dataset gives it.
 
     Raises:
         RequestError: for a value that no library could use.
@@ -164,7 +162,7 @@ def settings_for_libraries(
 
 
 def check_variables(uri: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
-    """What such a library finds in the environment about the store that ``uri`` is of, if any.
+    """Settings of the environment for the store of ``uri``, for such a library.
 
     Raises:
         RequestError: for a variable that no library could use.
@@ -173,7 +171,7 @@ def check_variables(uri: str, options: Mapping[str, str], secrets: Mapping[str, 
 
 
 def _s3_variable(environ: Mapping[str, str], name: str) -> str:
-    """What the environment says of a setting of S3; empty where it says nothing."""
+    """A setting of S3 in the environment; empty if it is not set."""
     return next((environ[key] for key in _S3_VARIABLES[name] if environ.get(key)), "")
 
 
@@ -210,7 +208,7 @@ def _connect(
     try:
         store, place = _MAKERS[location.kind](location, values, dict(environ), common)
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        # Their text quotes values, which may stand under the wrong name.
+        # Their text quotes values, and a secret may be given under a wrong name.
         text = str(error).partition("\n\n")[0]
         given = [value for _, value in settings if len(value) > 1]
         raise RequestError(
@@ -241,10 +239,10 @@ def _s3(
     if endpoint:
         if values.get("virtual_hosted_style_request") == "true":
             endpoint = _with_bucket(endpoint, location.bucket)
-        # A variable for S3 alone would beat a plain endpoint.
+        # A variable for S3 alone would override a plain endpoint.
         values |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
     if provider is not None:
-        # Said either way, before a variable says something else.
+        # Set either way, so that no variable decides it.
         values["skip_signature"] = "true" if provider is ANONYMOUS else "false"
     signer = None if provider is ANONYMOUS else provider
     config = _config(values)
@@ -272,7 +270,7 @@ def _gcs(
 
 
 def _certificates(path: str) -> bytes:
-    """Of a store with a certificate authority of its own; obstore does not know the variable."""
+    """The certificates of AWS_CA_BUNDLE, which obstore does not read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -280,11 +278,11 @@ def _certificates(path: str) -> bytes:
 
 
 def _account_url(path: str) -> str:
-    """The address that a service account's file names; object_store knows how to read one."""
+    """The address in the file of a service account, which object_store can read."""
     try:
         account = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
-        return ""  # obstore's own complaint is the one to show
+        return ""  # obstore reports it better
     return str(account.get("gcs_base_url") or "") if isinstance(account, dict) else ""
 
 
@@ -301,7 +299,7 @@ def _azure(
             values.setdefault("endpoint", f"https://{account}.{domain.replace('dfs.', 'blob.', 1)}")
     for name, kind in _AZURE_CREDENTIALS.items():
         if name in values:
-            values["credential_type"] = kind  # before any that the environment has
+            values["credential_type"] = kind  # overrides that of the environment
             break
     for ours, theirs in (("session_token", "token"), ("sas_token", "sas_key")):
         if ours in values:
@@ -326,7 +324,7 @@ def _http(
     origin = f"{location.base.partition('://')[0]}://{host}"
     user = unquote(user) if at else values.get("user", "")
     token = values.get("bearer_token") or values.get("access_token") or values.get("session_token")
-    # Compressed on the way, an object would have another size than its own, and no ranges.
+    # A compressed answer would have another size than the object, and no ranges.
     headers = {"Accept-Encoding": "identity"}
     if user and (password := values.get("password")):
         pair = base64.b64encode(f"{user}:{password}".encode()).decode()
@@ -348,7 +346,7 @@ _MAKERS: dict[
 
 
 def _config(values: Mapping[str, str]) -> Any:
-    return dict(values)  # of whichever of obstore's typed dictionaries it is
+    return dict(values)  # one of obstore's typed dictionaries
 
 
 def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
@@ -366,14 +364,14 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_bucket(location: Location) -> None:
-    """Before object_store, which panics over it."""
+    """Refuses a bucket name on which object_store panics."""
     if _NO_BUCKET.search(location.bucket):
         noun = "host" if location.kind == "http" else "bucket"
         raise RequestError(f"{location.bucket!r} cannot be the name of a {noun}")
 
 
 def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> None:
-    """The same of the variables that say what the settings of a store leave open."""
+    """Checks the variables for settings that are not given."""
     beaten = {*settings, *(KEYS if settings.keys() & {*KEYS, "skip_signature"} else ())}
     for variable in environ:
         name = setting_name(variable.lower())
@@ -383,10 +381,10 @@ def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str,
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises a `RequestError` for what is no address; not quoted, for it may hold a password."""
+    """Raises a `RequestError` for a bad address, without quoting it: it may hold a password."""
     try:
         parts = urlsplit(endpoint)
-        _ = parts.port  # raises where a password with a slash, not escaped, has one for its end
+        _ = parts.port  # raises for a password with an unescaped slash
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
         is_address = False
@@ -410,6 +408,6 @@ def _with_bucket(endpoint: str, bucket: str) -> str:
 
 
 def shown_endpoint(endpoint: str) -> str:
-    """An address without user, password and query."""
+    """The address without user, password and query."""
     parts = urlsplit(endpoint)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

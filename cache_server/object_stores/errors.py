@@ -1,7 +1,7 @@
-"""What an object store's failure means, in one line and without a secret.
+"""Failures of a store as one line without secrets.
 
-Libraries put whole bodies and addresses into their errors, and a body of S3 names the access key:
-only what is understood is quoted, and even that without any value of the secrets.
+Libraries put whole bodies and addresses into their errors, and a body of S3 names the access key.
+So only known parts are quoted, without any secret.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class Place(NamedTuple):
-    """Where an object is, for messages: a bucket, or what stands for one, and its endpoint."""
+    """A bucket or server, and its endpoint, for messages."""
 
     bucket: str
     endpoint: str
@@ -45,7 +45,7 @@ def store_error(
 
     Args:
         uri: what was read.
-        refused: the library says that it is a matter of credentials.
+        refused: the library blames the credentials.
     """
     text, _, detail = redacted(str(error), secret).partition(_DETAIL)
     status = _first(_STATUS, text)
@@ -61,7 +61,7 @@ def store_error(
     elif "169.254." in text or "token request" in text:
         reason = f"no credentials for {place}: none were given, and the machine has none"
     elif refused or number in _REFUSED:
-        # A message may name the key, the code cannot.
+        # A message may name the access key; the code cannot.
         answer = " ".join(filter(None, [status or "unauthenticated", code]))
         reason = f"access to {place} was refused ({answer}): check the credentials"
     elif code == "NoSuchBucket":

@@ -1,7 +1,7 @@
-"""Files of the Hugging Face Hub, through huggingface_hub's filesystem and fsspec's registry.
+"""Files of the Hugging Face Hub, through fsspec's filesystem ``hf``.
 
-fsspec is asked for the filesystem of ``hf``, so that another one registered under that name takes
-its place. huggingface_hub itself retries some requests, and not others: all are retried here.
+It comes from fsspec's registry, so another filesystem can be registered under that name.
+huggingface_hub retries only some requests: this module retries all.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ SETTINGS = (
     *("max_retries", "retry_timeout_s"),
 )
 _PIECE_BYTES = 16 * 1024 * 1024
-# huggingface_hub's errors, and what its filesystem says where it knew of none before.
+# huggingface_hub's errors, and what its filesystem says of a path that it has not listed.
 _ABSENT = {
     "RepositoryNotFoundError": "(repository not found)",
     "RevisionNotFoundError": "(revision not found)",
 }
-_limiting = threading.Lock()  # whoever sets a factory closes the client of the others
+_limiting = threading.Lock()  # setting a factory closes the clients of others
 
 
 def hub_location(uri: str, options: Mapping[str, str]) -> Location:
@@ -107,7 +107,7 @@ class HubClient:
         return f"HubClient({self._base!r})"
 
     def head(self, key: str) -> SourceFile | None:
-        """The file of that path; None where there is none, or a directory."""
+        """The file at that path; None if there is none or it is a directory."""
         uri = self._base + key
         try:
             info = self._info(uri)
@@ -131,8 +131,8 @@ class HubClient:
         try:
             return asked()
         except FileNotFoundError:
-            # What was not in its last listing is nothing to it. It keeps that for every read, which
-            # would else begin with a listing of the file's directory.
+            # The cached listing may be too old to have the file. It is kept for reads, which would
+            # otherwise list the file's directory.
             files.invalidate_cache()
             return asked()
 
@@ -169,7 +169,7 @@ class HubClient:
 
     def _pieces(self, file: SourceFile, start: int, stop: int) -> Iterator[bytes]:
         try:
-            # A cache would read ahead of the range; the size saves a listing of the directory.
+            # A cache would read beyond the range. The size saves a listing of the directory.
             with self._files().open(
                 _path(file.path), "rb", cache_type="none", size=file.size
             ) as opened:
@@ -183,18 +183,18 @@ class HubClient:
         except GeneratorExit:
             raise
         except Exception as error:
-            if not _is_passing(error):  # such as of a file that is shorter now
+            if not _is_passing(error):  # such as for a file that is shorter now
                 self._check_unchanged(file)
             raise self._failure(error, file.path) from None
 
     def _files(self) -> Any:
         import fsspec
 
-        # It keeps one for each thread and token.
+        # fsspec keeps one for each thread and token.
         settings = {"token": self._token, "endpoint": self._endpoint}
         given = {name: value for name, value in settings.items() if value is not None}
         files = fsspec.filesystem(SCHEME, **given)
-        if type(files).__module__.startswith("huggingface_hub"):  # no other one in its place
+        if type(files).__module__.startswith("huggingface_hub"):  # skip any other registered one
             _limit_waits()
             if self._has_password:
                 # Its warnings quote addresses. It sets a level itself, as it is imported.
@@ -202,7 +202,7 @@ class HubClient:
         return files
 
     def _check_repository(self, error: FileNotFoundError, uri: str) -> None:
-        """Raises a `LoadError` where there is no such repository or revision, to this reader."""
+        """Raises a `LoadError` if this reader sees no such repository or revision."""
         for name, words in _ABSENT.items():
             if words in str(error):
                 raise self._absent(name, uri)
@@ -217,7 +217,7 @@ class HubClient:
     def _failure(self, error: Exception, uri: str) -> LoadError:
         status = getattr(getattr(error, "response", None), "status_code", None)
         name = type(error).__name__
-        if name in _ABSENT and status == HTTPStatus.NOT_FOUND:  # of a 401 as well
+        if name in _ABSENT and status == HTTPStatus.NOT_FOUND:  # for a 401 as well
             return self._absent(name, uri)
         text = f"status code: {status}" if status else f"{name}: {error}"
         return store_error(OSError(text), uri, self._place, self._secret)
@@ -233,9 +233,9 @@ def from_env() -> dict[str, str]:
 
 
 def _limit_waits() -> None:
-    """Has no request of this process to the Hub wait without end for a byte.
+    """Sets a time limit for all requests of this process to the Hub.
 
-    huggingface_hub sets no limit, or none as a limit, where it lists files or asks what one is.
+    huggingface_hub sets none when it lists files or looks one up.
     """
     import huggingface_hub
 
@@ -261,7 +261,7 @@ def _limit_wait(request: Any) -> None:
 
 
 def _is_passing(error: BaseException) -> bool:
-    """Whether it may work the next time."""
+    """Whether a retry may succeed."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return bool(status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500)
@@ -273,7 +273,7 @@ def _is_passing(error: BaseException) -> bool:
 
 
 def _is_untrusted(error: BaseException) -> bool:
-    """Whether it comes of a certificate that is not accepted."""
+    """Whether a certificate was not accepted."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
         cause = cause.__cause__ or cause.__context__

@@ -1,7 +1,7 @@
-"""Where the files of a remote table are: URIs -> objects -> their bytes.
+"""Finds and fetches the files of a remote table: URIs -> objects -> their bytes.
 
-The same for every store: which objects a URI means, and which bytes are worth one request. How a
-store is spoken to is a matter of `client`, `connections` and `hub`.
+Decides for every store which objects a URI means, and which bytes go into one request. `client`,
+`connections` and `hub` talk to the stores.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAGIC = re.compile(r"[*?\[]")
-_FOLDER = "_$folder$"  # how names end that Hadoop gives to empty objects in place of directories
-_GAP_BYTES = 1024 * 1024  # to read it costs less than another request
-_WHOLE_BYTES = 64 * 1024 * 1024  # up to here an object is one request
+_FOLDER = "_$folder$"  # Hadoop's suffix for empty objects that stand for directories
+_GAP_BYTES = 1024 * 1024  # reading a gap of this size costs less than another request
+_WHOLE_BYTES = 64 * 1024 * 1024  # an object up to this size is one request
 _PART_BYTES = 32 * 1024 * 1024
 _THREADS = 4
-_LOOKED_AT = 10_000  # objects, to find out whether a directory is an Iceberg table
+_LOOKED_AT = 10_000  # objects listed to find out whether a directory is an Iceberg table
 
 
 class _Client(Protocol):
@@ -46,7 +46,7 @@ class _Client(Protocol):
 
 
 def is_remote(source: str) -> bool:
-    """Whether ``source`` is a URI of something else than a local file."""
+    """Whether ``source`` is a URI, but not of a local file."""
     found = _SCHEME.match(source)
     return found is not None and found[1].lower() != "file"
 
@@ -60,19 +60,19 @@ def expand(
 ) -> list[SourceFile]:
     """The objects that a URI means, by key: one object, those below a prefix, or those of a glob.
 
-    A glob has ``*``, ``?`` and ``[...]`` within a name, and ``**`` for any number of directories.
-    An object whose key is the very text of a glob is that object. Below a prefix and in a glob,
-    names that start with ``.`` or ``_`` are passed over, unless the glob has such a name itself;
-    below a prefix, so are those without one of ``suffixes``. Empty objects that stand for
-    directories are passed over, too. Over HTTP there is only one object. One object is found
-    without the right to list.
+    - A glob has ``*``, ``?`` and ``[...]`` within a name, and ``**`` for any number of directories.
+    - If an object's key equals the text of a glob, the glob means that object.
+    - A prefix or glob skips names that start with ``.`` or ``_``, unless the glob has such a name.
+    - A prefix skips names without one of ``suffixes``.
+    - Empty objects that stand for directories are skipped.
+    - Over HTTP a URI is one object. Finding one object needs no right to list.
 
     Args:
         suffixes: in lower case, with the dot.
         options: settings of the store, by any of their usual names.
-        secrets: the other ones.
-        is_ignored: whether the object of a URI may belong to a table of another kind; it may be in
-            the answer.
+        secrets: settings that are secret.
+        is_ignored: says of a URI whether its object may belong to a Delta or Iceberg table. Such
+            objects may still be in the answer.
 
     Returns:
         URIs in normal form (``s3a`` is ``s3``), sizes, times in whole seconds, etags without
@@ -96,7 +96,7 @@ def expand(
         return _glob(client, location).files(source, is_ignored)
     if key and not key.endswith("/"):
         found = client.head(key)
-        # Some stores have empty objects in the place of directories.
+        # Some stores have empty objects for directories.
         if found is not None and (found.size or not client.lists):
             return [found]
         below = _below(client, location, f"{key}/", suffixes) if client.lists else None
@@ -110,7 +110,7 @@ def expand(
 
 
 def root_of(source: str, options: Mapping[str, str]) -> str:
-    """The directory below which `expand` finds the objects of a URI, in the form of their URIs.
+    """The directory that `expand` looks below, as a URI in normal form.
 
     Raises:
         RequestError: for a URI that can never be right.
@@ -120,7 +120,7 @@ def root_of(source: str, options: Mapping[str, str]) -> str:
 
 
 def check_unused(options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
-    """Raises a `RequestError` for settings, given with files of a node, that no store has."""
+    """Raises a `RequestError` for settings of local files that no store has."""
     check_names("", map(setting_name, (*options, *secrets)), SETTINGS)
 
 
@@ -159,16 +159,16 @@ def download(
     *,
     tail: bytes = b"",
 ) -> None:
-    """Writes an object to a file, or some of its bytes to where they stand in it.
+    """Writes an object, or ranges of it, to a file at the same offsets.
 
-    Never more than a few MiB are in memory. A small object is one request; a large one, and
-    ranges that are not close together, are several at a time.
+    Uses a few MiB of memory. A small object is one request. A large one, or ranges that are far
+    apart, are several requests at a time.
 
     Args:
-        target: of the object's full size afterwards, with holes where nothing was asked for. It
-            is the caller's, but not left behind after a failure.
+        target: gets the full size of the object, with holes outside the ranges. It is removed
+            after a failure.
         ranges: half-open; None for everything.
-        tail: the last bytes of the object, as `read_tail` gave them: they are not asked for again.
+        tail: the last bytes of the object, from `read_tail`: they are not fetched again.
 
     Raises:
         LoadError: also when the object is not the one that was planned.
@@ -212,7 +212,7 @@ def _fetch(
 
 
 def _write(output: int, piece: Any, start: int) -> int:
-    """Writes bytes to where they stand in a file; where they end."""
+    """Writes bytes at an offset of a file; returns where they end."""
     view = memoryview(piece)
     while view:
         written = os.pwrite(output, view, start)
@@ -222,7 +222,7 @@ def _write(output: int, piece: Any, start: int) -> int:
 
 
 def _spans(size: int, ranges: Sequence[tuple[int, int]] | None) -> list[tuple[int, int]]:
-    """What is asked for in one request each: ranges that are close together, large ones cut."""
+    """One range for each request: close ranges joined, large ones cut."""
     if ranges is None:
         if size <= _WHOLE_BYTES:
             return [(0, size)]
@@ -258,13 +258,13 @@ def _client(location: Location, options: Mapping[str, str], secrets: Mapping[str
 
 @dataclass
 class _Listing:
-    """What is known of the objects below a directory.
+    """The listed objects below a directory.
 
     Attributes:
         base: URI of the directory, with a slash at its end.
         names: of the objects that may count, below ``base``.
-        directories: those in which there is any object, likewise.
-        roots: URIs of the lake tables that are known of, and their formats.
+        directories: with any object, below ``base``.
+        roots: URIs of the known lake tables, and their formats.
     """
 
     base: str
@@ -275,10 +275,10 @@ class _Listing:
     def walk(
         self, client: _Client, prefix: str, *, deep: bool
     ) -> Iterator[tuple[SourceFile, str, list[str]]]:
-        """The objects below ``prefix``, each with its name below it and the parts of that."""
+        """The objects below ``prefix``, each with its name below it and the parts of the name."""
         for file in client.walk(prefix, deep=deep):
             if file.path.rstrip("/") == self.base.rstrip("/"):
-                self.directories.add("")  # the directory itself, which may hold nothing else
+                self.directories.add("")  # the directory itself
                 continue
             name = file.path.removeprefix(self.base)
             for directory in lake_folders.directories_of(name):
@@ -290,7 +290,7 @@ class _Listing:
                 yield file, name, name.split("/")
 
     def look_for_root(self, client: _Client, directory: str) -> None:
-        """Finds out whether a directory is the root of a table, by a request for each format.
+        """Finds out whether a directory is the root of a table; one request for each format.
 
         Args:
             directory: its key.
@@ -301,7 +301,7 @@ class _Listing:
                 return
 
     def _note(self, uri: str) -> bool:
-        """Whether an object is the log or the metadata of a table, whose root is then known."""
+        """Whether an object is the log or the metadata of a table; notes the root of the table."""
         if (told := lake_folders.root_told_by(uri)) is None:
             return False
         root, format = told
@@ -309,7 +309,7 @@ class _Listing:
         return True
 
     def files(self, source: str, is_ignored: Callable[[str], bool]) -> list[SourceFile]:
-        """The files, by name, without empty objects in the place of directories.
+        """The files, by name, without empty objects that stand for directories.
 
         Raises:
             RequestError: files that are not ignored belong to a lake table.
@@ -327,7 +327,7 @@ class _Listing:
 def _below(
     client: _Client, location: Location, prefix: str, suffixes: tuple[str, ...]
 ) -> _Listing | None:
-    """The files of a table below a prefix; None where there is no object at all."""
+    """The files of a table below a prefix; None if there is no object at all."""
     prefix = _directory(prefix)
     listing = _Listing(location.base + prefix)
     for file, name, parts in listing.walk(client, prefix, deep=True):
@@ -343,13 +343,13 @@ def _glob(client: _Client, location: Location) -> _Listing:
     patterns = location.key.removeprefix(prefix).split("/")
     every = _hidden(patterns)
     listing = _Listing(location.base + prefix)
-    # One level is listed alone: below it there may be a million others.
+    # A glob of one level lists only that level: below it there may be a million objects.
     deep = len(patterns) > 1 or patterns == ["**"]
     for file, name, parts in listing.walk(client, prefix, deep=deep):
         is_directory = not file.size and "." not in parts[-1]
         if is_directory or not (every or not _hidden(parts)):
             continue
-        if parts == patterns:  # its name is what was written, as a file's is on this machine
+        if parts == patterns:  # it has this very name, as for a local file
             return _Listing(listing.base, {name: file})
         if _matches(parts, patterns):
             listing.names[name] = file
@@ -365,7 +365,7 @@ def _look_above(client: _Client, prefix: str, listing: _Listing) -> None:
         try:
             listing.look_for_root(client, directory)
         except LoadError as error:
-            # A reader need not be allowed to list what is not below its source.
+            # A reader may lack the right to list above its source.
             logger.warning("not known whether it is part of a lake table: %s", error)
 
 
@@ -378,7 +378,7 @@ def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _fixed_directory(key: str) -> str:
-    """What stands before the first name of a glob; of another key, all of it as a directory."""
+    """The directory above the first wildcard; a key without one, as a directory."""
     magic = _MAGIC.search(key)
     return _directory(key) if magic is None else key[: key.rfind("/", 0, magic.start()) + 1]
 

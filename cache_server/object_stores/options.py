@@ -1,4 +1,4 @@
-"""The settings of a store by one name each, whichever of its usual names a user took. Pure."""
+"""Settings of a store: each of their usual names -> one name. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAME = {
     "endpoint_url_s3": "endpoint",
     "endpoint_url": "endpoint",
     "path": "application_credentials",
-    # Not the same as application_credentials: only this one may name another endpoint.
+    # Unlike application_credentials, this one may name another endpoint.
     "service_account_path": "service_account",
     "oauth2.token": "bearer_token",
     "account": "account_name",
@@ -36,12 +36,12 @@ _SAME = {
 
 
 def store_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """Settings of the store, without the ones of a catalogue.
+    """Settings of the store, without those of a catalogue.
 
     Returns:
         plain names, such as ``access_key_id``, ``secret_access_key``, ``session_token``,
-        ``region``, ``endpoint``, ``allow_http``, ``skip_signature``, ``role_arn``; for the names
-        that `object_store` knows, what is left of them without ``aws_`` and the like.
+        ``region``, ``endpoint``, ``allow_http``, ``skip_signature``, ``role_arn``. Names that
+        `object_store` knows lose their prefix, such as ``aws_``.
 
     Raises:
         RequestError: for a value that `check_text` refuses.
@@ -56,7 +56,7 @@ def store_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> di
 
 
 def setting_name(key: str) -> str:
-    """The one name of what a user, or a variable in small letters, calls ``key``."""
+    """The one name of a setting that a user or a variable calls ``key``, in lower case."""
     name = key.replace("-", "_")
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
@@ -64,7 +64,7 @@ def setting_name(key: str) -> str:
 
 
 def check_text(what: str, value: str) -> None:
-    """Before a library sees it: object_store panics over a line break in a key.
+    """Refuses a value on which object_store panics, such as a line break in a key.
 
     Raises:
         RequestError: naming ``what``, without its value.
@@ -87,7 +87,7 @@ def catalog_settings(options: Mapping[str, str], secrets: Mapping[str, str]) -> 
 
 
 def number_setting(settings: Mapping[str, str], name: str, default: float) -> float:
-    """A setting that is a number, such as a time in seconds; ``5s`` is one, too.
+    """A number, such as a time in seconds; ``5s`` counts as 5.
 
     Raises:
         RequestError: naming it, without its value.

@@ -20,7 +20,7 @@ from cache_server import tables
 from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows
 from cache_server.shards.packing import storage_schema, storage_type
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_origins
+from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_lineage
 from cache_server.sql import loader, queries
 
 _STORAGE_FORMAT = 8  # part of every fingerprint; raise it when the stored bytes change
@@ -235,8 +235,8 @@ def _driver(
 
 def _made_of(logical: pa.Schema, query: queries.Query, table: str) -> pa.Schema:
     """The stored schema, with the column of ``table`` that each field comes from."""
-    return with_origins(
-        logical, {name: path for name, (of, path) in query.origins.items() if of == table}
+    return with_lineage(
+        logical, {name: path for name, (of, path) in query.lineage.items() if of == table}
     )
 
 
@@ -246,7 +246,7 @@ def _unsized_columns(
     """Strings and lists that do not come from the table that is read split by split."""
     if driver is None:
         return ()
-    known = {name for name, (table, _) in query.origins.items() if table == driver}
+    known = {name for name, (table, _) in query.lineage.items() if table == driver}
     return tuple(f.name for f in Layout(logical).plain_fields if f.name not in known)
 
 

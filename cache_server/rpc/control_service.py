@@ -257,7 +257,7 @@ def _error_statuses(
         yield
     except CacheError as error:
         _abort(context, error)
-    except error_text.NO_DEFECTS:
+    except error_text.EXITS:
         raise
     except BaseException as error:
         if not context.is_active():

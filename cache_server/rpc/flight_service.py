@@ -190,7 +190,7 @@ class FlightService(flight.FlightServerBase):
         except CacheError as error:
             self._traffic.count_error(type(error).__name__)
             raise _flight_error(error) from None
-        except (flight.FlightError, pa.ArrowException, *error_text.NO_DEFECTS):
+        except (flight.FlightError, pa.ArrowException, *error_text.EXITS):
             raise
         except BaseException as error:
             self._traffic.count_error("defect")

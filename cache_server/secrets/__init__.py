@@ -1,1 +1,1 @@
-"""Removes secrets from texts that users and logs may see."""
+"""Removes secrets from messages and logs."""

@@ -1,7 +1,7 @@
-"""What may be said of an exception that nobody foresaw: without the secrets that were at hand.
+"""Unexpected exceptions as text, without secrets.
 
-Libraries put addresses, headers and whole configurations into their errors. An error of our own
-tree was made to be read and is said as it is.
+Libraries put addresses, headers and whole configurations into their errors. The errors of
+`cache_protocol.errors` hold no secrets and do not come here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import traceback
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.secrets.redaction import hidden, redacted, secret_values
 
-# Asked for by somebody. Anything else that nobody foresaw is a defect, whether it is an Exception
-# or not: a library in Rust that panics raises a BaseException.
-NO_DEFECTS = (SystemExit, KeyboardInterrupt, GeneratorExit)
+# Requested ends. Any other unexpected exception is a defect; a panic of a library in Rust is a
+# BaseException, not an Exception.
+EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 
 
 def reason(error: BaseException, secrets: pb.Secrets) -> str:
@@ -24,7 +24,7 @@ def reason(error: BaseException, secrets: pb.Secrets) -> str:
 def trace(error: BaseException, secrets: pb.Secrets) -> str:
     """The traceback, with its causes; lines lose the space before them."""
     values = _values(secrets)
-    # All of it first: a private key is of several lines.
+    # The whole text first: a private key has several lines.
     text = hidden("".join(traceback.format_exception(error)), values)
     return "\n".join(redacted(line, values) for line in text.splitlines())
 

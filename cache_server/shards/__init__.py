@@ -1,1 +1,1 @@
-"""Shard files: packed, sealed, adopted, dropped; and their rows, to readers."""
+"""Shard files: packs, seals, adopts and drops them, and reads their rows."""

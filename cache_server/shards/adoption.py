@@ -1,4 +1,4 @@
-"""What a node finds in its directory when it starts: sound shards, and what is none."""
+"""Adopts the shard files of a node's directory when it starts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ _NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, 
 
 
 def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, MappedShard]]:
-    """Maps the shards that manifests name and whose files are sound; removes the files of others.
+    """Maps the valid shards that manifests name, and removes leftovers of other shards.
 
-    What no store wrote stays: the directory may be one that somebody uses for more.
+    Files that no store wrote stay: the directory may have other users.
 
     Args:
-        threads: that hash them.
+        threads: for the checksums.
 
     Raises:
-        ConfigError: a manifest cannot be read or written; a shard cannot be opened, which says
-            nothing about the shard.
+        ConfigError: a manifest cannot be read or written, or a valid shard cannot be opened.
     """
     found = {}
     with ThreadPoolExecutor(threads, thread_name_prefix="adopt") as pool:
@@ -67,7 +66,7 @@ def _listed(path: Path) -> list[SealedShard]:
 
 
 def _write_again(path: Path, adopted: Iterable[MappedShard]) -> None:
-    """Without torn lines, which would spoil the next one to be added."""
+    """Rewrites a manifest without torn lines, which would spoil the next added line."""
     try:
         manifest.write(path, [shard.sealed for shard in adopted])
     except OSError as error:
@@ -99,10 +98,10 @@ def _adopt(
 
 
 def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
-    """Maps a file that must be the one that was sealed.
+    """Maps a file after checking that it is the sealed one.
 
     Raises:
-        OSError: it is missing. ValueError: it is another one, or of another layout.
+        OSError: it is missing. ValueError: it has other bytes or another layout.
     """
     size = path.stat().st_size
     if size != sealed.num_bytes:

@@ -1,7 +1,7 @@
-"""The checksum of a shard file: XXH3-128 of the digests of its pieces of 1 MiB, one after another.
+"""The checksum of a shard file: XXH3-128 of the digests of its pieces of 1 MiB, in order.
 
-By pieces, because a shard is written at several places at once: each piece is hashed while its
-bytes are still in the processor's caches, and the file is not read again.
+A shard is written at several places at once. Each piece is hashed while its bytes are still in the
+processor's caches, so the file is not read again.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class PieceDigests:
             part = view[: PIECE_BYTES - offset]
             known = _Piece(xxhash.xxh3_128(), start) if not offset else self._pieces.get(index)
             if known is None or known.stop != start:
-                self._pieces.pop(index, None)  # written in another order: to be read in the end
+                self._pieces.pop(index, None)  # written out of order: read at the end
             else:
                 known.digest.update(part)
                 self._pieces[index] = _Piece(known.digest, start + part.nbytes)
             view, start = view[part.nbytes :], start + part.nbytes
 
     def checksum(self, handle: int) -> str:
-        """Of the open file as it is now; reads the pieces that were not written from end to end.
+        """The checksum of the open file; reads the pieces that were written out of order.
 
         Raises:
-            OSError: it cannot be read, or gets shorter meanwhile.
+            OSError: it cannot be read, or it became shorter.
         """
         size = os.fstat(handle).st_size
         whole = xxhash.xxh3_128()
@@ -65,7 +65,7 @@ class PieceDigests:
 
 
 def file_checksum(path: Path) -> str:
-    """Of a file, as hexadecimal digits.
+    """The checksum of a file, in hexadecimal digits.
 
     Raises:
         OSError: it cannot be read.
@@ -75,7 +75,7 @@ def file_checksum(path: Path) -> str:
 
 
 def _read_at(handle: int, target: memoryview, at: int) -> None:
-    """Fills ``target``, which one call need not do."""
+    """Fills ``target``; one read may return less."""
     while target.nbytes:
         num_bytes = os.preadv(handle, [target], at)
         if not num_bytes:

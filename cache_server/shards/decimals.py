@@ -1,4 +1,4 @@
-"""Decimals as the numbers that are stored for them. Pure."""
+"""Decimals -> the nearest float64. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_MOST_EXACT_INTEGER, _MOST_EXACT_POWER = 2**53, 22  # of a float64: of two, of ten
+_MOST_EXACT_INTEGER, _MOST_EXACT_POWER = 2**53, 22  # exact in a float64: powers of two, of ten
 
 
 def nearest_floats(decimals: pa.Array) -> pa.Array:
-    """Each decimal as the float64 next to it.
+    """Each decimal as its nearest float64.
 
-    Not by a cast, which multiplies by a power of ten that is itself rounded, and so makes
-    0.5700000000000001 of 0.57. A quotient of two exact floats is rounded once, and so is a text.
+    A cast of Arrow rounds twice: it multiplies by a rounded power of ten, so 0.57 becomes
+    0.5700000000000001. A quotient of two exact floats, or a string, is rounded once.
     """
     dtype, mask = decimals.type, None
     if not 0 <= dtype.scale <= _MOST_EXACT_POWER or not len(decimals):
@@ -26,7 +26,7 @@ def nearest_floats(decimals: pa.Array) -> pa.Array:
     integers = raw.reshape(-1, words)[decimals.offset :]
     low: npt.NDArray[np.int64] = integers[:, 0]
     exact = (low >= -_MOST_EXACT_INTEGER) & (low <= _MOST_EXACT_INTEGER)
-    if words > 1:  # the upper words say no more than the sign
+    if words > 1:  # the upper words hold only the sign
         exact &= (integers[:, 1:] == (low >> 63)[:, None]).all(axis=1)
     if decimals.null_count:
         mask = decimals.is_null().to_numpy(zero_copy_only=False)

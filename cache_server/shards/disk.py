@@ -1,4 +1,4 @@
-"""Files and directories on disk: written for good, removed for good."""
+"""Durable writes and removals of files and directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def fsync(path: Path) -> None:
     """Waits until a file, or the names in a directory, are on disk.
 
     Raises:
-        OSError: they are not.
+        OSError: they cannot be written.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -22,15 +22,15 @@ def fsync(path: Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """What `replace_file` writes first; left behind by a process that was killed meanwhile."""
+    """The file that `replace_file` writes first; a killed process leaves it behind."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file as a whole, and makes its directory.
+    """Replaces a file atomically; makes its directory.
 
     Raises:
-        OSError: it cannot be written; what was there still is, and nothing else.
+        OSError: it cannot be written; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_of(path)
@@ -44,13 +44,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Removes a file; none there, and none that could be there, is as good."""
+    """Removes a file, if there is one."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         path.unlink()
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a directory as far as it can be."""
+    """Removes a file, or as much of a directory as possible."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -58,7 +58,7 @@ def remove(path: Path) -> None:
 
 
 def remove_empty(directory: Path) -> None:
-    """Removes the directory of a version and that of its dataset where nothing is left in them."""
+    """Removes the directories of a version and of its dataset, if they are empty."""
     for path in (directory, directory.parent):
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()

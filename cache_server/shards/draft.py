@@ -1,10 +1,9 @@
-"""A shard file whose rows are written to their places as they come: packed columns, once.
+"""A shard file that is being filled: rows are written straight to their places.
 
-The place of each packed or matrix column in an Arrow IPC file follows from the schema and the
-number of rows, so the file is made first, and a `ShardBuilder` writes rows to it. Arrow then writes
-the rest of the file around them: the messages and the plain columns, which the layout puts last.
-Rows are written, not filled into a map: a page that a map touches first costs twice what writing
-it costs. Knows neither the manifest nor what becomes of the file.
+The schema and the number of rows give the place of each packed or matrix column in an Arrow IPC
+file. So the file is made first, and a `ShardBuilder` writes rows to it. Then Arrow writes the rest
+around them: the messages and the plain columns, which the layout puts last. Rows are written, not
+copied into a map: first touching a page of a map costs twice as much as writing it.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from cache_server.shards.checksums import PieceDigests
 
 
 class ShardDraft:
-    """One file. One thread at a time; a context manager, which closes but keeps it.
+    """One file. Not thread-safe. A context manager, which closes the file and keeps it.
 
     Args:
         path: of an empty file.
-        layout: of the batch to come.
-        num_rows: of the batch to come, exactly; at least 1.
+        layout: of the batch.
+        num_rows: of the batch, exactly; at least 1.
 
     Attributes:
         path: of the file.
 
     Raises:
-        OSError: the file cannot be opened, or there is no room for it.
+        OSError: the file cannot be opened, or the disk is full.
     """
 
     def __init__(self, path: Path, layout: Layout, num_rows: int) -> None:
@@ -46,7 +45,7 @@ class ShardDraft:
         self._file = path.open("r+b")
         try:
             self._offsets, self._end = _places(layout, num_rows)
-            # Room is taken now, so that it is not missed in the middle of a load.
+            # Allocated now, so that a full disk shows at the beginning of a load.
             os.posix_fallocate(self._file.fileno(), 0, self._end)
         except BaseException:
             self._file.close()
@@ -59,12 +58,12 @@ class ShardDraft:
         self._file.close()
 
     def write(self, index: int, start: int, rows: Matrix) -> None:
-        """Keeps rows of one packed or matrix column, from row ``start`` on; C-contiguous."""
+        """Writes rows of one packed or matrix column, from row ``start`` on; C-contiguous."""
         if len(rows):
             self._write_at(rows, self._offsets[index] + start * rows[0].nbytes)
 
     def read(self) -> dict[int, Matrix]:
-        """Stored column -> ``[num_rows, width]`` array of what was written; not for plain ones."""
+        """Packed or matrix column -> what was written, ``[num_rows, width]``."""
         if self._map is None:
             self._map = mmap.mmap(self._file.fileno(), self._end)
         matrices = {}
@@ -76,10 +75,10 @@ class ShardDraft:
         return matrices
 
     def complete(self, batch: pa.RecordBatch) -> None:
-        """Writes all of ``batch`` that does not lie in its place in the file already.
+        """Writes everything of ``batch`` that is not in the file yet.
 
         Args:
-            batch: of the draft's layout. Columns that are not the draft's are copied.
+            batch: of the draft's layout. Columns of other memory are copied.
         """
         mapped = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
         sink = _Sink(self._write_at, mapped)
@@ -87,11 +86,11 @@ class ShardDraft:
         os.ftruncate(self._file.fileno(), sink.position)
 
     def checksum(self) -> str:
-        """Of the file, once it is complete; most of it was hashed when it was written."""
+        """The checksum of the complete file; most of it was hashed while it was written."""
         return self._digests.checksum(self._file.fileno())
 
     def _write_at(self, data: Any, at: int) -> None:
-        """All of a buffer, which one call need not write."""
+        """Writes all of a buffer; one call may write less."""
         self._digests.add(at, data)
         view = memoryview(data).cast("B")
         while view.nbytes:
@@ -120,7 +119,7 @@ def _places(layout: Layout, num_rows: int) -> tuple[dict[int, int], int]:
 
 
 def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
-    """An array to look at from outside only: its pages are never touched and cost nothing."""
+    """An array of untouched pages, which cost nothing; only its addresses are used."""
     return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
 
 
@@ -130,16 +129,16 @@ def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
 
 
 def shard_writer(sink: pa.NativeFile, schema: pa.Schema) -> pa.ipc.RecordBatchFileWriter:
-    """Writes a shard file, in which a column may have 2**31 numbers and more."""
+    """Writes a shard file; a column may have 2**31 numbers and more."""
     return pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(allow_64bit=True))
 
 
 class _Sink:
-    """What Arrow writes a file to: leaves out the buffers that lie in their place already.
+    """The sink that Arrow writes a file to: skips buffers that are in their place already.
 
     Args:
-        write: takes data and where it goes; None to see where each buffer would go.
-        start: address at which the file is mapped; 0 where it is not.
+        write: takes data and its position; None only finds where each buffer would go.
+        start: address of the mapped file; 0 if it is not mapped.
 
     Attributes:
         position: in the file.
@@ -173,10 +172,10 @@ class _Sink:
         return self.position
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Does nothing: nothing is buffered."""
 
     def close(self) -> None:
-        """The file is not ours to close."""
+        """Does nothing: the caller closes the file."""
 
     def readable(self) -> bool:
         return False

@@ -1,14 +1,12 @@
-"""Sealed shards in memory -> huge pages, while nothing is loaded.
+"""Moves sealed shards in memory to huge pages, while nothing is loaded.
 
-Random rows lie each on a page of its own. A processor remembers where some thousand pages are; for
-any other it looks that up in tables, which for gigabytes of small pages takes as long as to fetch
-the row. Of huge pages there are 512 times fewer, for the node and for each trainer that reads its
-files.
+Each random row is on another page. A processor remembers the addresses of some thousand pages; to
+look up another one in gigabytes of small pages takes as long as to fetch the row. There are 512
+times fewer huge pages, for the node and for each trainer that maps its files.
 
-A tmpfs gives out small pages unless it was mounted otherwise (``huge=`` in tmpfs(5)), in which a
-pod has no say. So the pages of a shard are moved once it is sealed. The file stays what it is, and
-whoever has it mapped reads on. docs/decisions/0015 has why. It knows shards; neither loads, nor
-versions, nor the network.
+A tmpfs has small pages unless it is mounted with ``huge=`` (tmpfs(5)), and a pod cannot choose
+that. So the pages of a shard are moved once it is sealed. The file stays the same, and readers that
+map it continue. See docs/decisions/0015.
 """
 
 from __future__ import annotations
@@ -28,21 +26,20 @@ from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-_TRY_AGAIN_S = 60.0  # what stayed small: memory in one piece comes and goes
-_PAGES_AT_ONCE = 16  # some tens of milliseconds; what is asked for one by one costs more
+_TRY_AGAIN_S = 60.0  # before small pages are tried again: contiguous memory comes and goes
+_PAGES_AT_ONCE = 16  # some tens of milliseconds; moving single pages costs more
 _MOUNTS = Path("/proc/self/mountinfo")
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EPERM}  # and never will
 
 
 class HugePages:
-    """Moves the pages of shards in a thread of its own, from `start` to `close`.
+    """Moves the pages of shards in a thread, from `start` to `close`.
 
     Args:
-        cache_dir: of the shards. Where that is no tmpfs nothing is done: pages of a disk's file
-            come and go.
-        shards: tells those that are sealed now.
-        is_idle: tells whether pages may be moved now. It takes processor time, 0.3 to 4 seconds a
-            GB, which a load would wait for.
+        cache_dir: of the shards. Only a tmpfs is handled: the kernel evicts pages of a disk's file.
+        shards: returns the sealed shards.
+        is_idle: returns whether pages may be moved now. Moving takes processor time from loads: 0.3
+            to 4 seconds a GB.
     """
 
     def __init__(
@@ -67,23 +64,23 @@ class HugePages:
         self.close()
 
     def start(self) -> None:
-        """Begins to look for sealed shards now and then."""
+        """Starts the thread, which looks for sealed shards regularly."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends, at the next page; what was moved stays."""
+        """Stops at the next page; moved pages stay huge."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
     def num_bytes(self) -> int:
-        """Of the sealed shards, moved to huge pages."""
+        """Bytes of the sealed shards in huge pages."""
         with self._lock:
             return sum(self._moved.get(shard, 0) for shard in self._shards())
 
     def move_all(self) -> None:
-        """Moves every sealed shard that was not yet; returns early when it is not idle any more.
+        """Moves every sealed shard that is not moved yet; returns early when the node is busy.
 
         Pages that could not be moved are tried again after a minute.
 
@@ -96,7 +93,7 @@ class HugePages:
             self._again_at = now + _TRY_AGAIN_S
         with self._lock:
             waiting = [weakref.ref(s) for s in self._shards() if self._is_to_move(s, again)]
-        for reference in waiting:  # one that is dropped meanwhile gives its memory back
+        for reference in waiting:  # a dropped one gives its memory back
             shard = reference()
             if shard is None:
                 continue
@@ -124,7 +121,7 @@ class HugePages:
             logger.info("no huge pages: %s", error.strerror)
 
     def _move(self, shard: MappedShard) -> int | None:
-        """Bytes of a shard that are in huge pages afterwards; None where it was left off.
+        """Moves a shard; returns its bytes in huge pages, or None if it stopped early.
 
         Raises:
             OSError: as `move_all`.
@@ -143,18 +140,18 @@ class HugePages:
             except OSError:
                 if not moved and not any(self._moved.values()):
                     raise
-                # Others could be moved, so it is something about these.
+                # Other pages could be moved, so the cause is in these.
                 logger.debug("pages stay small path=%s at=%d", shard.path, start)
         return moved
 
 
 def _whole_pages(shard: MappedShard) -> int:
-    """Bytes of a file that can lie in huge pages: all but its end."""
+    """Bytes of a file that fit in huge pages: all but its end."""
     return shard.file.size // huge_page_bytes() * huge_page_bytes()
 
 
 def _collapse(addresses: AddressRange, at: int, size: int) -> int:
-    """Moves what it can of some pages; bytes that were.
+    """Moves some pages; returns the bytes that were moved.
 
     Raises:
         OSError: this system cannot move any.
@@ -168,13 +165,13 @@ def _collapse(addresses: AddressRange, at: int, size: int) -> int:
             return sum(_collapse(addresses, page, huge_page_bytes()) for page in pages)
         if error.errno in _CANNOT:
             raise
-        # It is in use, as while it is sent, or no memory was free in one piece: it stays small.
+        # The page is in use, such as while it is sent, or no contiguous memory is free.
         logger.debug("a page stays small at=%d reason=%s", at, error.strerror)
         return 0
 
 
 def is_in_memory(directory: Path) -> bool:
-    """Whether files there lie on a tmpfs."""
+    """Whether a directory is on a tmpfs."""
     device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in _MOUNTS.read_text(errors="replace").splitlines():

@@ -1,4 +1,7 @@
-"""The manifest of a version: a line for each sealed shard, whole or not there. Read in `protos`."""
+"""Writes the manifest of a version: a line for each sealed shard.
+
+`cache_protocol.storage.shard_files` reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from cache_server.shards.disk import remove_file, replace_file
 
 
 def add(path: Path, sealed: SealedShard) -> None:
-    """Adds a line, or nothing at all: half of one would spoil the next.
+    """Adds a line, or nothing: half a line would spoil the next one.
 
     Raises:
         OSError: it cannot be written.
     """
     line = manifest_line(sealed).encode()
-    with path.open("ab", buffering=0) as manifest:  # a buffer would be written again at the end
+    with path.open("ab", buffering=0) as manifest:  # no second write on close
         before = manifest.tell()
         try:
             if manifest.write(line) < len(line):
@@ -30,10 +33,10 @@ def add(path: Path, sealed: SealedShard) -> None:
 
 
 def write(path: Path, shards: Iterable[SealedShard]) -> None:
-    """Replaces a manifest where it differs; removes it when there is no shard.
+    """Replaces a manifest if it differs; removes it if there is no shard.
 
     Raises:
-        OSError: it cannot be written; what was there still is.
+        OSError: it cannot be written; the old one stays.
     """
     text = "".join(map(manifest_line, shards))
     if not text:

@@ -1,7 +1,6 @@
-"""What to write in the SQL about nulls, and lists, that storage has no place for.
+"""SQL that replaces nulls and lists that cannot be stored. Pure.
 
-In DataFusion's dialect, and so that the column keeps the type it has in the query. Knows stored
-fields, no rows. Pure.
+In DataFusion's dialect. The column keeps the type that it has in the query.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ZEROS = {
 
 
 def null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
-    """What is wrong, and the SQL that mends it.
+    """Says what is wrong, and the SQL that corrects it.
 
     Args:
         encoded: the column comes as a dictionary.
@@ -54,16 +53,16 @@ def null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
 
 
 def sql_cast(field: pa.Field, *, large: bool) -> str | None:
-    """SQL that makes the lists of a stored column of any length, or its offsets 64-bit."""
+    """SQL that casts a stored column to lists of any length, or to 64-bit offsets."""
     spelt = _spelt(field.type, "Large" if large else "")
-    if spelt is None or b"cache.unit" in (field.metadata or {}):  # which the cast would lose
+    if spelt is None or b"cache.unit" in (field.metadata or {}):  # the cast would lose it
         return None
     name = identifier(field.name)
     return f"arrow_cast({name}, '{spelt}') AS {name}"
 
 
 def _spelt(dtype: pa.DataType, prefix: str) -> str | None:
-    """``dtype`` as DataFusion spells it."""
+    """The name of ``dtype`` in DataFusion."""
     if pa.types.is_nested(dtype):
         inner = _spelt(dtype.value_type, prefix)
         return inner and f"{prefix}List({inner})"

@@ -1,6 +1,6 @@
-"""Query results -> tensor-ready storage: the type mapping, the null policy and the packing.
+"""Query results -> stored columns: the type mapping, the null policy and the packing.
 
-The one place that says which Arrow type becomes which storage type:
+Only this module says which Arrow type becomes which storage type:
 
     from                         stored as            field metadata
     int8..int64, uint8..uint64   the same
@@ -17,12 +17,13 @@ The one place that says which Arrow type becomes which storage type:
     string, binary               the same             nulls stay nulls
     fixed_size_binary            binary               cache.source_type; nulls stay nulls
 
-The values of a list are stored as the table says, nulls included, and the metadata of its field is
-theirs. Anything else (struct, map, union, interval, null) is refused by name. A null in any other
-fixed-width column than a float fails the load, naming the column, the count and the COALESCE that
-would mend it; so does a null in place of a whole fixed-size list. A shard is one record batch, so
-a column whose offsets are 32-bit (string, binary, list) ends at 2 GiB of values, or 2**31 of them,
-a shard; the large types do not. This module knows neither files nor DataFusion.
+- The values of a list are stored as the table says, nulls included. The list's field has their
+  metadata.
+- Other types (struct, map, union, interval, null) are refused by name.
+- A null in a fixed-width column that is not a float fails the load; the error gives the column, the
+  count and the COALESCE to write. So does a null in place of a fixed-size list.
+- A shard is one record batch, so a column with 32-bit offsets (string, binary, list) has at most
+  2 GiB of values, or 2**31 values, a shard. The large types have no such limit.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
     """The logical schema that a query result of ``schema`` is stored with.
 
     Raises:
-        RequestError: naming every column that cannot be stored, or names that repeat; or when
-            there is no column at all.
+        RequestError: naming every column that cannot be stored, or repeated names; or there is no
+            column.
     """
     names = schema.names
     if not names:
@@ -120,7 +121,7 @@ def storage_type(dtype: pa.DataType) -> pa.DataType | None:
 
 
 def _with_nulls(dtype: pa.DataType) -> pa.DataType:
-    """The type of fixed-size lists that stand in a list, where nobody looks for nulls."""
+    """The type of fixed-size lists inside a list, where nulls are not checked."""
     if not pa.types.is_fixed_size_list(dtype):
         return dtype
     return pa.list_(_with_nulls(dtype.value_type), dtype.list_size)
@@ -155,24 +156,24 @@ def _values(dtype: pa.DataType) -> pa.DataType:
 
 
 class RowFile(Protocol):
-    """Keeps packed rows as they come."""
+    """Stores packed rows outside the builder's memory."""
 
     def write(self, index: int, start: int, rows: Matrix) -> None:
-        """Keeps rows of one stored column, from row ``start`` on."""
+        """Stores rows of one stored column, from row ``start`` on."""
 
     def read(self) -> dict[int, Matrix]:
-        """Stored column -> the rows that were kept."""
+        """Stored column -> its rows."""
 
 
 class ShardBuilder:
-    """Collects the batches of one shard into packed columns. One thread at a time.
+    """Collects the batches of one shard into packed columns. Not thread-safe.
 
     Args:
         logical: from `storage_schema`.
-        expected_rows: an upper bound of the rows to come, where it is known; memory is taken for
-            so many at once (untouched pages cost nothing). Without it the room doubles as needed.
-        file: with room for ``expected_rows``, which keeps the packed rows instead of memory of the
-            builder's own; not when more rows come.
+        expected_rows: an upper bound of the rows, if known. Memory is allocated for them at once
+            (untouched pages cost nothing); without it the memory doubles as needed.
+        file: has room for ``expected_rows`` and stores the packed rows. If more rows come, the
+            builder stores them in memory.
     """
 
     def __init__(
@@ -224,10 +225,10 @@ class ShardBuilder:
         self.num_rows = stop
 
     def finish(self) -> pa.RecordBatch:
-        """The one stored record batch of the shard; nothing may be appended afterwards.
+        """The stored record batch of the shard; ends the builder.
 
         Raises:
-            LoadError: naming each fixed-width column that holds nulls, with their count.
+            LoadError: naming each fixed-width column with nulls, and their count.
         """
         if self._nulls and self._arriving is not None:
             problems = []
@@ -274,7 +275,7 @@ class ShardBuilder:
     def _spare_block(
         self, key: object, height: int, width: int, dtype: np.dtype[np.generic]
     ) -> Matrix:
-        """``[height, width]`` of memory that is used again: fresh pages cost more than packing."""
+        """A ``[height, width]`` block of reused memory: fresh pages cost more than packing."""
         block = self._spare.get(key)
         if block is None or block.size < height * width:
             block = self._spare[key] = np.empty(height * width, dtype)
@@ -285,8 +286,8 @@ class ShardBuilder:
             self._fill_lists(target, column.names[0], batch[column.names[0]])
             return
         stored = column.field.type.value_type
-        # One transposing copy of a block beats a strided copy of each column. The columns of the
-        # block must not lie a power of two apart, or they fight for the same few cache lines.
+        # One transposing copy of a block is faster than a strided copy of each column. The columns
+        # of the block must not be a power of two apart, or they share the same few cache lines.
         rows, dtype = batch.num_rows, target.dtype
         height = rows + _PADDING_BYTES // dtype.itemsize
         block = self._spare_block(dtype, column.width, height, dtype)

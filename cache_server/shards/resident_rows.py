@@ -1,6 +1,6 @@
-"""The rows of a version that a node holds: gathered by id, or sliced, from mapped shards.
+"""Rows of a version that a node holds: gathered by id or sliced, from mapped shards.
 
-Reads only, from an immutable snapshot; what becomes of the files is a matter of `store`.
+Only reads, from an immutable snapshot; `store` owns the files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from cache_protocol.storage.row_index import Ids, Indices, RowIndex
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
 from cache_server.shards.version_key import VersionKey
 
-_ROWS_PER_SHARD = 64  # of plain columns that are gathered at once, about; a message may have fewer
+_ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
 
 
 class ResidentRows:
-    """The rows of one version that this node serves: an immutable snapshot, any thread.
+    """The rows of one version that this node serves: an immutable, thread-safe snapshot.
 
     Args:
         key: for messages.
@@ -44,18 +44,17 @@ class ResidentRows:
         self._index = RowIndex(self._starts, num_rows)
         self._whole = int((self._stops - self._starts).sum()) == num_rows
         self._lock = threading.Lock()
-        self._adjacent: MappedTable | None = None
+        self._mapped_table: MappedTable | None = None
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
     ) -> Iterator[pa.RecordBatch]:
-        """The rows of these ids, in this order, as stored batches of the selection.
+        """The rows with these ids, in this order, as stored batches of the selection.
 
-        Consecutive ids are slices of the mapped files; others are copied, one short run of bytes a
-        row.
+        Consecutive ids are slices of the mapped files. Other rows are copied.
 
         Args:
-            rows_per_message: the most rows of a batch; 0: as many as there are.
+            rows_per_message: the most rows of a batch; 0: no limit.
 
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
@@ -74,14 +73,14 @@ class ResidentRows:
             yield from self.slices(low, high + 1, step, selection)
             return
         shard_of = self._locate(row_ids)
-        adjacent = self._side_by_side()
+        table = self._side_by_side()
         block = step
         if any(column.kind == "plain" for column in selection.layout.columns):
-            # Each shard costs some calls: enough rows at once that there are some of each.
+            # Each shard costs some calls: gather enough rows at once for several of each shard.
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
         for at in range(0, len(row_ids), block):
             stop = at + block
-            batch = adjacent.gather(row_ids[at:stop], shard_of[at:stop], selection)
+            batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
             for start in range(0, batch.num_rows, step):
                 yield batch.slice(start, step)
 
@@ -136,22 +135,22 @@ class ResidentRows:
         return shard_of
 
     def _side_by_side(self) -> MappedTable:
-        """The shards, mapped when rows are first gathered: most snapshots of a load never are."""
+        """The shards as one table, mapped at the first gather: most snapshots need none."""
         with self._lock:
-            if self._adjacent is None:
+            if self._mapped_table is None:
                 sizes = [shard.sealed.num_rows for shard in self._shards]
                 try:
-                    adjacent = MappedTable(self.layout, self._starts, sizes)
+                    table = MappedTable(self.layout, self._starts, sizes)
                     for position, shard in enumerate(self._shards):
-                        adjacent.attach(position, shard)
+                        table.attach(position, shard)
                 except OSError as error:
                     raise NodeUnavailableError(
                         f"cannot map {len(sizes)} shards of {self.key.dataset!r}: "
                         f"{error.strerror}; the system allows too few maps (vm.max_map_count) or "
                         "addresses (ulimit -v)"
                     ) from None
-                self._adjacent = adjacent
-            return self._adjacent
+                self._mapped_table = table
+            return self._mapped_table
 
     def _slice(
         self, shard: MappedShard, offset: int, rows: int, selection: Selection

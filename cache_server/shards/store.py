@@ -1,14 +1,13 @@
-"""Shard files: write, seal, adopt, map, drop.
+"""Writes, seals, adopts, maps and drops shard files.
 
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
     <cache_dir>/.lock, .node-id                               one process, one lasting name
-    <cache_dir>/.scratch/                                     what is needed for a moment
-    <cache_dir>/.removed-*/                                   dropped, and about to be freed
+    <cache_dir>/.scratch/                                     temporary files
+    <cache_dir>/.removed-*/                                   dropped, soon freed
 
-A shard is written under a temporary name, checksummed, fsynced, renamed, then named in the
-manifest, and from then on memory-mapped. A file that the manifest does not name, or whose checksum
-differs, never counts. It knows files; neither sources, nor readers, nor the network.
+A shard is written under a temporary name, checksummed, fsynced, renamed, added to the manifest, and
+then memory-mapped. A file that the manifest lacks, or with another checksum, never counts.
 """
 
 from __future__ import annotations
@@ -61,16 +60,15 @@ class ShardStore:
     """All shards of one node, in one directory that no other process uses. Thread-safe.
 
     Args:
-        cache_dir: made when missing.
-        memory_limit_bytes: of all shard files together; None for no limit but the file system's.
-        adopt_threads: that hash the shards which lie there.
-        address: of a node that keeps it, from which its first id follows: one that comes back to an
-            empty directory is the same node, and its shards are its own. None: any id will do.
+        cache_dir: made if it is missing.
+        memory_limit_bytes: of all shard files together; None: only the file system limits them.
+        adopt_threads: for the checksums of adopted shards.
+        address: of a node with a lasting address, which gives its first id. So a node that comes
+            back with an empty directory is the same node. None: a random id.
 
     Raises:
-        ConfigError: when the directory cannot be made or another node uses it; when its name or a
-            manifest cannot be read; when a shard that lies there cannot be opened, which says
-            nothing about the shard.
+        ConfigError: the directory cannot be made, or another node uses it; its id or a manifest
+            cannot be read; or a valid shard in it cannot be opened.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class ShardStore:
         try:
             self.node_id = self._load_node_id(address)
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
-                remove(path)  # of a process that was killed
+                remove(path)  # left by a killed process
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
         except BaseException:
             self.close()
@@ -114,14 +112,14 @@ class ShardStore:
         self.close()
 
     def close(self) -> None:
-        """Forgets the maps and releases the directory; the files stay."""
+        """Drops the maps and releases the directory; the files stay."""
         with self._lock:
             self._shards.clear()
         self._lock_file.close()
 
     @property
     def scratch(self) -> Path:
-        """A folder for what is needed for a moment; emptied when the store opens."""
+        """A folder for temporary files; emptied when the store opens."""
         return self.cache_dir / SCRATCH
 
     @property
@@ -131,7 +129,7 @@ class ShardStore:
             return self._stored_bytes()
 
     def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
-        """A copy of what is sealed: version -> shard index -> shard."""
+        """The sealed shards, a copy: version -> shard index -> shard."""
         with self._lock:
             return {key: dict(shards) for key, shards in self._shards.items()}
 
@@ -141,7 +139,7 @@ class ShardStore:
             return [shard for shards in self._shards.values() for shard in shards.values()]
 
     def shards(self, key: VersionKey) -> dict[int, MappedShard]:
-        """A copy of what is sealed of one version, by shard index."""
+        """The sealed shards of one version, a copy, by shard index."""
         with self._lock:
             return dict(self._shards.get(key, {}))
 
@@ -149,13 +147,13 @@ class ShardStore:
     def draft(
         self, key: VersionKey, index: int, layout: Layout, num_rows: int
     ) -> Iterator[ShardDraft]:
-        """A file to fill and then to `seal` as shard ``index``; removed if it is not.
+        """A file to fill and then to `seal` as shard ``index``; removed if it is not sealed.
 
         Args:
-            num_rows: at least 1; the rows of the shard, exactly.
+            num_rows: of the shard, exactly; at least 1.
 
         Raises:
-            NoRoomError: when it does not fit. LoadError: when it cannot be written.
+            NoRoomError: it does not fit. LoadError: it cannot be written.
         """
         directory = self._directory(key)
         path = directory / _temporary_name(index)
@@ -180,11 +178,10 @@ class ShardStore:
         """Writes ``batch`` as shard ``index`` and maps it.
 
         Args:
-            draft: from `draft`, whose columns those of ``batch`` are.
+            draft: from `draft`; holds the packed columns of ``batch``.
 
         Raises:
-            NoRoomError: when it does not fit. LoadError: when it cannot be written. Nothing is left
-                behind.
+            NoRoomError: it does not fit. LoadError: it cannot be written. No file stays.
         """
         size = batch.nbytes
         temporary = self._directory(key) / _temporary_name(index) if draft is None else draft.path
@@ -203,14 +200,14 @@ class ShardStore:
     def receive(
         self, key: VersionKey, sealed: SealedShard, chunks: Iterable[pa.Buffer]
     ) -> MappedShard:
-        """Keeps the file of a shard that was sealed elsewhere.
+        """Stores the file of a shard that another node sealed.
 
         Args:
             chunks: the bytes of the file, in order.
 
         Raises:
-            NodeUnavailableError: they are not the bytes that were sealed. NoRoomError: they do not
-                fit. LoadError: they cannot be written. Nothing is left behind.
+            NodeUnavailableError: the bytes differ from the sealed ones. NoRoomError: they do not
+                fit. LoadError: they cannot be written. No file stays.
         """
         temporary = self._directory(key) / _temporary_name(sealed.index)
 
@@ -238,7 +235,7 @@ class ShardStore:
         size: int,
         write: Callable[[], SealedShard],
     ) -> MappedShard:
-        """Has a file written under a temporary name, and makes a sealed shard of it."""
+        """Writes a file under a temporary name, and seals it."""
         directory = self._directory(key)
         final = directory / shard_file_name(index)
         self._reserve(temporary, size)
@@ -251,7 +248,7 @@ class ShardStore:
             shard = MappedShard(sealed, final)
             with self._manifests:
                 manifest.add(directory / MANIFEST, sealed)
-                with self._lock:  # at once, or it would count twice for a moment
+                with self._lock:  # in one step, so that it never counts twice
                     self._reserved.pop(temporary, None)
                     self._shards.setdefault(key, {})[index] = shard
         except OSError as error:
@@ -270,15 +267,15 @@ class ShardStore:
     def drop(self, key: VersionKey, *indices: int) -> None:
         """Removes some shards. Readers that have them mapped keep their rows.
 
-        All at once where there are many: each call writes the manifest.
+        Each call writes the manifest once.
         """
         with self._manifests:
             self._drop(key, indices)
         self._remove_empty(self._directory(key))
 
     def drop_this(self, key: VersionKey, shard: MappedShard) -> bool:
-        """Removes one shard, unless another one is in its place by now; whether it did."""
-        with self._manifests:  # without which none takes a place
+        """Removes one shard, unless another one has replaced it; returns whether it did."""
+        with self._manifests:  # needed to replace a shard
             if self.shards(key).get(shard.sealed.index) is not shard:
                 return False
             self._drop(key, [shard.sealed.index])
@@ -286,7 +283,7 @@ class ShardStore:
         return True
 
     def _drop(self, key: VersionKey, indices: Iterable[int]) -> None:
-        """With the lock of the manifests."""
+        """Needs the lock of the manifests."""
         directory = self._directory(key)
         with self._lock:
             shards = self._shards.get(key, {})
@@ -301,11 +298,11 @@ class ShardStore:
             logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
         try:
             manifest.write(directory / MANIFEST, kept)
-        except OSError as error:  # a line too many is found out when a store opens
+        except OSError as error:  # adoption drops a line without a file
             logger.warning("manifest not written path=%s reason=%s", directory, error)
 
     def drop_version(self, key: VersionKey) -> None:
-        """Removes everything that was written for one version."""
+        """Removes all files of one version."""
         with self._lock:
             shards = self._shards.pop(key, {})
         directory = self._directory(key)
@@ -315,9 +312,9 @@ class ShardStore:
         self._remove_empty(directory)
 
     def _discard(self, paths: Sequence[Path], num_bytes: int) -> None:
-        """Removes files or directories; frees what is large in a thread of its own.
+        """Removes files or directories; frees large ones in another thread.
 
-        A second frees only a few GiB, and whoever drops something holds up others.
+        Freeing takes about a second for a few GiB, and callers hold locks.
         """
         if num_bytes > _AT_ONCE_BYTES:
             removed = self.cache_dir / f"{_REMOVED}{uuid.uuid4().hex}"
@@ -325,7 +322,7 @@ class ShardStore:
                 removed.mkdir()
                 for number, path in enumerate(paths):
                     os.replace(path, removed / str(number))
-            except OSError as error:  # such as a full disk: what is left is removed where it lies
+            except OSError as error:  # such as a full disk: removed in place
                 logger.warning("cannot move what is removed to %s: %s", removed, error.strerror)
             thread = threading.Thread(target=remove, args=(removed,), name="remove", daemon=True)
             thread.start()
@@ -338,13 +335,13 @@ class ShardStore:
         return self.cache_dir / key.dataset / key.fingerprint
 
     def _create(self, path: Path) -> None:
-        """Makes an empty file and the directories it needs, which `_remove_empty` leaves then."""
+        """Makes an empty file and its directories, so that `_remove_empty` keeps them."""
         with self._lock:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
     def _remove_empty(self, directory: Path) -> None:
-        """Removes the directories of a version and of its dataset where nothing is left in them."""
+        """Removes the directories of a version and of its dataset, if they are empty."""
         with self._lock:
             remove_empty(directory)
 
@@ -352,7 +349,7 @@ class ShardStore:
         return sum(_bytes_of(shards.values()) for shards in self._shards.values())
 
     def _reserve(self, path: Path, size: int) -> None:
-        """Makes sure that there is room for a file, which may have some reserved already."""
+        """Checks that a file fits; part of it may be reserved already."""
         with self._lock:
             removals, others = list(self._removals), sum(self._reserved.values())
         if self._free_bytes() < size + others:
@@ -377,7 +374,7 @@ class ShardStore:
     def _free_bytes(self) -> int:
         try:
             return shutil.disk_usage(self.cache_dir).free
-        except OSError as error:  # it was removed: as with all of /dev/shm when its owner logs out
+        except OSError as error:  # it was removed, such as /dev/shm when its owner logs out
             raise LoadError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
 
     def _release(self, path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What is known of a source before its rows are read: files, splits, tables. Pure."""
+"""Facts about a source before its rows are read: files, splits, tables. Pure."""

@@ -1,7 +1,7 @@
-"""Pure: which files of a listing are those of a lake table, by the names beside and above them.
+"""Finds the files of a listing that belong to a lake table, by file names. Pure.
 
-The log of a Delta table and the metadata of an Iceberg table say which of its files hold rows now.
-Read as plain files, they would bring back rows that were removed or replaced.
+The log of a Delta table and the metadata of an Iceberg table say which files hold rows now. Read as
+plain files, the others would bring back removed or replaced rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cache_protocol.errors import RequestError
 
 DELTA_LOG = "_delta_log"
 ICEBERG_METADATA = "metadata"
-# In the root of each table of a format: where it keeps what says which rows it has.
+# In the root of a table: the directory of its log or metadata.
 OWN_DIRECTORIES = {"delta": DELTA_LOG, "iceberg": ICEBERG_METADATA}
-_DATA = "data"  # where an Iceberg table has its files, unless it is told otherwise
+_DATA = "data"  # the default directory of an Iceberg table's files
 _METADATA_FILE = re.compile(r"(v\d+|\d+-[^/]+)(\.gz)?\.metadata\.json(\.gz)?")
 _REMEDIES = {
     "delta": ("a Delta table: say format: delta", " with that as the source"),
@@ -27,19 +27,19 @@ _REMEDIES = {
 
 
 def directories_of(path: str) -> Iterator[str]:
-    """The directories above a path, from its own to ``""``."""
+    """The directories above a path, from the nearest one to ``""``."""
     while path:
         path = path.rpartition("/")[0]
         yield path
 
 
 def is_metadata_file(name: str) -> bool:
-    """Whether a file of that name in a directory ``metadata`` makes an Iceberg table."""
+    """Whether a file with this name, in a directory ``metadata``, belongs to an Iceberg table."""
     return _METADATA_FILE.fullmatch(name) is not None
 
 
 def root_told_by(path: str) -> tuple[str, str] | None:
-    """The root and the format of the table of which a file is the log or the metadata."""
+    """The root and the format of the table whose log or metadata a file is."""
     root, found, _ = f"/{path}".partition(f"/{DELTA_LOG}/")
     if found:
         return root[1:], "delta"
@@ -48,11 +48,11 @@ def root_told_by(path: str) -> tuple[str, str] | None:
 
 
 def first_root(paths: Iterable[str], roots: Mapping[str, str]) -> str | None:
-    """The root of the first file that belongs to a table and is none of its log or metadata.
+    """The root of the table of the first data file that belongs to one.
 
     Args:
         paths: of files, in the same form as the roots.
-        roots: of the tables there are, and their formats.
+        roots: of the known tables, and their formats.
     """
     if not roots:
         return None
@@ -67,13 +67,13 @@ def first_root(paths: Iterable[str], roots: Mapping[str, str]) -> str | None:
 
 
 def likely_roots_above(directory: str) -> list[str]:
-    """The directories above one in which tables have their roots, by their usual layouts.
+    """The directories above one that may be roots of tables, by the usual layouts.
 
-    A guess, where each look costs a request: what is above ``key=value`` directories, and above one
-    that is called ``data``.
+    A guess, because each look costs a request: those above ``key=value`` directories and above a
+    directory ``data``.
 
     Args:
-        directory: relative, with a slash at its end, or empty; so are those that are returned.
+        directory: relative, with a slash at its end, or empty; the results have the same form.
     """
     parts = directory.split("/")[:-1]
     roots = [
@@ -85,10 +85,10 @@ def likely_roots_above(directory: str) -> list[str]:
 
 
 def refusal(source: str, below: str, root: str, format: str) -> RequestError:
-    """The error for a source of plain files that reads those of a table.
+    """The error for a source of plain files that would read files of a table.
 
     Args:
-        below: the directory below which the source has its files.
+        below: the directory that the source looks below.
         root: of the table.
         format: of the table.
     """

@@ -1,7 +1,4 @@
-"""What is known of a table before it is read: its files, its splits, what it holds. Pure.
-
-The words that the modules of `tables` and the planners share.
-"""
+"""Files, splits, pinned tables and conditions: what `tables` and the planners share. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-PARTITION = b"cache.partition"  # in the metadata of a field whose values stand in paths
-ORIGIN = b"cache.origin"  # in the metadata of a stored field: see `with_origins`
-BY_ARROW = b"cache.by_arrow"  # in the metadata of a field that only Arrow reads right of Parquet
+PARTITION = b"cache.partition"  # in the metadata of a field whose values are in paths
+GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
+SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see `with_lineage`
+BY_ARROW = b"cache.by_arrow"  # in the metadata of a Parquet field that only Arrow reads correctly
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -25,8 +23,8 @@ class SourceFile:
     """A file as it was when the dataset was planned.
 
     Attributes:
-        path: or a URI, or what else names it to its table, such as a database and a relation.
-        etag: of an object store; empty where there is none.
+        path: or URI; for a table without files another name, such as a database and a relation.
+        etag: of an object store; empty if there is none.
     """
 
     path: str
@@ -40,12 +38,11 @@ class Split:
     """The rows of one file that start in byte range ``part`` of ``parts`` equal ones.
 
     Attributes:
-        num_rows: before any filter, at most; None where the format does not tell.
-        estimated_bytes: decoded, of the columns that are kept.
-        piece: what else says which rows these are, in the words of the table's format; for a table
-            that is not made of files.
-        group_bytes: stored, of its largest row group, of the columns that are read: what DataFusion
-            holds of it at once. 0 for a format that is read in small pieces.
+        num_rows: upper bound, before any filter; None if the format does not tell.
+        estimated_bytes: decoded bytes of the kept columns.
+        piece: which rows these are, in the form of the table's format; for a table without files.
+        group_bytes: stored bytes of the read columns in the largest row group, which DataFusion
+            holds in memory. 0 for a format that is read in small pieces.
     """
 
     file: SourceFile
@@ -63,17 +60,17 @@ class Split:
 
 @dataclass(frozen=True)
 class PinnedTable:
-    """A table as it was pinned: enough, with the secrets of its store, to read any split of it.
+    """A pinned table: with the secrets of its store, enough to read any split of it.
 
     Attributes:
         name: in the query.
         format: one of `cache_protocol.spec.dataset_spec.FORMATS`.
         schema: every column, as the query sees them.
-        options: settings of the store or catalogue that are no secrets.
-        snapshot: what finds this state of the table again, in the words of the format.
-        columns: the ones that the query reads, in the order of the schema; None for all.
-        splits: all of them, in row order, of a table that is read whole; none of one that is read
-            split by split.
+        options: public settings of the store or catalogue.
+        snapshot: identifies this state of the table, in the form of its format.
+        columns: those that the query reads, in the order of the schema; None for all.
+        splits: all of them, in row order, if the table is read whole; empty if it is read split by
+            split.
     """
 
     name: str
@@ -93,7 +90,7 @@ class PinnedTable:
 
     @cached_property
     def is_for_arrow(self) -> bool:
-        """Whether the query reads a column that only Arrow reads right: see `BY_ARROW`."""
+        """Whether the query reads a column marked with `BY_ARROW`."""
         return any(BY_ARROW in (field.metadata or {}) for field in self.read_schema)
 
     @cached_property
@@ -101,17 +98,17 @@ class PinnedTable:
         return partition_types(self.schema)
 
     def partition_of(self, split: Split) -> dict[str, pa.Scalar]:
-        """The columns of the split's rows that stand in the path of its file."""
+        """The columns of the split whose values are in the path of its file."""
         return partition_values(split.file.path, self._partition_types)
 
 
 @dataclass(frozen=True)
 class Condition:
-    """What every row that a query keeps fulfils: ``column operator value``.
+    """A condition on every row that a query keeps: ``column operator value``.
 
     Attributes:
         operator: ``=``, ``<``, ``<=``, ``>`` or ``>=``.
-        value: an int, a str or a date, of the column's own type.
+        value: an int, a str or a date, of the column's type.
     """
 
     column: str
@@ -120,35 +117,34 @@ class Condition:
 
 
 class Sampler(Protocol):
-    """Makes up rows of a table."""
+    """Makes sample rows of a table."""
 
     def __call__(self, num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
-        """So many rows; other columns than the named ones are null. None names all."""
+        """``num_rows`` rows; only the named columns have values. None names all."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What a source holds at one moment. Made by the module of its format.
+    """The state of a source at one moment, from the module of its format.
 
     Attributes:
         schema: every column, as the query sees them; no metadata but `PARTITION` and `BY_ARROW`
             of a field.
-        content: JSON values that decide the rows, and no secret: part of the fingerprint.
-        cut: stored logical schema of what is kept, with its `ORIGIN`, and decoded bytes of a split
-            -> splits in row order.
-        with_groups: splits of this pin and the columns that are read of them -> the same splits,
-            with their ``group_bytes``. None for a format that has none.
+        content: JSON values that decide the rows, without secrets: part of the fingerprint.
+        cut: stored logical schema, see `with_lineage`, and decoded bytes of a split -> splits in
+            row order.
+        with_groups: splits of this pin and the columns to read -> the same splits with their
+            ``group_bytes``. None for a format without row groups.
         snapshot: see `PinnedTable`.
         exact_rows: every split knows exactly how many rows it holds.
-        comparable: whether ``content`` is the same when the source is the same. Where it is not,
-            such as for a database, a version of the same spec counts as the same until a refresh.
-        prune: the same without splits of which no row fulfils all conditions, as partitions and
-            statistics tell; None where there are none to tell.
-        sample: makes up rows from the statistics of the table; None where the format has none.
-        bytes_by: what the bytes of its splits are estimated by, for a person; empty where that is
-            the metadata of every file.
-        close: lets go of what keeps the state readable, such as a transaction. Called once, when
-            no split will be read any more.
+        comparable: an unchanged source has the same ``content``. If false, as for a database, a
+            version of the same spec counts as the same until a refresh.
+        prune: the same pin without splits in which no row can fulfil all conditions, by partitions
+            and statistics; None if there are none.
+        sample: makes rows from the statistics of the table; None if the format has none.
+        bytes_by: the base of the estimated bytes, for a person; empty: the metadata of every file.
+        close: releases what keeps the state readable, such as a transaction. Called once, after
+            the last read.
     """
 
     schema: pa.Schema
@@ -164,36 +160,38 @@ class Pin:
     close: Callable[[], None] = lambda: None
 
 
-def with_origins(stored: pa.Schema, origins: Mapping[str, str]) -> pa.Schema:
-    """``stored``, the fields of which say what column of a table they stand for, and so how long.
+def with_lineage(stored: pa.Schema, lineage: Mapping[str, str]) -> pa.Schema:
+    """``stored`` with the source column of each field, which tells the size of its values.
 
     Args:
-        origins: by name; the others stand for none.
+        lineage: field -> column of the table; other fields have none.
     """
     return pa.schema(
         [
-            field.with_metadata({**(field.metadata or {}), ORIGIN: origins.get(field.name, "")})
+            field.with_metadata(
+                {**(field.metadata or {}), SOURCE_COLUMN: lineage.get(field.name, "")}
+            )
             for field in stored
         ]
     )
 
 
-def origin_of(field: pa.Field) -> str:
-    """The column of a table that a stored field stands for: by default that of its own name.
+def source_column(field: pa.Field) -> str:
+    """The source column of a stored field: by default the one of the same name.
 
     Returns:
-        with dots, for a field of a structure; empty where it stands for none.
+        with dots for a field of a struct; empty if there is none.
     """
-    return str((field.metadata or {}).get(ORIGIN, field.name.encode()).decode())
+    return str((field.metadata or {}).get(SOURCE_COLUMN, field.name.encode()).decode())
 
 
 def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:
-    """The columns of a table that stand in paths: those that are marked with `PARTITION`."""
+    """The columns of a table whose values are in paths: those marked with `PARTITION`."""
     return {field.name: field.type for field in schema if PARTITION in (field.metadata or {})}
 
 
 def partition_values(path: str, types: Mapping[str, pa.DataType]) -> dict[str, pa.Scalar]:
-    """The columns of a file that stand in the names of its directories, ``key=value``, as in Hive.
+    """The values in a file's ``key=value`` directories, as in Hive.
 
     Args:
         path: or URI, of the file.
@@ -219,7 +217,7 @@ def partition_texts(path: str) -> dict[str, str | None]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises a ValueError where several columns have one name: a query finds but one of them."""
+    """Raises a ValueError if several columns share a name: a query finds only one of them."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")
 

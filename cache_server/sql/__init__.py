@@ -1,1 +1,1 @@
-"""Queries: which way each goes, what it reads, and DataFusion, which runs it."""
+"""Queries: how each runs and what it reads; DataFusion runs them."""

@@ -1,8 +1,8 @@
-"""Which column of a table each column of a query's result stands for: what tells its size. Pure.
+"""Lineage: result columns -> the table columns they come from, which tell their size. Pure.
 
-A column stands for another one where a query renames it, casts it to a type of the same kind, or
-takes a field of a structure; all through subqueries and joins. What else makes a column, such as a
-function of texts, stands for none.
+A column has a source column if the query renames it, casts it to a type of the same kind, or takes
+a field of a struct, also through subqueries and joins. A computed column, such as that of a string
+function, has none.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from typing import Any
 
 import pyarrow as pa
 
-Origin = tuple[str, str]  # a table, and a column of it; of a field of a structure, with dots
-_Columns = dict[tuple[str, str], Origin]  # qualifier and name, as a plan has them
+SourceColumn = tuple[str, str]  # a table and its column; a field of a struct has dots
+_Columns = dict[tuple[str, str], SourceColumn]  # qualifier and name in a plan
 
 _PASSES_COLUMNS = {"Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Subquery"}
 
 
-def origins(plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]) -> dict[str, Origin]:
-    """For each column of a result the one that it stands for; none for those that are made.
+def column_lineage(
+    plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]
+) -> dict[str, SourceColumn]:
+    """Result column -> its source column; computed columns are left out.
 
     Args:
-        plan: the logical plan, optimised: there `arrow_cast` is a cast like the others.
-        tables: that it may read.
+        plan: the optimised logical plan, in which `arrow_cast` is an ordinary cast.
+        tables: that the query may read.
     """
-    found = {name: origin for (_, name), origin in _columns(plan, tables).items()}
+    found = {name: source for (_, name), source in _columns(plan, tables).items()}
     types = {field.name: field.type for field in result}
     return {
-        name: origin
-        for name, origin in found.items()
-        if name in types and _alike(types[name], _type_of(origin, tables))
+        name: source
+        for name, source in found.items()
+        if name in types and _alike(types[name], _type_of(source, tables))
     }
 
 
 def variant(expression: Any) -> Any:
-    """What an expression is; None of a kind that the bindings of DataFusion do not show."""
+    """The kind of an expression; None if the bindings of DataFusion do not show it."""
     try:
         return expression.to_variant()
     except ValueError:
@@ -58,46 +60,46 @@ def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:
     if kind == "Projection":
         return _projected(node.projections(), below)
     if kind == "SubqueryAlias":
-        return {(str(node.alias()), name): origin for (_, name), origin in below.items()}
+        return {(str(node.alias()), name): source for (_, name), source in below.items()}
     return below if kind in _PASSES_COLUMNS else {}
 
 
 def _projected(expressions: list[Any], below: _Columns) -> _Columns:
     columns = {}
     for expression in expressions:
-        origin = _origin(expression, below)
+        source = _source(expression, below)
         node = variant(expression)
-        if origin is None:
+        if source is None:
             continue
         if type(node).__name__ == "Column":
-            columns[str(node.relation() or ""), str(node.name())] = origin
+            columns[str(node.relation() or ""), str(node.name())] = source
         else:
             name = node.alias() if type(node).__name__ == "Alias" else expression.schema_name()
-            columns["", str(name)] = origin
+            columns["", str(name)] = source
     return columns
 
 
-def _origin(expression: Any, below: _Columns) -> Origin | None:
+def _source(expression: Any, below: _Columns) -> SourceColumn | None:
     node = variant(expression)
     kind = type(node).__name__
     if kind in ("Alias", "Cast", "TryCast"):
-        return _origin(node.expr(), below)
+        return _source(node.expr(), below)
     if kind == "Column":
         name = str(node.name())
         if (relation := node.relation()) is not None:
             return below.get((str(relation), name))
-        return next((origin for (_, known), origin in below.items() if known == name), None)
+        return next((source for (_, known), source in below.items() if known == name), None)
     if node is None and expression.rex_call_operator() == "get_field":
         structure, *fields = expression.rex_call_operands()
-        origin = _origin(structure, below)
+        source = _source(structure, below)
         names = [str(field.python_value()) for field in fields]
-        return origin and (origin[0], ".".join((origin[1], *names)))
+        return source and (source[0], ".".join((source[1], *names)))
     return None
 
 
-def _type_of(origin: Origin, tables: Mapping[str, pa.Schema]) -> pa.DataType | None:
-    """None of what is no field of a structure, such as a value of a map."""
-    table, path = origin
+def _type_of(source: SourceColumn, tables: Mapping[str, pa.Schema]) -> pa.DataType | None:
+    """The type of a source column; None if it is not a field of a struct, such as a map's value."""
+    table, path = source
     schema = tables[table]
     if path in schema.names:
         return schema.field(path).type
@@ -111,12 +113,12 @@ def _type_of(origin: Origin, tables: Mapping[str, pa.Schema]) -> pa.DataType | N
 
 
 def _alike(dtype: pa.DataType, other: pa.DataType | None) -> bool:
-    """Whether the values of both are texts, or those of neither are: a number as text is longer."""
+    """Whether both hold strings or neither does: a number as a string is longer."""
     return other is not None and _holds_texts(dtype) == _holds_texts(other)
 
 
 def _holds_texts(dtype: pa.DataType) -> bool:
-    """Whether the values, maybe in lists, have no one width."""
+    """Whether the values, also inside lists, vary in width."""
     while hasattr(dtype, "value_type"):  # of a list or a dictionary
         dtype = dtype.value_type
     return not pa.types.is_primitive(dtype) and not pa.types.is_decimal(dtype)

@@ -1,11 +1,14 @@
-"""DataFusion: reads one split with a query, or runs a query over whole tables.
+"""Runs queries with DataFusion: over one split, or over whole tables.
 
-Rows must come out in source order every time, and a split must read its own rows only. Hence the
-session settings: as many partitions as the file has parts, cut by byte ranges and executed one at
-a time; no round-robin repartition, which reorders rows; no work stealing between partitions, which
-lets the first one read them all; no statistics, by which a file of few rows is not cut at all.
+Rows must always come in source order, and a split must read only its own rows. Hence the session
+settings:
 
-Every file is local: what lives elsewhere is staged first. `queries` says which way a query goes.
+- as many partitions as the file has parts, cut by byte ranges and executed one at a time;
+- no round-robin repartition, which reorders rows;
+- no work stealing between partitions: the first one would read them all;
+- no statistics: a file of few rows would not be cut.
+
+Every file is local: `staging` fetches others first. `queries` decides how a query runs.
 """
 
 from __future__ import annotations
@@ -30,28 +33,33 @@ from datafusion import (
 
 from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import TABLE
-from cache_server.source.pinned import PinnedTable, Split, check_names, no_rows
+from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_names, no_rows
 from cache_server.sql.formats import json_rows
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
 from cache_server.sql.formats.csv_times import check_times, times_as_texts
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
+from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import check_end
 from cache_server.sql.quoting import identifier
 
-_FILE = "__file"  # a file whose table has more columns than itself
+_FILE = "__file"  # a file whose table has further columns
 
-# Rows of a batch: up to four times DataFusion's default, because packing a block costs Python and
-# the interpreter lock once; fewer of wide rows, because several batches are under way at once.
+# Rows of a batch: up to four times DataFusion's default, because packing takes the interpreter lock
+# once a batch; fewer if rows are wide, because several batches are in memory at once.
 _MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
 _BATCH_BYTES = 4 * 1024 * 1024
 
+_OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
+    r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
+    r"at line (?P<row>\d+)[.:](.*Error parsing timestamp from '(?P<time>.*)':)?"
+)
 _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
 
-# Each of these answers differently on every node or at every load.
+# Functions whose results differ between nodes or loads.
 _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
-# These are about the file that is read, which may be a copy of what was meant.
+# Functions about the file that is read, which may be a copy.
 _OF_THE_FILE = ("file_row_index", "input_file_name")
 
 
@@ -61,7 +69,7 @@ class LocalFile:
 
     Attributes:
         path, format: what to read.
-        split: whose rows; says which part of the file, and its name for messages.
+        split: which part of the file, and its name for messages.
     """
 
     path: Path
@@ -70,14 +78,14 @@ class LocalFile:
 
 
 def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
-    """The schema of the table that a file makes; of CSV and JSON, by its first 1000 rows.
+    """The schema of a file; of CSV and JSON, by the first 1000 rows.
 
     Args:
         name: of the file, for messages.
-        is_whole: otherwise a text is the beginning of ``name``, maybe up to within a record.
+        is_whole: otherwise the file is the beginning of ``name`` and may end inside a record.
 
     Raises:
-        LoadError: naming the file when it cannot be read.
+        LoadError: the file cannot be read; names it.
     """
     try:
         check_first_bytes(path, format)
@@ -90,7 +98,7 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
 
 
 def check_first_bytes(path: Path, format: str) -> None:
-    """Raises a ValueError for a file that begins as one of another format does, or as a page."""
+    """Raises a ValueError for a file that begins like another format or an HTML page."""
     with path.open("rb") as opened:
         if (reason := objection(opened.read(FIRST_BYTES), format)) is not None:
             raise ValueError(reason)
@@ -101,7 +109,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
 
     Args:
         file: where the split's rows are.
-        sql: runs split by split over ``table``, and reads no other.
+        sql: runs split by split and reads only ``table``.
 
     Raises:
         LoadError: naming file, split and reason.
@@ -110,7 +118,10 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     parts = split.parts if file.format == table.format else 1
     try:
         if file.format == "json":
-            yield from _read_json(file, sql, table)
+            yield from _by_lots(_json_rows(file, table), file, sql, table)
+            return
+        if file.format == "csv" and _converted(table):
+            yield from _by_lots(_csv_rows(file, table), file, sql, table)
             return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
@@ -120,10 +131,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
             if file.format == "csv":
-                check_first_bytes(file.path, file.format)
-                check_closed(file.path, split)
-                _check_times(file, table)
-            elif file.format == "arrow" == table.format:  # not one that was staged
+                _check_csv(file, table)
+            elif file.format == "arrow" == table.format:  # not staged
                 check_end(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
@@ -133,7 +142,10 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     except FileNotFoundError:
         raise LoadError(f"cannot load {split}: the file is gone") from None
     except Exception as error:  # DataFusion raises bare Exception
-        raise LoadError(f"cannot load {split}: {reason_of(error)}") from None
+        reason = reason_of(error)
+        if file.format == "csv":
+            reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
+        raise LoadError(f"cannot load {split}: {reason}") from None
     raise LoadError(
         f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
         f"instead of {parts}"
@@ -143,12 +155,12 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
 def read_together(
     files: Sequence[LocalFile], sql: str, table: PinnedTable
 ) -> Iterator[pa.RecordBatch]:
-    """Like `read_split`, for whole Parquet files that are alone in a folder, in order of names.
+    """Like `read_split`, for whole Parquet files, in order of names.
 
-    One query for all of them: to plan one takes longer than to read a small file.
+    One query reads all of them: planning takes longer than reading a small file.
 
     Args:
-        files: with the same partition values.
+        files: alone in a folder, with the same partition values.
     """
     folder, splits = files[0].path.parent, [file.split for file in files]
     try:
@@ -156,14 +168,14 @@ def read_together(
         if not _folds_to_nothing(frame):
             yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
     except Exception as error:  # DataFusion raises bare Exception
-        for file in files:  # which of them was it?
+        for file in files:  # find the bad file
             for _ in read_split(file, sql, table):
                 pass
         raise LoadError(f"cannot load {splits[0]} to {splits[-1]}: {reason_of(error)}") from None
 
 
 def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Split]:
-    """The splits of which a query may keep rows, as far as their partition values tell."""
+    """The splits of which a query may keep rows, by their partition values."""
     answers: dict[tuple[object, ...], bool] = {}
     kept = []
     for split in splits:
@@ -177,9 +189,9 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
 
 
 def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
-    """The rows of a query over whole tables, in the order that it gives them.
+    """The rows of a query over whole tables, in its order.
 
-    One partition, so that the same tables give the same rows in the same order, ties included.
+    It uses one partition, so the same tables give the same order, also of ties.
 
     Args:
         tables: name -> Arrow file.
@@ -198,7 +210,7 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
 
 
 def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
-    """How many rows come of a query over these.
+    """The number of result rows of a query over some rows.
 
     Raises:
         LoadError: with the reason.
@@ -218,9 +230,9 @@ def _schema_of(path: Path, format: str) -> pa.Schema:
 
 
 def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
-    """The schema by a sample, in which no value holds a line end; see `csv_sample`.
+    """The schema of a CSV by its `csv_sample`.
 
-    A column without a value there is one of texts: as one of nulls, it would lose what comes later.
+    A column without values in it is a string column: one of nulls would lose later values.
     """
     with open(path, encoding="latin-1", newline="") as lines:
         sample = read_sample(lines, is_whole=is_whole)
@@ -233,11 +245,11 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
 
 
 def _names_of_arrow(path: Path) -> list[str]:
-    """The names in the file itself: of columns of one name, DataFusion has the first."""
+    """The column names of an Arrow file; DataFusion keeps only the first of equal names."""
     with open(path, "rb") as file:
         try:
             return list(pa.ipc.open_file(file).schema.names)
-        except pa.ArrowInvalid:  # DataFusion reads streams, too
+        except pa.ArrowInvalid:  # a stream, which DataFusion also reads
             file.seek(0)
             return list(pa.ipc.open_stream(file).schema.names)
 
@@ -250,7 +262,7 @@ def _batch_rows(split: Split) -> int:
 
 
 def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionContext:
-    """A session that cuts a file into ``parts`` and keeps rows in their order."""
+    """A session that cuts a file into ``parts`` and keeps the order of rows."""
     config = (
         SessionConfig()
         .with_target_partitions(parts)
@@ -260,9 +272,9 @@ def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionCo
         .set("datafusion.optimizer.enable_round_robin_repartition", "false")
         .set("datafusion.execution.enable_file_stream_work_stealing", "false")
         .set("datafusion.execution.collect_statistics", "false")
-        # As `tables.parquet` has it; by default far dates of a file of Spark's become near ones.
+        # As in `tables.parquet`; the default changes far dates in files of Spark.
         .set("datafusion.execution.parquet.coerce_int96", "us")
-        # Of a staged file they may be missing.
+        # A staged file may lack them.
         .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
     )
     context = SessionContext(config)
@@ -272,14 +284,14 @@ def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionCo
 
 
 def read_only() -> SQLOptions:
-    """What a query may be: it changes nothing."""
+    """Options that allow only queries."""
     return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
 
 
 def _planned(
     file: LocalFile, sql: str, table: PinnedTable, parts: int
 ) -> tuple[SessionContext, DataFrame]:
-    """A query over a split, and its session; see `skipped_groups`."""
+    """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(parts, _batch_rows(file.split))
         _register_table(context, file, table, skips=skips)
@@ -295,8 +307,8 @@ def _planned(
 def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
 ) -> None:
-    """Registers a split of ``table``, with the columns that its path stands for, if any."""
-    if file.format != table.format:  # staged: it holds what is read, and no more
+    """Registers a split of ``table``, with the columns in its path."""
+    if file.format != table.format:  # staged: it holds only what is read
         _register(context, table.name, file.path, file.format, None)
         return
     constants = table.partition_of(file.split)
@@ -307,20 +319,24 @@ def _register_table(
         _register_constants(context, table, constants)
 
 
-def _read_json(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
-    """`read_split` of newline JSON: some rows at a time, each lot by the query."""
-    check_first_bytes(file.path, file.format)
+def _by_lots(
+    rows: Iterator[pa.RecordBatch], file: LocalFile, sql: str, table: PinnedTable
+) -> Iterator[pa.RecordBatch]:
+    """The result of a query over rows in memory, some rows at a time.
+
+    Args:
+        rows: of the stored columns that the query reads.
+    """
     schema, constants = table.read_schema, table.partition_of(file.split)
-    stored = pa.schema([field for field in schema if field.name not in constants])
-    for rows in _joined(json_rows.read(file.path, file.split, stored), _MOST_BATCH_ROWS):
+    for lot in _joined(rows, _MOST_BATCH_ROWS):
         columns = [
-            pa.repeat(constants[name], rows.num_rows) if name in constants else rows.column(name)
+            pa.repeat(constants[name], lot.num_rows) if name in constants else lot.column(name)
             for name in schema.names
         ]
-        if columns:  # else only the number of rows counts
-            rows = pa.RecordBatch.from_arrays(columns, schema=schema)
+        if columns:  # without columns only the number of rows counts
+            lot = pa.RecordBatch.from_arrays(columns, schema=schema)
         context = open_session(1, _MOST_BATCH_ROWS)
-        context.register_record_batches(table.name, [[rows]])
+        context.register_record_batches(table.name, [[lot]])
         frame = context.sql_with_options(sql, read_only())
         if _folds_to_nothing(frame):
             return
@@ -328,15 +344,67 @@ def _read_json(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             yield batch.to_pyarrow()
 
 
-def _check_times(file: LocalFile, table: PinnedTable) -> None:
-    """Refuses rows of CSV with times that the types of the table's columns would cut."""
+def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of newline JSON, of the columns that the query reads."""
+    check_first_bytes(file.path, file.format)
+    yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+
+
+def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of a CSV, of the columns that the query reads, with the types of the spec."""
+    read, converted = _stored_and_read(file, table), _converted(table)
+    stored = _stored(table, table.partition_of(file.split))
+    as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
+    context = open_session(1)
+    _register(context, _FILE, file.path, file.format, pa.schema(as_text))
+    frame = context.sql(f"SELECT {', '.join(map(identifier, read.names))} FROM {_FILE}")
+    if _reads_nothing(frame.execution_plan()):
+        raise FileNotFoundError
+    _check_csv(file, table)
+    num_rows = 0
+    for batch in frame.execute_stream():
+        rows, columns = batch.to_pyarrow(), []
+        for column, field in zip(rows.columns, read, strict=True):
+            try:
+                is_text = field.name in converted
+                columns.append(read_column(column, field.type) if is_text else column)
+            except MisfitError as error:
+                raise LoadError(
+                    f"cannot load {file.split}: column {field.name!r} holds {error.text!r} in row "
+                    f"{num_rows + error.index + 1}, but its type in the spec is {field.type}"
+                ) from None
+        yield pa.RecordBatch.from_arrays(columns, schema=read)
+        num_rows += rows.num_rows
+
+
+def _converted(table: PinnedTable) -> set[str]:
+    """The columns of a CSV that the query reads and that DataFusion reads as strings.
+
+    Their types are given by the spec. DataFusion would cut decimals and times to fit.
+    """
+    return {
+        field.name
+        for field in table.read_schema
+        if GIVEN in (field.metadata or {}) and not pa.types.is_string(field.type)
+    }
+
+
+def _stored_and_read(file: LocalFile, table: PinnedTable) -> pa.Schema:
+    constants = table.partition_of(file.split)
+    return pa.schema([field for field in table.read_schema if field.name not in constants])
+
+
+def _check_csv(file: LocalFile, table: PinnedTable) -> None:
+    """Refuses a CSV whose rows or values DataFusion would change."""
+    check_first_bytes(file.path, file.format)
+    check_closed(file.path, file.split)
     stored = _stored(table, table.partition_of(file.split))
     texts = times_as_texts(stored)
-    read = set(table.read_schema.names)
+    read, converted = set(table.read_schema.names), _converted(table)
     names = [
         identifier(old.name)
         for old, new in zip(stored, texts, strict=True)
-        if new.type != old.type and old.name in read
+        if new.type != old.type and old.name in read - converted
     ]
     if not names:
         return
@@ -345,6 +413,18 @@ def _check_times(file: LocalFile, table: PinnedTable) -> None:
     frame = context.sql(f"SELECT {', '.join(names)} FROM {_FILE}")
     for batch in frame.execute_stream():
         check_times(batch.to_pyarrow(), stored, file.split)
+
+
+def _csv_reason(reason: str, stored: pa.Schema) -> str:
+    """DataFusion's reason for refusing a value of CSV, with the column's name and a remedy."""
+    found = _OF_A_VALUE.search(reason)
+    if found is None:
+        return reason
+    field, value = stored.field(int(found["index"])), found["number"] or found["time"] or ""
+    return (
+        f"column {field.name!r} holds {value!r} in row {found['row']}, but it is of {field.type} "
+        f"by the first rows of the table: {remedy(field.name, wider_type(value, field.type))}"
+    )
 
 
 def _register_constants(
@@ -367,7 +447,7 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
     _register_constants(context, table, constants)
     try:
         return not _folds_to_nothing(context.sql_with_options(sql, read_only()))
-    except Exception:  # DataFusion raises bare Exception; reading the split tells what it is
+    except Exception:  # DataFusion raises bare Exception; reading the split will report it
         return True
 
 
@@ -382,11 +462,11 @@ def _has(plan: LogicalPlan, kind: str) -> bool:
 def _joined(
     batches: Iterator[pa.RecordBatch], enough_rows: int = _DEFAULT_BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """The same rows, small batches joined: to pack one costs Python the same for any size."""
+    """The same rows in larger batches: packing costs the same Python time for any batch."""
     waiting: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
-        # Together the dictionaries of two files may outgrow their codes.
+        # A joined dictionary may outgrow its codes.
         if any("dictionary<" in str(field.type) for field in batch.schema):
             yield batch
             continue
@@ -412,9 +492,9 @@ def _register(
     """Registers a file, or a folder of files, as a table.
 
     Args:
-        skips: what of Parquet cannot pass a filter, by its statistics.
+        skips: parts of Parquet that cannot pass a filter, by statistics.
     """
-    # DataFusion takes a path with a bracket or a star for a glob, and a URI for one file.
+    # DataFusion reads a path with a bracket or a star as a glob, and a URI as one file.
     uri, suffix = path.absolute().as_uri(), path.suffix
     if path.is_dir():
         uri, suffix = f"{uri}/", f".{format}"
@@ -435,14 +515,14 @@ def _register(
 
 
 def _reads_nothing(plan: ExecutionPlan) -> bool:
-    """Whether DataFusion found no file, which is no error to it once the schema is given."""
+    """Whether DataFusion found no file; with a given schema it reports no error."""
     while children := plan.children():
         plan = children[0]
     return plan.display().startswith("EmptyExec")
 
 
 def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
-    """The nodes of a logical plan, or those of a kind, without those of subqueries."""
+    """The nodes of a logical plan, maybe of one kind, without those of subqueries."""
     node = plan.to_variant()
     if not kind or type(node).__name__ == kind:
         yield node
@@ -451,7 +531,7 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """What DataFusion says, in its own words, on one line."""
+    """The message of DataFusion, on one line."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
     return _OF_A_SAMPLE.sub("", " ".join(text.split()))

@@ -1,11 +1,10 @@
-"""What a query means: whether each row can be handled by itself, and what it reads. No rows here.
+"""How a query runs, and which columns it reads. Reads no rows.
 
-A query runs *split by split* when its answer over a table is the answers over the pieces of that
-table, one after the other: projection, filter and unnest, also joined with other tables that every
-node reads whole. Anything else (aggregate, sort, limit, distinct, window, union, a table joined
-with itself) has one answer for the whole table: it runs *whole*, on one node. DataFusion's logical
-plan decides, as written and as optimised; the text is looked at only for what DataFusion parses
-and then ignores, see `ignored_sql`.
+A query runs *split by split* if its result over a table is the results over the pieces of that
+table, in order: projection, filter and unnest, also joined with tables that every node reads whole.
+Any other query (aggregate, sort, limit, distinct, window, union, a table joined with itself) runs
+*whole*, on one node. DataFusion's logical plan decides, as written and as optimised. The text
+matters only for clauses that DataFusion ignores, see `ignored_sql`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
-from cache_server.sql.lineage import Origin, origins, variant
+from cache_server.sql.lineage import SourceColumn, column_lineage, variant
 from cache_server.sql.loader import open_session, read_only, reason_of, walk
 from cache_server.sql.quoting import identifier
 
@@ -31,7 +30,7 @@ _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "Em
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
 _NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
 _ORDER_SURVIVES = {"Projection", "Filter", "SubqueryAlias", "Limit"}
-_NAMES = {  # where the plan's word is not the user's
+_NAMES = {  # plan node -> the user's word
     "WindowExpr": "a window function",
     "Limit": "LIMIT",
     "Sort": "ORDER BY",
@@ -40,11 +39,11 @@ _NAMES = {  # where the plan's word is not the user's
     "Join": "a join or a subquery",
     "Union": "UNION",
 }
-# In a subquery DataFusion parses it and does nothing about it.
+# DataFusion ignores it in a subquery.
 _ORDER_BY = re.compile(r"\bORDER\s+BY\b", re.IGNORECASE)
-# DataFusion's word for it; nobody who writes a spec knows of its catalogue and schema.
+# DataFusion's message names its catalogue and schema, which users do not know.
 _NO_TABLE = re.compile(r"table 'datafusion\.public\.(.+)' not found")
-# On which side of a join each row may be handled by itself, when the other side is there whole.
+# The sides of a join that may be read split by split while the other side is read whole.
 _JOIN_SIDES = {
     "INNER": (True, True),
     "LEFT": (True, False),
@@ -66,16 +65,15 @@ class Query:
         sql: over the tables of the spec.
         schema: of its result, as DataFusion gives it.
         columns: for each table that it reads, which columns, in the order of the table.
-        drivers: tables of which any one may be read split by split, if the others are read whole;
-            empty when the query must run whole.
-        why_whole: what makes it so; empty when ``drivers`` is not.
-        ordered: its result has an order of its own: that of the one table that it reads, or ORDER
-            BY, or there is but one row.
+        drivers: tables that may be read split by split, one of them at a time, while the others are
+            read whole; empty if the query must run whole.
+        why_whole: the reason why it runs whole; empty if ``drivers`` is not.
+        ordered: its result has a defined order: that of its one table, ORDER BY, or one row.
         keeps_every_row: neither filters nor unnests, so the rows can be counted beforehand.
-        only_drops_rows: neither unnests nor joins: the rows before the query are an upper bound.
-        joins: with other tables or subqueries, so that the rows of one table come in any order.
-        conditions: that every row of the one table fulfils which the query keeps; not all of them.
-        origins: see `cache_server.sql.lineage`.
+        only_drops_rows: neither unnests nor joins, so the rows before it are an upper bound.
+        joins: reads several tables or subqueries, so the rows of one table come in any order.
+        conditions: on the rows of its one table; a row that it keeps fulfils them all.
+        lineage: see `cache_server.sql.lineage`.
     """
 
     sql: str
@@ -88,7 +86,7 @@ class Query:
     only_drops_rows: bool
     joins: bool
     conditions: tuple[Condition, ...] = ()
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    lineage: Mapping[str, SourceColumn] = field(default_factory=dict)
 
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
@@ -110,12 +108,12 @@ def check_query(
     """Plans ``sql`` against empty tables of these schemas.
 
     Args:
-        allow_unordered: accept a result that has no order of its own.
-        is_shortcut: it was made of columns and a filter, so it can only be row-wise.
+        allow_unordered: accept a result without a defined order.
+        is_shortcut: it was made of columns and a filter, so it must be row-wise.
 
     Raises:
-        RequestError: when the SQL is wrong, names an unknown column or table, is not read-only,
-            leaves a table unread, or has no order and may not be without; says which.
+        RequestError: the SQL is wrong, names an unknown column or table, is not read-only, leaves a
+            table unread, or has no defined order and needs one; says which.
     """
     context = _session(tables)
     frame = _plan(sql, context, tables)
@@ -131,7 +129,7 @@ def check_query(
     kinds = {type(node).__name__ for plan in (written, optimised) for node in walk(plan)}
     if forbidden := kinds & _NO_QUERIES:
         raise RequestError(f"sql {sql!r}: {forbidden.pop()} is not supported")
-    # Others are functions such as generate_series, which every node calls, as it has VALUES.
+    # Other scans are of functions such as generate_series, which every node calls.
     drivers, why = _drivers(written, optimised, [name for name in scans if name in tables])
     joins = "Join" in kinds or _has_subquery(optimised)
     if is_shortcut and (joins or not drivers):
@@ -147,8 +145,8 @@ def check_query(
     if not ordered and not allow_unordered:
         what = why or "a join"
         raise RequestError(
-            f"sql {sql!r}: the rows of {what} have no order of their own, and every row id must "
-            "mean the same row for ever: end it with an ORDER BY that leaves no ties, or set "
+            f"sql {sql!r}: the rows of {what} have no defined order, and a row id must always "
+            "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
     return Query(
@@ -162,7 +160,7 @@ def check_query(
         bool(drivers) and not joins and "Unnest" not in kinds,
         joins,
         _conditions(optimised) if drivers and not joins else (),
-        origins(optimised, frame.schema(), tables),
+        column_lineage(optimised, frame.schema(), tables),
     )
 
 
@@ -179,7 +177,7 @@ def _plan(sql: str, context: SessionContext, tables: Collection[str]) -> DataFra
     try:
         frame = context.sql_with_options(sql, read_only())
         frame.optimized_logical_plan()
-        frame.execution_plan()  # which tells what else cannot run, such as a placeholder
+        frame.execution_plan()  # refuses what cannot run, such as a placeholder
     except Exception as error:  # DataFusion raises bare ValueError and Exception
         reason = reason_of(error)
         if missing := _NO_TABLE.search(reason):
@@ -197,7 +195,7 @@ def _shown(sql: str, context: SessionContext) -> str:
 
 
 def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[str], str]:
-    """The tables that may be read split by split; else what forbids it."""
+    """The tables that may be read split by split; if there are none, the reason."""
     single = {name for name in scans if scans.count(name) == 1}
     plans = (written, optimised)
     drivers = {name for name in single if all(_is_by_split(plan, name) for plan in plans)}
@@ -213,10 +211,10 @@ def _drivers(written: Any, optimised: Any, scans: list[str]) -> tuple[frozenset[
 
 
 def _is_by_split(plan: Any, table: str) -> bool:
-    """Whether the plan's answer is that over each piece of ``table``, one after the other.
+    """Whether the plan's result is its results over the pieces of ``table``, in order.
 
-    The other tables are there whole, so whatever the plan does with them alone is right, and so are
-    subqueries over them. A table that only a subquery reads is never split.
+    Every node reads the other tables whole, so any part of the plan over them alone is right, also
+    a subquery. A table that only a subquery reads is never split.
     """
     node = plan.to_variant()
     kind, inputs = type(node).__name__, plan.inputs()
@@ -247,7 +245,7 @@ def _is_ordered(plan: Any) -> bool:
 
 
 def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple[str, ...]]:
-    """Of each table the columns that its scans read; one where only its rows are counted."""
+    """Table -> the columns that its scans read; one column where only rows are counted."""
     read: dict[str, set[str]] = {name: set() for name in tables}
     for node in walk(plan, "TableScan"):
         name, projection = str(node.table_name()), node.projection()
@@ -265,9 +263,9 @@ def _columns_read(plan: Any, tables: Mapping[str, pa.Schema]) -> dict[str, tuple
 
 
 def _conditions(plan: Any) -> tuple[Condition, ...]:
-    """The simple comparisons that stand, joined by AND, right above the scan of a table.
+    """The simple comparisons, joined by AND, right above the scan of a table.
 
-    Not of floats, whose NaN is larger than any number here and not everywhere else.
+    Without floats: only here is NaN larger than any number.
     """
     node, inputs = plan.to_variant(), plan.inputs()
     if type(node).__name__ == "Filter" and type(inputs[0].to_variant()).__name__ == "TableScan":
@@ -299,7 +297,7 @@ def _comparisons(predicate: Any) -> Iterator[Condition]:
 def _scans(plan: Any) -> list[str]:
     """The tables that a plan scans, once for each scan.
 
-    Subqueries stand inside expressions, where `walk` does not see them; the tree shows them.
+    `walk` does not see subqueries inside expressions; the displayed plan shows them.
     """
     shown = (line.strip() for line in plan.display_indent().splitlines())
     return [line.split()[1] for line in shown if line.startswith("TableScan: ")]

@@ -1,16 +1,13 @@
-"""Names and values as SQL has them, whatever characters they hold. Pure.
-
-The same for DataFusion and PostgreSQL; knows neither.
-"""
+"""Quotes names and strings in SQL, for DataFusion and PostgreSQL. Pure."""
 
 from __future__ import annotations
 
 
 def identifier(name: str) -> str:
-    """A name as SQL has it."""
+    """A quoted name."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def literal(value: str) -> str:
-    """A text as SQL has it."""
+    """A quoted string."""
     return "'" + value.replace("'", "''") + "'"

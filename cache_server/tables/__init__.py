@@ -1,6 +1,6 @@
-"""Where tables live: one module a kind of table. `pin` and `read` choose the one that is meant.
+"""Pins, cuts and reads tables: one module for each kind. `pin` and `read` choose the module.
 
-What needs a library of its own is imported when a table of that kind is first asked for.
+A module with a further library is imported at the first table of its kind.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POSTGRES = ("postgresql://", "postgres://")
 
 @dataclass(frozen=True)
 class _Kind:
-    """A format with a module of its own, and the extra of this distribution that it needs."""
+    """The module of a format, and the extra of this distribution that it needs."""
 
     module: str
     extra: str
@@ -39,7 +39,7 @@ _KINDS = {
 
 
 def format_of(table: TableSpec) -> str | None:
-    """The format that was given, or that the source itself tells; None: by the names of files."""
+    """The format that is given or that the source tells; None: the names of files tell it."""
     if table.format is not None:
         return table.format
     if all(source.startswith(_POSTGRES) for source in table.source):
@@ -55,13 +55,14 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """The format of a table, and what it holds now.
 
     Raises:
-        LoadError: it cannot be read; names it. RequestError: it can never be read as asked.
+        LoadError: it cannot be read; names it. RequestError: it can never be read as requested.
     """
     format = format_of(table)
     if format in _KINDS:
-        if table.missing_columns != "refuse" or table.ignore:
+        if table.missing_columns != "refuse" or table.ignore or table.types:
             raise RequestError(
-                f"table {table.name!r}: missing_columns and ignore are for files, not for {format}"
+                f"table {table.name!r}: missing_columns, ignore and types are for files, not for "
+                f"{format}"
             )
         return format, cast(Pin, _module(format).pin(table))
     if table.snapshot is not None:
@@ -72,7 +73,7 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
 
 
 def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a split of a table that is not made of files that DataFusion reads.
+    """The rows of a split of a table that DataFusion does not read.
 
     Returns:
         batches of ``table.read_schema``, in row order.

@@ -1,10 +1,9 @@
-"""Columns of Parquet that DataFusion cannot read, or reads otherwise: Arrow reads them instead.
+"""Reads Parquet columns with Arrow that DataFusion reads wrongly or not at all.
 
-A file that Arrow wrote says which Arrow type each column had. Where that is a dictionary,
-DataFusion takes the column for one of texts or plain numbers: it panics over truth values and
-timestamps of 96 bits, and fails or panics over values of a fixed number of bytes, such as decimals.
-Of timestamps of 96 bits it rounds those with a time zone towards 1970, and the others down, as
-Arrow rounds both.
+A file that Arrow wrote gives the Arrow type of each column. Where that is a dictionary, DataFusion
+expects strings or plain numbers: it panics on booleans and 96-bit timestamps, and fails or panics
+on values of a fixed number of bytes, such as decimals. It also rounds 96-bit timestamps with a time
+zone towards 1970; Arrow rounds all of them down.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from cache_server.tables.column_sizes import column_of
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
 
 _BATCH_ROWS = 8_192
-# Of these physical types DataFusion makes no dictionaries.
+# DataFusion makes no dictionaries of these physical types.
 _NOT_ENCODED = ("BOOLEAN", "INT96", "FIXED_LEN_BYTE_ARRAY")
 
 
 def marked(schema: pa.Schema, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
-    """``schema`` with `BY_ARROW` on the columns that only Arrow reads right in some file.
+    """``schema`` with `BY_ARROW` on the columns that only Arrow reads correctly in some file.
 
     Args:
         footers: of all files of the table.
@@ -47,10 +46,10 @@ def marked(schema: pa.Schema, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
 
 
 def _columns_for_arrow(stored: pq.ParquetSchema, arrow: bytes) -> set[str]:
-    """The columns of one file; one with several leaves is among them in doubt.
+    """The columns of one file that need Arrow, also those with several leaves that may need it.
 
     Args:
-        arrow: what Arrow, which wrote the file, says of its columns.
+        arrow: the schema that Arrow wrote into the file.
     """
     schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(arrow)))
     types = {field.name: str(field.type) for field in schema}
@@ -66,13 +65,13 @@ def _columns_for_arrow(stored: pq.ParquetSchema, arrow: bytes) -> set[str]:
 
 
 def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatch]:
-    """The rows of a split, in their order, with the columns that are read of the table.
+    """The rows of a split, in order, with the columns that the query reads.
 
     Args:
         path: of the split's file on this machine.
 
     Raises:
-        LoadError: naming the split, when it cannot be read.
+        LoadError: it cannot be read; names the split.
     """
     schema = table.read_schema
     try:
@@ -93,7 +92,7 @@ def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatc
                 yield from lake.conform(batch, schema, constants)
     except (pa.ArrowException, OSError) as error:
         raise LoadError(f"cannot load {split}: {error}") from None
-    if num_rows:  # pyarrow 26 loses some of lists of truth values in small pages of version 2
+    if num_rows:  # pyarrow 26 loses rows of lists of booleans in small pages of version 2
         raise LoadError(
             f"cannot load {split}: Arrow reads {num_rows} rows fewer than its footer says"
         )

@@ -1,7 +1,7 @@
-"""What strings and lists of a Parquet file take once they are stored, by its footer. Pure.
+"""Stored bytes of the strings and lists of a Parquet file, from its footer. Pure.
 
-Of fixed-width columns the type tells it. Here the footer does: how many values there are, and of
-strings how long they are, exactly where its writer kept size statistics, nearly where not.
+The footer gives the number of values and, for strings, their bytes: exactly if the writer kept size
+statistics, else about. The type alone tells the size of fixed-width columns.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from cache_server.tables.size_statistics import unencoded_bytes
 
-# Where a stored column is: a column of the file, with dots for a field of a structure, or no column
-# of it, but so many bytes a row.
+# The place of a stored column: a column of the file, with dots for a field of a struct; or, of a
+# column that the file lacks, its bytes a row.
 Place = str | int
 
 _LENGTH_BYTES = 4  # before each string of a page
@@ -23,10 +23,10 @@ _LENGTH_BYTES = 4  # before each string of a page
 def plain_bytes(
     footer: pq.FileMetaData, columns: Sequence[tuple[pa.Field, Place]]
 ) -> list[list[int]]:
-    """For each row group what each of these columns of strings or lists takes once it is stored.
+    """Stored bytes of columns of strings or lists, for each row group.
 
     Args:
-        columns: as stored, each with its place. A column that is not in the file is null.
+        columns: as stored, each with its place. A column that the file lacks is null.
     """
     groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     if not columns:
@@ -49,17 +49,17 @@ def plain_bytes(
 
 
 def value_bytes(field: pa.Field, text: str | None) -> int:
-    """Of a row of a stored column that has one value for all rows."""
+    """Bytes a row of a stored column with one value for all rows."""
     return len((text or "").encode()) + _offset_bytes(field.type)
 
 
 def leaf_paths(footer: pq.FileMetaData) -> list[str]:
-    """The names that lead to each leaf column, with dots between them."""
+    """The path of each leaf column: names with dots between them."""
     return [footer.schema.column(i).path for i in range(footer.num_columns)]
 
 
 def column_of(path: str, names: Container[str]) -> str | None:
-    """Which of these columns a leaf is a part of; their own names may have dots, too."""
+    """The column that a leaf belongs to; names of columns may also have dots."""
     while path not in names:
         path, dot, _ = path.rpartition(".")
         if not dot:
@@ -70,11 +70,11 @@ def column_of(path: str, names: Container[str]) -> str | None:
 def _leaf_bytes(
     dtype: pa.DataType, chunk: pq.ColumnChunkMetaData, rows: int, unencoded: int | None, length: int
 ) -> int:
-    """Of a column of type ``dtype``, whose values stand in ``chunk``: see `_text_bytes`."""
+    """Stored bytes of the column of type ``dtype`` in ``chunk``: see `_text_bytes`."""
     lists, values = 0, int(chunk.num_values)
     if pa.types.is_nested(dtype):
         lists = rows * _offset_bytes(dtype)
-        values -= _count_nulls(chunk)  # which the lists without values count as
+        values -= _count_nulls(chunk)  # lists without values count as values
     while pa.types.is_nested(dtype):
         dtype = dtype.value_type
     if pa.types.is_primitive(dtype):
@@ -103,9 +103,9 @@ def _text_bytes(
     """Bytes of the strings of a column chunk, without offsets.
 
     Args:
-        values: that are not null in place of a list.
-        unencoded: as the footer tells; None where it does not.
-        length: of each, where all have one.
+        values: number of them, without lists that are null.
+        unencoded: bytes in the footer's size statistics; None without them.
+        length: of each string, if all have the same.
     """
     if unencoded is not None:
         return unencoded

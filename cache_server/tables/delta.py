@@ -1,8 +1,8 @@
 """Delta Lake tables: a root and a version -> the files of its log -> a split a file.
 
-The only importer of deltalake, which reads the log and the deletion vectors. The Parquet files are
-read one by one, so that their rows keep their order; what that path does not honour, such as column
-mapping, is refused here by name before a row is read. It does not know shards, nodes or SQL.
+Only this module imports deltalake, which reads the log and the deletion vectors. The Parquet files
+are read one by one, so that rows keep their order. Features that this does not support, such as
+column mapping, are refused by name before a row is read.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from cache_server.object_stores.connections import (
 )
 from cache_server.object_stores.options import store_settings
 from cache_server.source.lake_folders import DELTA_LOG
-from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 
-# Reader features that reading the files as below honours, or that change nothing in them.
+# Supported reader features, or ones that do not change what is read.
 _HONOURED_FEATURES = {
     "deletionVectors",
     "timestampNtz",
     "v2Checkpoint",
-    "columnMapping",  # where its mode is none
+    "columnMapping",  # if its mode is none
 }
 _MAPPING_MODE = "delta.columnMapping.mode"
 _MAX_READER_VERSION = 3
-# deltalake knows S3's settings by these names; those of the other stores by the plain ones.
+# deltalake's names of S3's settings; those of other stores have plain names.
 _S3_NAMES = {
     "endpoint": "AWS_ENDPOINT_URL",
     "role_arn": "AWS_IAM_ROLE_ARN",
@@ -61,13 +61,13 @@ _S3_NAMES = {
     "metadata_endpoint": "AWS_METADATA_ENDPOINT",
     "imdsv1_fallback": "AWS_IMDSV1_FALLBACK",
 }
-# Settings of deltalake's that stand beside the others where the same ones are written with.
+# Settings of deltalake for writers, which may be given too.
 _FOR_WRITERS = (
     *("s3_allow_unsafe_rename", "s3_locking_provider", "copy_if_not_exists"),
     *("allow_unsafe_rename", "dynamo_lock_table_name"),
 )
 _FOOTER_THREADS = 8
-# In the words of deltalake: no log, one with a gap, and each of the versions beside that.
+# deltalake's messages: no log, a log with a gap, and each version next to the gap.
 _NO_LOG = "No files in log segment"
 _GAP = "Expected contiguous commit files"
 _LOGGED = re.compile(r"version: (\d+), file_type: Commit")
@@ -75,10 +75,10 @@ _LOGGED = re.compile(r"version: (\d+), file_type: Commit")
 
 @dataclass(frozen=True)
 class _State:
-    """What finds a version again: kept in `PinnedTable.snapshot`, so no secret.
+    """Identifies a version: kept in `PinnedTable.snapshot`, so without secrets.
 
     Attributes:
-        table_id: another table at the same place has another one.
+        table_id: differs if another table replaced this one.
     """
 
     uri: str
@@ -97,10 +97,10 @@ class _File:
     """One file of a version.
 
     Attributes:
-        path: relative to the root of the table, as the store has it.
-        num_rows: before any deletion vector; None where the log does not tell.
-        partition: a value for each partition column, with its type.
-        keep: which rows are live, in order; rows past its end are. None for all.
+        path: relative to the root of the table, as in the store.
+        num_rows: before any deletion vector; None if the log does not tell.
+        partition: the value of each partition column, with its type.
+        keep: a mask of live rows, in order; rows past its end are live. None: all are live.
     """
 
     path: str
@@ -112,7 +112,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Version:
-    """A version of a table with its files by the URI that a split has."""
+    """A version of a table, with its files by the URI in their splits."""
 
     schema: pa.Schema
     files: Mapping[str, _File]
@@ -126,9 +126,9 @@ def pin(table: TableSpec) -> Pin:
     """The version that ``table`` names, or the current one; splits are ordered by file path.
 
     Raises:
-        LoadError: when there is no table, or its log cannot be read.
-        RequestError: for a version that the table does not have, and for a table that needs what
-            is not honoured here: column mapping, a type that Arrow lacks, an unknown feature.
+        LoadError: there is no table, or its log cannot be read.
+        RequestError: the table does not have the version, or needs an unsupported feature: column
+            mapping, a type that Arrow lacks, an unknown feature.
     """
     if len(table.source) != 1:
         raise RequestError(
@@ -169,14 +169,14 @@ def pin(table: TableSpec) -> Pin:
 
 
 def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """The live rows of one file, in its order. Safe to call from several threads.
+    """The live rows of one file, in order. Thread-safe.
 
     Args:
         secrets: of the store.
 
     Raises:
-        LoadError: naming the file, when it or the log cannot be read, or when another table has
-            taken the place of the pinned one.
+        LoadError: the file or the log cannot be read, or another table replaced the pinned one;
+            names the file.
     """
     state = _State(**json.loads(table.snapshot))
     with lake.naming(f"Delta table {state}", table.options, secrets):
@@ -225,17 +225,17 @@ def _storage_options(
     if settings.get("endpoint", "").startswith("http://"):
         settings.setdefault("allow_http", "true")
     if "endpoint" in settings:
-        settings.setdefault("region", "us-east-1")  # signed with, but nowhere looked up
+        settings.setdefault("region", "us-east-1")  # used to sign, but not looked up by deltalake
     return {_S3_NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
-    """Everything that the log says about the version that is open."""
+    """Everything in the log about the open version."""
     _check_features(table, what)
     schema = lake.plain_schema(pa.schema(table.schema().to_arrow()))
     partition_columns = table.metadata().partition_columns
     for name in partition_columns:
-        if pa.types.is_binary(schema.field(name).type):  # read as the text of its escapes
+        if pa.types.is_binary(schema.field(name).type):  # deltalake reads the escapes as a string
             raise RequestError(
                 f"{what} is partitioned by {name}, which is binary: such values cannot be read here"
             )
@@ -267,7 +267,7 @@ def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
 
 
 def _deletion_vectors(table: DeltaTable) -> dict[str, pa.BooleanArray]:
-    """Rows to keep, by the URI of the file."""
+    """The masks of live rows, by the URI of the file."""
     vectors = {}
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         for row in range(batch.num_rows):
@@ -297,7 +297,7 @@ def _check_features(table: DeltaTable, what: str) -> None:
 
 
 def _counted(version: _Version) -> list[lake.DataFile]:
-    """Each file with its rows; from its footer where the log does not tell."""
+    """Each file with its number of rows, from its footer if the log does not tell."""
 
     def rows(file: _File) -> int:
         if file.num_rows is not None:
@@ -344,18 +344,18 @@ def _footer(version: _Version, file: _File) -> lake.Footer:
     stored = _stored_names(footer.schema.to_arrow_schema())
 
     def place(field: pa.Field) -> Place:
-        origin = origin_of(field)
-        if not origin:
+        source = source_column(field)
+        if not source:
             return GUESSED_VALUE_BYTES
-        if origin in file.partition:
-            return value_bytes(field, file.partition[origin].as_py())
-        return stored.get(origin.lower(), origin)
+        if source in file.partition:
+            return value_bytes(field, file.partition[source].as_py())
+        return stored.get(source.lower(), source)
 
     return footer, place
 
 
 def _stored_names(schema: pa.Schema) -> dict[str, str]:
-    """The columns of a file by their names in lower case: a table's differ in more than case."""
+    """The columns of a file by their lower-case names, which are unique in a table."""
     return {name.lower(): name for name in schema.names}
 
 

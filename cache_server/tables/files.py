@@ -1,7 +1,7 @@
 """Tables made of files: paths, globs and URIs -> files -> splits.
 
-Reads listings, footers and the first rows of texts, never more. Files of this machine are looked
-up here, others by `object_stores`. Knows neither shards nor nodes.
+Reads only listings, footers and the first rows of CSV and JSON. `local_files` finds files of this
+machine, `object_stores` others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.spec.column_types import parse_type
+from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, TableSpec
 from cache_protocol.spec.values import is_text
 from cache_server import object_stores
 from cache_server.source.pinned import (
+    GIVEN,
     PARTITION,
     Pin,
     SourceFile,
@@ -38,10 +40,10 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, local_files, parquet
 from cache_server.tables.synthetic import rows_like
 
-_THREADS = 32  # that wait for stores most of the time
-_FOOTER_BYTES = 64 * 1024  # read at once from the end of an object: most footers are shorter
-_HEAD_BYTES = 4 * 1024 * 1024  # of a text, to see its columns
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # how such names end
+_THREADS = 32  # mostly waiting for stores
+_FOOTER_BYTES = 64 * 1024  # read from the end of an object; most footers are shorter
+_HEAD_BYTES = 4 * 1024 * 1024  # of a CSV or JSON, to infer its columns
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
@@ -49,8 +51,8 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """The format of a table of files, and what the files hold now.
 
     Raises:
-        LoadError: naming what is missing, unreadable or empty. RequestError: for a URI scheme that
-            is not served, or a format that cannot be told.
+        LoadError: a file is missing, unreadable or empty; names it. RequestError: an unknown URI
+            scheme or format, or bad types.
     """
     format, files, relative = find_files(table)
     if format == "parquet":
@@ -60,10 +62,13 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     else:
         footers = ()
         schema = _inferred_schema(files, format, table)
+    schema = _with_types(schema, format, table)
     for field in _partition_fields(relative):
-        if field.name not in schema.names:  # a file's own column of that name counts
+        if field.name not in schema.names:  # a column in the file comes first
             schema = schema.append(field)
-    content = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
+    content: list[object] = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
+    if table.types:
+        content.append(dict(table.types))
     return format, _pin(format, files, footers, schema, content)
 
 
@@ -105,23 +110,22 @@ def _pin(
 
 
 def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str, ...]]:
-    """The format, the files and their paths below the source that names them, in row order.
+    """The format, the files and their paths below their source, in row order.
 
-    Sources come as given, the files of each by name.
-
-    In a directory, hidden files and those that start with ``_`` are passed over, as everywhere in
-    the Parquet world; so are files of other formats. A glob passes over them too, unless it names
-    them. Links are followed, but for one to a directory above it: what is there is read once.
+    - Sources keep their order; the files of a source are sorted by name.
+    - A directory skips names that start with ``.`` or ``_``, and files of other formats. A glob
+      skips them too, unless it names them.
+    - Links are followed, except for a link to a directory above itself.
 
     Raises:
-        LoadError: naming a path that is missing, unreadable or no UTF-8, a link that leads nowhere,
-            or a source that holds no file.
-        RequestError: for a URI scheme that is not served, an option that is unknown, a format that
-            cannot be told, files of a Delta or Iceberg table, or one that is compressed as a whole.
+        LoadError: naming a path that is missing, unreadable or not UTF-8, a broken link, or a
+            source without files.
+        RequestError: an unknown URI scheme, option or format, files of a Delta or Iceberg table, or
+            a compressed file.
     """
     format = table.format
     plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
-    # Whose rows would be missed without a word.
+    # Compressed files too: skipping them would silently lose rows.
     suffixes = (*plain, *(suffix + end for suffix in plain for end in _COMPRESSED))
     files: list[SourceFile] = []
     relative: list[str] = []
@@ -144,7 +148,7 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         if not found:
             raise _holds_nothing(source, format, table.ignore)
         for file in found:
-            if not is_text(file.path):  # no message could carry it
+            if not is_text(file.path):  # protobuf cannot carry it
                 raise LoadError(f"cannot read {file.path!r}: its name is not UTF-8")
             if file.path.lower().endswith(_COMPRESSED):
                 raise RequestError(
@@ -166,7 +170,7 @@ def _is_ignored(table: TableSpec, root: str, path: str) -> bool:
 
 
 def check_unchanged(file: SourceFile) -> None:
-    """Raises a `LoadError` when a file of this machine is not the one that was planned."""
+    """Raises a `LoadError` if a file of this machine is not the planned one."""
     now = _stat(file.path)
     if now != file:
         raise LoadError(
@@ -179,7 +183,7 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
     """The Parquet footers of all files.
 
     Raises:
-        LoadError: naming a file whose footer cannot be read.
+        LoadError: a footer cannot be read; names the file.
     """
 
     def read(file: SourceFile) -> pq.FileMetaData:
@@ -198,13 +202,13 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
 
 
 def read_remote_footer(file: SourceFile, read_tail: Callable[[int], bytes]) -> pq.FileMetaData:
-    """The Parquet footer of an object, in one request where it is of usual size.
+    """The Parquet footer of an object; one request if it has a usual size.
 
     Args:
-        read_tail: the last so many bytes of the object.
+        read_tail: returns the last bytes of the object, as many as given.
 
     Raises:
-        LoadError: naming the object when it has no sound footer.
+        LoadError: the footer is not valid; names the object.
     """
     tail = read_tail(min(file.size, _FOOTER_BYTES))
     length = int.from_bytes(tail[-parquet.MAGIC_BYTES : -4], "little") + parquet.MAGIC_BYTES
@@ -227,14 +231,14 @@ def _first_bytes(path: str) -> bytes:
         with open(path, "rb") as opened:
             return opened.read(FIRST_BYTES)
     except OSError:
-        return b""  # whatever it is that cannot be read says so by itself
+        return b""  # the caller reports its own error
 
 
 def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> tuple[Split, ...]:
-    """Splits of files without a footer to read: their rows are known only when loaded.
+    """Splits of files without a footer; their rows are known only when they are loaded.
 
-    Newline JSON of this machine is cut at line ends anywhere. CSV is not cut, because a quoted
-    value may hold a newline; an Arrow file is not cut either, and no object of a store.
+    Local newline JSON is cut at line ends. CSV is not cut, because a quoted value may hold a
+    newline. Arrow files and objects of a store are not cut either.
     """
     splits = []
     for file in files:
@@ -248,8 +252,8 @@ def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> 
 def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec) -> pa.Schema:
     """The schema that all files share.
 
-    Rows of CSV and Arrow files are read by the position of their columns, so every file must name
-    the same ones. JSON is read by name, and a name that a file lacks is null.
+    CSV and Arrow files are read by the position of columns, so all files must have the same ones.
+    JSON is read by name; a missing key is null.
     """
     filled = [file for file in files if file.size]
     if not filled:
@@ -269,7 +273,7 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
         schemas = list(pool.map(infer, compared))
     first = schemas[0]
     for file, schema in zip(compared[1:], schemas[1:], strict=True):
-        # The types that a sample of a CSV suggests may differ; reading it will tell.
+        # The types inferred for CSV files may differ; reading will tell.
         same = schema.names == first.names if format == "csv" else schema.equals(first)
         if not same:
             raise LoadError(
@@ -279,8 +283,29 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
     return first
 
 
+def _with_types(schema: pa.Schema, format: str, table: TableSpec) -> pa.Schema:
+    """The schema with the types that the spec gives."""
+    if table.types and format not in TYPED_FORMATS:
+        raise RequestError(
+            f"table {table.name!r}: types, got {dict(table.types)!r}, is for "
+            f"{' and '.join(TYPED_FORMATS)}, not for {format}"
+        )
+    for column, name in table.types.items():
+        dtype = parse_type(name)
+        if column not in schema.names:
+            raise RequestError(
+                f"table {table.name!r}: types names the column {column!r}, which the first rows do "
+                f"not have; columns: {', '.join(schema.names)}"
+            )
+        if pa.types.is_list(dtype) and format == "csv":
+            raise RequestError(f"table {table.name!r}: types.{column}: {name} is for json, not csv")
+        field = pa.field(column, dtype, metadata={GIVEN: b"spec"})
+        schema = schema.set(schema.names.index(column), field)
+    return schema
+
+
 def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path) -> Path:
-    """A local file that tells the columns of an object: its first lines, or both its ends."""
+    """A local file with the beginning of an object, or both its ends, to infer the columns."""
     path = directory / f"beginning{Path(urlsplit(file.path).path).suffix}"
     head = (0, min(file.size, _HEAD_BYTES))
     tail = (max(head[1], file.size - _FOOTER_BYTES), file.size)
@@ -294,7 +319,7 @@ def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path)
 
 
 def _partition_fields(relative: Sequence[str]) -> list[pa.Field]:
-    """The columns that stand in the names of directories, as in Hive; where every file has them."""
+    """The columns of ``key=value`` directories, as in Hive, that every file has."""
     texts = [partition_texts(path) for path in relative]
     fields = []
     for key in texts[0]:

@@ -1,8 +1,7 @@
-"""Iceberg tables: a table that was found -> one snapshot -> a split a data file.
+"""Snapshots of Iceberg tables: one snapshot -> a split a data file.
 
-pyiceberg plans which files a snapshot has and which deletes apply to them. What cannot be honoured
-is refused here, by name, before a row is read. How a table is found is a matter of
-`iceberg_lookup`, what its rows are of `iceberg_rows`. It does not know shards, nodes or SQL.
+pyiceberg plans the files of a snapshot and the deletes that apply to them. Unsupported features are
+refused by name before a row is read. `iceberg_lookup` finds the table, `iceberg_rows` reads rows.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from pyiceberg.transforms import IdentityTransform
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
-from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, origin_of
+from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
@@ -52,18 +51,18 @@ _COMPARISONS = {
     ">": GreaterThan,
     ">=": GreaterThanOrEqual,
 }
-_PLAN_AGE_S = 900.0  # then planned again: a catalogue's credentials do not last
+_PLAN_AGE_S = 900.0  # then planned again: credentials of a catalogue expire
 
 
 @dataclass(frozen=True)
 class _State:
-    """What finds a snapshot again: kept in `PinnedTable.snapshot`, so no secret.
+    """Identifies a snapshot: kept in `PinnedTable.snapshot`, so without secrets.
 
     Attributes:
         metadata_location: of the table as it was pinned.
         identifier: in the catalogue; None without one.
-        snapshot_id: None for a table that has no snapshot yet.
-        schema_id: of the columns as the query sees them.
+        snapshot_id: None for a table without snapshots.
+        schema_id: of the columns that the query sees.
     """
 
     metadata_location: str
@@ -81,7 +80,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A snapshot with its data files by path, and what applies to each of them."""
+    """A snapshot with its data files by path, and the deletes of each."""
 
     table: StaticTable
     schema: Schema
@@ -94,13 +93,13 @@ _PLANS = lake.OpenedSnapshots[_Plan](max_age_s=_PLAN_AGE_S)
 def pin(table: TableSpec) -> Pin:
     """The snapshot that ``table`` names, or the current one; splits are ordered by file path.
 
-    Columns are those of the snapshot where it is named by its id or a tag, and those of the table
-    now where it is the current one or that of a branch: the rule of Iceberg's own library.
+    A snapshot id or a tag gives the columns of that snapshot. The current snapshot or a branch has
+    the current columns of the table. Iceberg's Java library does the same.
 
     Raises:
-        LoadError: when the table, its metadata or its manifests cannot be read.
-        RequestError: for a snapshot, tag or branch that the table does not have, for equality
-            deletes and for data or delete files of a format that cannot be read.
+        LoadError: the table, its metadata or its manifests cannot be read.
+        RequestError: the table does not have the snapshot, tag or branch; or there are equality
+            deletes, or files of an unsupported format.
     """
     if len(table.source) != 1:
         raise RequestError(
@@ -158,7 +157,7 @@ def _paths_that_may_hold(
     """The data files with rows that may fulfil all conditions, by partitions and bounds.
 
     Returns:
-        None where that cannot be told: a scan binds names to the columns of today.
+        None if that is unknown: a scan binds names to the current columns.
     """
     today = {field.name: field.field_id for field in table.metadata.schema().fields}
     usable = [
@@ -174,19 +173,19 @@ def _paths_that_may_hold(
     try:
         tasks = list(table.scan(row_filter=row_filter, snapshot_id=snapshot_id).plan_files())
     except (TypeError, ValueError, OverflowError):
-        # A value that Iceberg does not compare with such a column, or the last that Python has.
+        # Iceberg cannot compare the value with the column, or Python cannot represent it.
         return None
     return {task.file.file_path for task in tasks}
 
 
 def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """The live rows of one data file, in its order. Safe to call from several threads.
+    """The live rows of one data file, in order. Thread-safe.
 
     Args:
         secrets: of the store and the catalogue.
 
     Raises:
-        LoadError: naming the data file, when it or the metadata cannot be read.
+        LoadError: the data file or the metadata cannot be read; names the data file.
     """
     state = _State(**json.loads(table.snapshot))
     with lake.naming(f"Iceberg table {state}", table.options, secrets):
@@ -198,7 +197,7 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
             f"Iceberg table {state}: snapshot {state.snapshot_id} has no data file {path}"
         )
     schema = table.read_schema
-    wanted = set(schema.names) or {plan.schema.fields[0].name}  # a count needs some column
+    wanted = set(schema.names) or {plan.schema.fields[0].name}  # counting needs a column
     projected = Schema(*(field for field in plan.schema.fields if field.name in wanted))
     with lake.naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
         for batch in live_rows(plan.table, task, projected):
@@ -221,7 +220,7 @@ def _make_plan(state: _State, options: Mapping[str, str], secrets: Mapping[str, 
 def _snapshot_id(
     metadata: TableMetadata, wanted: int | str | None, what: str
 ) -> tuple[int | None, bool]:
-    """The snapshot that is wanted, and whether it stays the same for ever."""
+    """The requested snapshot, and whether it never changes."""
     if wanted is None or wanted == MAIN_BRANCH:
         current = metadata.current_snapshot()
         return current.snapshot_id if current is not None else None, False
@@ -244,9 +243,9 @@ def _listed(known: Sequence[int | str]) -> str:
 
 
 def _schema(metadata: TableMetadata, snapshot_id: int | None, what: str) -> Schema:
-    """The columns of a snapshot; of the table as it is now for None."""
+    """The columns of a snapshot; None: the current columns of the table."""
     snapshot = metadata.snapshot_by_id(snapshot_id) if snapshot_id is not None else None
-    if snapshot is None or snapshot.schema_id is None:  # format 1 need not say it
+    if snapshot is None or snapshot.schema_id is None:  # format 1 may leave it out
         return metadata.schema()
     return _schema_by_id(metadata, snapshot.schema_id, what)
 
@@ -259,7 +258,7 @@ def _schema_by_id(metadata: TableMetadata, schema_id: int, what: str) -> Schema:
 
 
 def _tasks(table: StaticTable, snapshot_id: int | None, what: str) -> tuple[FileScanTask, ...]:
-    """The data files of a snapshot by path, each with the deletes that apply to it."""
+    """The data files of a snapshot by path, each with its deletes."""
     if snapshot_id is None:
         return ()
     try:
@@ -335,11 +334,11 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
     }
 
     def place(field: pa.Field) -> Place:
-        if not (origin := origin_of(field)):
+        if not (source := source_column(field)):
             return GUESSED_VALUE_BYTES
-        column = schema.find_field(origin)
+        column = schema.find_field(source)
         name = stored.find_column_name(column.field_id)
-        if name is None:  # a value for all rows, or none: null
+        if name is None:  # one value for all rows, or null
             value = partition.get(column.field_id, column.initial_default)
             return value_bytes(field, None if value is None else str(value))
         return name
@@ -350,7 +349,7 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
 def _content(
     metadata: TableMetadata, state: _State, schema: Schema, tasks: tuple[FileScanTask, ...]
 ) -> list[object]:
-    # Metadata that names no uuid gets a new one each time it is read.
+    # Metadata without a uuid gets a new one at each read.
     given = "table_uuid" in metadata.model_fields_set
     names: NameMapping | None = metadata.name_mapping()
     files = [

@@ -1,7 +1,6 @@
-"""Where an Iceberg table is described: a metadata file, or one that a catalogue names.
+"""Finds an Iceberg table: by a metadata file, or by its name in a catalogue.
 
-It finds the table as it is now, and opens again what was found before. Which snapshot of it is
-read, and how, is a matter of `iceberg`.
+Finds the current table, and reopens a pinned one. `iceberg` chooses the snapshot.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ from cache_server.tables.iceberg_settings import is_rest, store_properties
 _T = TypeVar("_T")
 
 _CATALOGS = tuple(str(kind.value) for kind in CatalogType)
-_CATALOG_TIMEOUT_S = 120.0  # as long as a store is tried
+_CATALOG_TIMEOUT_S = 120.0  # as for retries of a store
 
 
 def find(
     source: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> tuple[StaticTable, str | None]:
-    """The table as it is now, and its name in the catalogue where it was found in one.
+    """The current table, and its name in the catalogue, if it has one.
 
     Args:
         source: the location of a metadata file, or the name of a table in a catalogue.
 
     Raises:
-        RequestError: for a setting that can never be right, or a source that is neither.
-        TimeoutError: the catalogue does not answer. Otherwise as pyiceberg does.
+        RequestError: a bad setting or source.
+        TimeoutError: the catalogue does not answer. Also the errors of pyiceberg.
     """
     properties = store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
@@ -72,10 +71,10 @@ def open_again(
     options: Mapping[str, str],
     secrets: Mapping[str, str],
 ) -> StaticTable:
-    """A table as it was when its metadata lay there.
+    """The table of a metadata location.
 
     Args:
-        identifier: in the catalogue where it was found in one.
+        identifier: in the catalogue, if it has one.
 
     Raises:
         as `find`.
@@ -84,7 +83,7 @@ def open_again(
     store = store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
     io: FileIO = PyArrowFileIO(store)
-    # The other catalogues say where the metadata lies and no more: a node need not reach them.
+    # Other catalogues only give the metadata location, so nodes need not reach them.
     if identifier is not None and is_rest(catalog):
         _, io = _ask_catalog(identifier, catalog, store)
     elif catalog:
@@ -95,9 +94,9 @@ def open_again(
 def _ask_catalog(
     identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
 ) -> tuple[str, FileIO]:
-    """Where the table's metadata lies now, and what reads it: a catalogue may lend credentials."""
+    """The current metadata location, and the settings to read it: a catalogue may lend some."""
     properties: dict[str, str] = {**catalog, **store}
-    properties.setdefault("init_catalog_tables", "false")  # of SQL: a reader creates nothing
+    properties.setdefault("init_catalog_tables", "false")  # for SQL: a reader creates no tables
     name = properties.pop("name", "default")
 
     def ask() -> tuple[str, FileIO]:
@@ -109,9 +108,9 @@ def _ask_catalog(
 
 
 def _answered(ask: Callable[[], _T]) -> _T:
-    """What ``ask`` returns. It is left alone with a catalogue that hangs.
+    """The result of ``ask``, with a time limit: a hanging call is abandoned.
 
-    Of pyiceberg's catalogues, those over REST, Hive and SQL know no time limit of their own.
+    pyiceberg sets no time limit for REST, Hive and SQL catalogues.
 
     Raises:
         TimeoutError: there is no answer in time.
@@ -130,12 +129,12 @@ def _answered(ask: Callable[[], _T]) -> _T:
         return answer.result(_CATALOG_TIMEOUT_S)
     except TimeoutError:
         if answer.done():
-            raise  # the catalogue's own
+            raise  # an error of the catalogue
         raise TimeoutError(f"the catalog did not answer within {_CATALOG_TIMEOUT_S:g} s") from None
 
 
 def _opened(name: str, location: str, io: FileIO) -> StaticTable:
-    """The table that the metadata at ``location`` describes: planned here, never by a server."""
+    """The table of the metadata at ``location``, planned in this process."""
     with _explained():
         metadata = FromInputFile.table_metadata(io.new_input(location))
     return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
@@ -143,7 +142,7 @@ def _opened(name: str, location: str, io: FileIO) -> StaticTable:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Says in one line what is wrong with metadata that pyiceberg does not take."""
+    """Why pyiceberg refuses metadata, in one line."""
     try:
         yield
     except (ValidationError, pydantic.ValidationError) as error:

@@ -1,8 +1,8 @@
-"""The rows of one data file of an Iceberg table: live, and with the columns of a schema.
+"""The live rows of one data file of an Iceberg table, with the columns of a schema.
 
-pyiceberg finds and fits the columns; its own scan would make null lists of structures empty
-(apache/iceberg-python#3833), lose fields of structures in nested lists that were renamed, and wrap
-far timestamps of 96 bits. It does not know snapshots, splits or settings.
+pyiceberg maps the columns. Its own scan has errors: null lists of structs become empty
+(apache/iceberg-python#3833), renamed fields of structs in nested lists are lost, and far 96-bit
+timestamps wrap around.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _FORMATS: Mapping[FileFormat, ds.FileFormat] = {
     FileFormat.PARQUET: lake.PARQUET,
     FileFormat.ORC: ds.OrcFileFormat(),
 }
-_LAST_VERSION_IN_MICROSECONDS = 2  # of the format; later ones have a type of nanoseconds
+_LAST_VERSION_IN_MICROSECONDS = 2  # of the format; later ones have nanoseconds
 
 
 def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a data file that no delete takes away, in its order.
+    """The rows of a data file without the deleted ones, in order.
 
     Args:
         task: the file, of one of `_FORMATS`, and its positional deletes and deletion vectors.
-        schema: columns of the table; those that the file lacks are filled as the format says.
+        schema: columns of the table; missing ones get the format's default.
     """
     metadata, file = table.metadata, task.file
     version = metadata.format_version
@@ -77,7 +77,7 @@ def _is_container(schema: Schema, field_id: int) -> bool:
 
 
 class _Projection(ArrowProjectionVisitor):
-    """pyiceberg's, with lists and maps that keep their nulls and all that was fitted in them."""
+    """pyiceberg's, but lists and maps keep their nulls and their mapped fields."""
 
     def list(
         self, list_type: ListType, list_array: pa.Array | None, value_array: pa.Array | None
@@ -118,5 +118,5 @@ class _Projection(ArrowProjectionVisitor):
 
 
 def _offsets(array: pa.Array) -> pa.Array:
-    """Of lists or maps; as an array that is no slice, which Arrow wants beside a mask."""
+    """The offsets of lists or maps, as an unsliced array: Arrow needs that with a mask."""
     return pa.array(array.offsets.to_numpy())

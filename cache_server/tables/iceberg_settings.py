@@ -1,4 +1,4 @@
-"""Settings of an Iceberg table by pyiceberg's names; it knows nothing of tables or snapshots."""
+"""Settings of an Iceberg table's store and catalogue, by pyiceberg's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cache_protocol.errors import RequestError
 from cache_server.object_stores.connections import check_names, settings_for_libraries
 from cache_server.object_stores.options import setting_name, store_settings
 
-# pyiceberg's names of what `store_settings` calls otherwise.
+# Name in `store_settings` -> pyiceberg's name.
 _STORE_PROPERTIES = {
     "endpoint": "s3.endpoint",
     "access_key_id": "s3.access-key-id",
@@ -31,16 +31,15 @@ _STORE_PROPERTIES = {
     "client_id": "adls.client-id",
     "client_secret": "adls.client-secret",
 }
-_OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # names that are pyiceberg's already
-_UNTRANSLATED = ("application_credentials",)  # pyarrow takes it from the environment alone
+_OWN_PREFIXES = ("s3.", "gcs.", "adls.", "client.")  # already pyiceberg's names
+_UNTRANSLATED = ("application_credentials",)  # pyarrow reads it only from the environment
 
 
 def store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
     """Settings of the store by pyiceberg's names.
 
     Raises:
-        RequestError: naming a setting that no store has, or one that pyiceberg has no property for,
-            and that matters.
+        RequestError: naming a setting that no store has, or one that pyiceberg cannot use.
     """
     own = {setting_name(key) for key in (*options, *secrets) if key.startswith(_OWN_PREFIXES)}
     check_names("", store_settings(options, secrets), own)
@@ -60,13 +59,13 @@ def store_properties(options: Mapping[str, str], secrets: Mapping[str, str]) -> 
         if name in _STORE_PROPERTIES
     }
     if "s3.endpoint" in properties and "client.region" not in properties:
-        # Without a region pyiceberg asks Amazon where the bucket lies, which is not theirs.
+        # Without a region pyiceberg asks Amazon for the bucket's, even if it is on another server.
         properties.setdefault("s3.region", "us-east-1")
     return properties
 
 
 def is_rest(catalog: Mapping[str, str]) -> bool:
-    """Whether the properties of a catalogue are those of a REST one, which may lend credentials."""
+    """Whether a catalogue is a REST one, which may lend credentials."""
     kind = catalog.get("type")
     return (
         kind.lower() == "rest"

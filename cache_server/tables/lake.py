@@ -1,8 +1,4 @@
-"""What the readers of lake tables share, whatever the format: `iceberg` and `delta` stand on it.
-
-Their libraries differ, what a shard needs does not: exact schemas, one opened snapshot for all its
-splits, and failures that name the table and no secret. It knows neither of the two formats.
-"""
+"""Shared by `iceberg` and `delta`: exact schemas, open snapshots, splits, failures."""
 
 from __future__ import annotations
 
@@ -29,19 +25,19 @@ from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.tables.column_sizes import Place, plain_bytes
 
-_SMALL_OFFSETS_BYTES = 1 << 30  # a batch below it fits the 32-bit offsets of string
+_SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
-MOST_FOOTERS = 64  # that are read to foretell what strings and lists take
-# Parquet's INT96 in the unit of both formats: nanoseconds would overflow for far dates.
+MOST_FOOTERS = 64  # read to estimate the bytes of strings and lists
+# Parquet's INT96 in the unit of both formats; nanoseconds overflow for far dates.
 PARQUET = ds.ParquetFileFormat(
     read_options=ds.ParquetReadOptions(coerce_int96_timestamp_unit="us"),
     default_fragment_scan_options=ds.ParquetFragmentScanOptions(pre_buffer=True),
 )
 _FOOTER_THREADS = 8
-_DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # colours and arrows of messages for a terminal
+_DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # terminal colours and arrows in messages
 _INPUT = re.compile(r", input_value=.*?, input_type=\w+(?=\])", re.DOTALL)  # pydantic cuts secrets
-_FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # of a stack, behind a message
+_FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # a stack trace after a message
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
@@ -74,10 +70,10 @@ def _plain_type(dtype: pa.DataType) -> pa.DataType:
 def conform(
     batch: pa.RecordBatch, schema: pa.Schema, constants: Mapping[str, pa.Scalar] = _NO_CONSTANTS
 ) -> Iterator[pa.RecordBatch]:
-    """``batch`` with exactly ``schema``, in pieces where one would be too large for it.
+    """``batch`` with exactly ``schema``, in several pieces if it is too large for 32-bit offsets.
 
     Args:
-        constants: the columns that have one value for all rows, before those of the batch.
+        constants: columns with one value for all rows; they override those of the batch.
     """
     if batch.nbytes > _SMALL_OFFSETS_BYTES and batch.num_rows > 1:
         half = batch.num_rows // 2
@@ -100,7 +96,7 @@ def conform(
 
 
 class _Slot(Generic[T]):
-    """Of one snapshot: whoever comes first opens it, the others wait for it."""
+    """One snapshot: the first caller opens it, the others wait."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -109,10 +105,10 @@ class _Slot(Generic[T]):
 
 
 class OpenedSnapshots(Generic[T]):
-    """Snapshots that are opened once for all their splits; the last ones are kept. Thread-safe.
+    """Keeps the latest snapshots open for all their splits. Thread-safe.
 
     Args:
-        max_age_s: then one is opened again.
+        max_age_s: an older one is opened again.
     """
 
     def __init__(self, *, max_age_s: float = math.inf) -> None:
@@ -127,10 +123,10 @@ class OpenedSnapshots(Generic[T]):
         secrets: Mapping[str, str],
         open_it: Callable[[], T],
     ) -> T:
-        """The snapshot that ``state`` finds with these options and secrets.
+        """The snapshot of ``state``, opened with these options and secrets.
 
         Raises:
-            what ``open_it`` raises, which is then called again by the next who asks.
+            the error of ``open_it``; the next call tries again.
         """
         key = (state, tuple(sorted(options.items())), tuple(sorted(secrets.items())))
         with self._lock:
@@ -163,12 +159,12 @@ Footer = tuple[pq.FileMetaData, Callable[[pa.Field], Place]]
 def cut(
     files: Sequence[DataFile], stored: pa.Schema, footer_of: Callable[[DataFile], Footer | None]
 ) -> tuple[Split, ...]:
-    """A split a data file; what its strings and lists take is known from the footers of some.
+    """One split for each data file; some footers give the bytes of strings and lists.
 
     Args:
-        stored: the logical schema that is kept, with its `pinned.ORIGIN`.
-        footer_of: a file that is none of Parquet has none. Asked by several threads, of no more
-            than `MOST_FOOTERS` files, evenly over all; and of none where all widths are fixed.
+        stored: the logical schema that is kept, see `pinned.with_lineage`.
+        footer_of: None for a file that is not Parquet. Called by several threads, for at most
+            `MOST_FOOTERS` files, evenly spaced; not at all if all widths are fixed.
     """
     layout = Layout(stored)
     sampled = evenly(len(files), MOST_FOOTERS) if layout.plain_fields else ()
@@ -200,21 +196,20 @@ def cut(
 
 
 def bytes_by(num_files: int) -> str:
-    """`Pin.bytes_by` of splits from `cut`."""
+    """`Pin.bytes_by` for splits from `cut`."""
     return f"the footers of {MOST_FOOTERS} of its files" if num_files > MOST_FOOTERS else ""
 
 
 def evenly(total: int, most: int) -> Sequence[int]:
-    """So many numbers below ``total``, or all of them where they are fewer, evenly spaced."""
+    """Evenly spaced numbers below ``total``; all of them if there are not enough."""
     return [index * total // most for index in range(most)] if total > most else range(total)
 
 
 @contextmanager
 def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[None]:
-    """Turns what a library raises into a `LoadError` of one line that names ``what``.
+    """Turns any exception of a library into a `LoadError` of one line that names ``what``.
 
-    Every kind of exception, because these libraries and what they call have no common one, and any
-    of them may quote a credential.
+    These libraries have no common base of exceptions, and any message may quote a credential.
     """
     try:
         yield

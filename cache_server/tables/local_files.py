@@ -1,7 +1,7 @@
-"""The files of a source on this machine: a path, a directory with all below it, or a glob.
+"""Finds the files of a local source: a path, a directory with all below it, or a glob.
 
-Nothing that may hold rows is left out without a word: links are followed, and a directory that
-cannot be read, or a link that leads nowhere, is an error by name. Reads directories, never files.
+Nothing that may hold rows is silently skipped: links are followed, and an unreadable directory or a
+broken link is an error. Reads directories, never files.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from urllib.parse import unquote, urlsplit
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.source import lake_folders
 
-_HIDDEN = (".", "_")  # how names begin that are passed over
+_HIDDEN = (".", "_")  # skipped names start with one of these
 
-_Entry = os.DirEntry[str] | Path  # of a directory; of a path that is written out
+_Entry = os.DirEntry[str] | Path  # found in a directory; or a path without wildcards
 
 
 def expand(
     source: str, suffixes: tuple[str, ...], ignore: Collection[str]
 ) -> tuple[str, list[str]]:
-    """The directory below which a source of this machine finds its files, and their paths.
+    """The directory that a local source looks below, and the paths of its files.
 
     Args:
         source: a path, a glob or a ``file://`` URI.
-        suffixes: of the files of a directory that count, in lower case.
-        ignore: patterns of paths that need not be readable; what they name may be in the answer.
+        suffixes: of the files that count in a directory, in lower case.
+        ignore: patterns of paths that may be unreadable; matching files may be in the answer.
 
     Raises:
-        LoadError: it does not exist, or is neither a file nor a directory; naming a directory that
-            cannot be read, or a link that leads nowhere. RequestError: it is no file of this
-            machine, or has files of a Delta or Iceberg table.
+        LoadError: it does not exist, or is neither a file nor a directory; or a directory cannot be
+            read, or a link is broken. RequestError: it is not on this machine, or has files of a
+            Delta or Iceberg table.
     """
     path = _path_of(source)
     if os.path.isdir(path):
@@ -57,7 +57,7 @@ def expand(
 
 
 def _refuse_lakes(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
-    """Raises a `RequestError` where files that are not ignored belong to a lake table."""
+    """Raises a `RequestError` if files that are not ignored belong to a lake table."""
     kept = [path for path in paths if not is_ignored(below(path, root), ignore)]
     directories = {directory for path in kept for directory in lake_folders.directories_of(path)}
     roots = {
@@ -70,7 +70,7 @@ def _refuse_lakes(source: str, root: str, paths: Iterable[str], ignore: Collecti
 
 
 def _lake_format(directory: str) -> str | None:
-    """The format of the table whose root a directory is; None where it is that of none."""
+    """The format of the lake table with this root; None if it is not a root."""
     if os.path.isdir(f"{directory}/{lake_folders.DELTA_LOG}"):
         return "delta"
     try:
@@ -82,10 +82,10 @@ def _lake_format(directory: str) -> str | None:
 
 
 def _is_there(source: str, path: str | Path) -> bool:
-    """Whether a path names something; raises LoadError where that cannot be told."""
+    """Whether a path exists; raises LoadError if that cannot be told."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: no name at all
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: not a valid path
         return False
     except OSError as error:
         raise LoadError(f"cannot read source {source!r}: {error.strerror}") from None
@@ -96,7 +96,7 @@ def _glob(source: str, pattern: str, ignore: Collection[str]) -> tuple[str, list
     fixed = itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)
     root = Path(*fixed)
     parts = Path(pattern).relative_to(root).parts
-    if pattern.endswith("/"):  # it names directories only
+    if pattern.endswith("/"):  # it names only directories
         return str(root), []
     if not _is_there(source, root) or not os.path.isdir(root):
         return str(root), []
@@ -107,14 +107,12 @@ def _glob(source: str, pattern: str, ignore: Collection[str]) -> tuple[str, list
 
 @dataclass(frozen=True, kw_only=True)
 class _Tree:
-    """What a directory of this machine holds; links are followed.
-
-    Nothing that may hold rows is left out without a word: what cannot be read is an error.
+    """A directory tree of this machine; links are followed.
 
     Attributes:
-        hidden: how the names begin that no wildcard stands for.
-        suffixes: of the files that count; None if all do.
-        ignore: patterns of paths below ``root`` that need not be readable.
+        hidden: wildcards do not match names that start with one of these.
+        suffixes: of the files that count; None: all count.
+        ignore: patterns of paths below ``root`` that may be unreadable.
     """
 
     root: str
@@ -129,7 +127,7 @@ class _Tree:
             parts: of the glob, below ``root``.
 
         Raises:
-            LoadError: naming a directory that cannot be read, or a link that leads nowhere.
+            LoadError: naming an unreadable directory or a broken link.
         """
         parts = (*parts, "*") if parts[-1] == "**" else tuple(parts)
         return sorted(str(Path(path)) for path in self._found(self.root, parts, ()))
@@ -140,8 +138,8 @@ class _Tree:
         """The files that the parts name below a directory.
 
         Args:
-            above: which directories led here, by device and inode. `**` goes into none of them
-                again: a link to a directory above itself has no end.
+            above: the directories on the way here, by device and inode. `**` does not enter them
+                again, so that a link to a directory above itself ends.
         """
         above = (*above, _identity(directory))
         part, rest = parts[0], parts[1:]
@@ -157,7 +155,7 @@ class _Tree:
             yield from map(os.fspath, self._files(self._named(directory, part)))
 
     def _named(self, directory: str, part: str) -> list[_Entry]:
-        """What a directory holds by the names that a part of a glob stands for."""
+        """The entries of a directory that match a part of a glob."""
         try:
             if not glob.has_magic(part):
                 os.lstat(os.path.join(directory, part))
@@ -179,7 +177,7 @@ class _Tree:
             raise _unreadable_directory(directory, error, way_out) from None
 
     def _ignores_all(self, below: str) -> bool:
-        """Whether whatever may be in a directory is ignored; its path ends in a slash."""
+        """Whether everything in a directory is ignored; its path ends in a slash."""
         return is_ignored(below, [pattern for pattern in self.ignore if pattern.endswith("*")])
 
     def _directories(self, entries: Iterable[_Entry]) -> Iterator[_Entry]:
@@ -200,7 +198,7 @@ class _Tree:
                     self._refuse(entry)
 
     def _refuse(self, entry: _Entry) -> None:
-        """Raises a `LoadError` for what is neither file nor directory, if it is not ignored."""
+        """Raises a `LoadError` for an entry that is neither file nor directory, unless ignored."""
         path = os.fspath(entry)
         inside = below(path, self.root)
         if is_ignored(inside, self.ignore) or self._ignores_all(f"{inside}/"):
@@ -216,7 +214,7 @@ class _Tree:
 
 
 def _neither(path: str) -> LoadError:
-    """Of a pipe, a socket or a device, which may never end, or never begin."""
+    """The error for a pipe, a socket or a device, which may never end."""
     return LoadError(f"cannot read {path}: it is neither a file nor a directory")
 
 
@@ -225,7 +223,7 @@ def _unreadable_directory(path: str, error: OSError, way_out: str = "") -> LoadE
 
 
 def _identity(directory: str) -> tuple[int, int]:
-    """The device and the inode of a directory, which has other names where links lead to it."""
+    """The device and inode of a directory, which links give several names."""
     try:
         stat = os.stat(directory)
     except OSError as error:
@@ -234,7 +232,7 @@ def _identity(directory: str) -> tuple[int, int]:
 
 
 def _kind(entry: _Entry) -> str:
-    """What an entry is, or where it leads: file, directory or other; empty if that is nowhere."""
+    """The kind of an entry, after links: file, directory or other; empty for a broken link."""
     try:
         if entry.is_dir():
             return "directory"
@@ -247,13 +245,13 @@ def _kind(entry: _Entry) -> str:
 
 
 def below(path: str, root: str) -> str:
-    """A path from the directory ``root`` on; the name alone of a file that is not below it."""
+    """A path relative to ``root``; only the name of a file that is not below it."""
     inside = path.removeprefix(root.rstrip("/") + "/")
     return inside if inside != path else path.rpartition("/")[2]
 
 
 def is_ignored(relative: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern stands for a path below a source, or for the name at its end."""
+    """Whether a pattern matches a path below a source, or its last name."""
     names = (relative, relative.rpartition("/")[2])
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns for name in names)
 
@@ -264,7 +262,7 @@ def _path_of(source: str) -> str:
     uri = urlsplit(source)
     if uri.scheme != "file" or uri.netloc not in ("", "localhost"):
         raise RequestError(f"source {source!r}: this is no file of the node's machine")
-    if "?" in source or "#" in source:  # what stands behind them is no part of the path
+    if "?" in source or "#" in source:  # they end the path
         raise RequestError(
             f"source {source!r}: a file is named by its path, without a query or a fragment; write "
             "%3F for ? and %23 for #"

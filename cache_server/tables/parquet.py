@@ -1,7 +1,4 @@
-"""Parquet files: their footers, the schema of the table they make, and how they are cut.
-
-Reads footers, never rows. Knows neither stores nor listings.
-"""
+"""Parquet footers -> schema of the table, splits, bytes to fetch. Reads no rows."""
 
 from __future__ import annotations
 
@@ -14,13 +11,19 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
-from cache_server.source.pinned import SourceFile, Split, check_names, origin_of, partition_texts
+from cache_server.source.pinned import (
+    SourceFile,
+    Split,
+    check_names,
+    partition_texts,
+    source_column,
+)
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 
-_SMALL_BYTES = 8 << 20  # of a file that makes no difference to the memory of a load
+_SMALL_BYTES = 8 << 20  # of a file too small to matter for the memory of a load
 
 Range = tuple[int, int]
 
@@ -28,17 +31,16 @@ Range = tuple[int, int]
 def common_schema(
     files: Sequence[SourceFile], footers: Sequence[pq.FileMetaData], *, missing: str
 ) -> pa.Schema:
-    """The columns of the table that the files make: those of the first file, then the others.
+    """The columns of the table: those of the first file, then further ones.
 
-    Columns are found by name, so their order may differ between files. One that may be null in
-    some file, or that some file lacks, may be null.
+    Columns match by name, so their order may differ between files. A column is nullable if it is
+    nullable or missing in some file.
 
     Args:
-        missing: what becomes of a column that some files lack: ``refuse`` or ``null``.
+        missing: for a column that some files lack: ``refuse`` or ``null``.
 
     Raises:
-        LoadError: naming a file whose columns differ in type, that lacks some, or that has several
-            of one name.
+        LoadError: naming a file whose columns differ in type, are missing, or repeat a name.
     """
     schemas = _schemas(footers)
     fields: dict[str, pa.Field] = {}
@@ -83,7 +85,7 @@ def cut(
     each split are known from the footer. Ranges without a row group are left out.
 
     Args:
-        stored: the logical schema that is kept, with its `pinned.ORIGIN`; says what a row costs.
+        stored: the logical schema that is kept, see `pinned.with_lineage`; gives row sizes.
     """
     splits: list[Split] = []
     layout = Layout(stored)
@@ -115,12 +117,12 @@ def with_group_bytes(
     footers: Sequence[pq.FileMetaData],
     columns: Iterable[str],
 ) -> tuple[Split, ...]:
-    """The splits, each with what its largest row group takes in the file, of the columns read.
+    """The splits with the bytes of their largest row group in the file, of the read columns.
 
-    Of a small file it is the size of the file: to go through its footer takes longer than it tells.
+    For a small file that is the size of the file, which is faster than to go through its footer.
 
     Args:
-        files: among them those of the splits, with their footers.
+        files: at least those of the splits, with their footers.
         columns: that are read.
     """
     footer_of = {file.path: footer for file, footer in zip(files, footers, strict=True)}
@@ -138,7 +140,7 @@ def with_group_bytes(
 
 
 def _largest_groups(footer: pq.FileMetaData, split: Split, wanted: set[str]) -> dict[int, int]:
-    """By part of a file that is cut as ``split`` says: the bytes of its largest row group."""
+    """Part of a file -> the bytes of its largest row group, if it is cut like ``split``."""
     part_bytes = math.ceil(split.file.size / split.parts)
     leaves = [i for i, path in enumerate(leaf_paths(footer)) if column_of(path, wanted) is not None]
     largest: dict[int, int] = {}
@@ -150,7 +152,7 @@ def _largest_groups(footer: pq.FileMetaData, split: Split, wanted: set[str]) -> 
 
 
 def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None) -> list[Range]:
-    """The bytes of a file that reading a split touches, in their order: its pages, then the end.
+    """The byte ranges that reading a split needs, in order: its pages, then the footer.
 
     Args:
         columns: that are read; None for all.
@@ -173,14 +175,14 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
 
 
 def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
-    """The row groups of a split, by their numbers."""
+    """The numbers of the row groups of a split."""
     part_bytes = math.ceil(split.file.size / split.parts)
     starts = (_start(group) // part_bytes for group in _groups(footer))
     return [index for index, part in enumerate(starts) if part == split.part]
 
 
 def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
-    """The schema of each footer; one object where the next file says the same in the same bytes."""
+    """The schema of each footer; the same object for equal bytes in consecutive files."""
     schemas: list[pa.Schema] = []
     known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
     for footer in footers:
@@ -192,9 +194,9 @@ def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
 
 
 def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:
-    """With INT96 in microseconds: of nanoseconds, 64 bits end with the year 2262.
+    """The schema with INT96 in microseconds: nanoseconds end with the year 2262.
 
-    Spark and Hive write it, where a date without an end is one of the year 9999.
+    Spark and Hive write INT96, often with the year 9999 as "no end".
     """
     schema = stored.to_arrow_schema().remove_metadata()
     physical = [stored.column(i).physical_type for i in range(len(stored))]
@@ -224,7 +226,7 @@ def _in_microseconds(field: pa.Field, leaves: Iterator[str]) -> pa.Field:
 
 
 def difference(first: pa.Schema, other: pa.Schema) -> str:
-    """What ``other`` has that ``first`` has not, and the other way round, in words."""
+    """How ``other`` differs from ``first``, in words."""
     expected = {field.name: str(field.type) for field in first}
     found = {field.name: str(field.type) for field in other}
     notes = [
@@ -251,9 +253,9 @@ def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
 
 
 def _place(field: pa.Field, file: SourceFile, footer: pq.FileMetaData) -> Place:
-    origin, constants = origin_of(field), partition_texts(file.path)
-    if not origin:
+    source, constants = source_column(field), partition_texts(file.path)
+    if not source:
         return GUESSED_VALUE_BYTES
-    if origin in constants and origin not in footer.schema.to_arrow_schema().names:
-        return value_bytes(field, constants[origin])
-    return origin
+    if source in constants and source not in footer.schema.to_arrow_schema().names:
+        return value_bytes(field, constants[source])
+    return source

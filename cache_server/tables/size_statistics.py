@@ -1,9 +1,8 @@
-"""How many bytes the strings of a Parquet file have, as its footer tells. Pure.
+"""Bytes of the strings of a Parquet file, from its footer. Pure.
 
 A footer may hold *size statistics*: for each column chunk the bytes of its values before any
-encoding. pyarrow writes them and keeps them, but does not show them, so they are read here from the
-footer as it stands in the file: a Thrift structure in the compact protocol. Only what leads to that
-one number is named; the rest is passed over.
+encoding. pyarrow writes them but does not show them. So they are read here from the bytes of the
+footer, a Thrift structure in the compact protocol; all other fields are skipped.
 
 Source: the Parquet format's parquet.thrift (FileMetaData, RowGroup, ColumnChunk, ColumnMetaData,
 SizeStatistics) and Apache Thrift's compact protocol specification.
@@ -23,10 +22,10 @@ _INTEGERS = (4, 5, 6)
 
 
 def unencoded_bytes(footer: pq.FileMetaData) -> list[list[int | None]]:
-    """For each row group and column chunk the bytes of its strings, without lengths or offsets.
+    """Bytes of strings for each row group and column chunk, without lengths or offsets.
 
     Returns:
-        None for a chunk that holds no strings, or whose writer did not say.
+        None for a chunk without strings or without size statistics.
     """
     sink = pa.BufferOutputStream()
     footer.write_metadata_file(sink)

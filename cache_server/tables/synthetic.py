@@ -1,10 +1,9 @@
-"""Rows made up from the statistics of Parquet footers, to try a filter on. Pure.
+"""Sample rows made from the statistics of Parquet footers, to try a filter on. Pure.
 
-Each made-up row belongs to a row group, chosen by how many rows it has, and takes each of its
-values from between the smallest and the largest of that group, all equally likely and regardless of
-the other columns: the usual assumptions of selectivity estimation (Selinger et al., 1979), tried by
-a sample and not by formulas, so that any expression can be estimated. Of strings, only the smallest
-and the largest are known. A column without statistics is null.
+Each row belongs to a row group, chosen in proportion to its number of rows. Each value is uniform
+between the minimum and maximum of the group, independent of other columns. These are the usual
+assumptions of selectivity estimation (Selinger et al., 1979); a sample makes them work for any
+expression. Strings take only the minimum or the maximum. A column without statistics is null.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ def rows_like(
     num_rows: int,
     columns: Collection[str] | None = None,
 ) -> pa.RecordBatch:
-    """Made-up rows of a table.
+    """Sample rows of a table.
 
     Args:
-        groups: each row group, with the columns that stand in the path of its file.
+        groups: each row group, with the columns in the path of its file.
         schema: of the table.
         num_rows: to make.
-        columns: to make up; the others are null. None for all.
+        columns: with values; the others are null. None: all.
     """
     rng = np.random.default_rng(_SEED)
     weights = np.array([group.num_rows for group, _ in groups], np.float64)
@@ -88,7 +87,7 @@ def _values(
     try:
         values = _between(_ends(statistics, dtype), dtype, count, rng)
     except (ValueError, OverflowError, pa.ArrowNotImplementedError, pa.ArrowTypeError):
-        # As without any: of another type than the table's column, or the ends the wrong way round.
+        # Unusable statistics: another type than the column's, or minimum above maximum.
         return pa.nulls(count, dtype)
     share = (statistics.null_count or 0) / max(1, chunk.num_values)
     missing = pa.array(rng.random(count) < share)
@@ -96,7 +95,7 @@ def _values(
 
 
 def _ends(statistics: pq.Statistics, dtype: pa.DataType) -> pa.Array:
-    """The smallest and the largest value. Python cannot hold each time: they are read as stored."""
+    """The minimum and maximum, as stored: Python cannot represent every time."""
     written = _time_of(statistics, dtype)
     if written is None:
         return pa.array([statistics.min, statistics.max], dtype)
@@ -130,7 +129,7 @@ def _between(ends: pa.Array, dtype: pa.DataType, count: int, rng: np.random.Gene
 
 
 def _integer_of(dtype: pa.DataType) -> pa.DataType | None:
-    """The integers that a type is made of; None for a type that is not."""
+    """The integer type that stores a type; None if there is none."""
     if pa.types.is_integer(dtype):
         return dtype
     if pa.types.is_date32(dtype) or pa.types.is_time32(dtype):

@@ -1,7 +1,6 @@
-"""A CSV whose last value in quotes is never closed, as of a file that was cut off.
+"""Refuses a CSV with an unclosed quote, such as a truncated file.
 
-All that follows would be that one value, and the rows in it lost without a word. The dialect is
-that of `csv_sample`.
+The rows after the quote would silently become one value. The dialect is that of `csv_sample`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from cache_server.source.pinned import Split
 _BLOCK_BYTES = 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
 _QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))(?:[^"]++|"")*+("?)')
-_MAY_PRECEDE = np.zeros(256, np.bool_)  # a quote that begins a value, or one that is doubled
+_MAY_PRECEDE = np.zeros(256, np.bool_)  # a quote that begins a value, or a doubled one
 _MAY_PRECEDE[list(b',\r\n"')] = True
 
 
 def check_closed(path: Path, split: Split) -> None:
-    """Looks through the quotes of a file.
+    """Checks the quotes of a file.
 
     Args:
         path: of the split's file on this machine.
 
     Raises:
-        LoadError: naming the file and the byte in which the quotes are opened.
+        LoadError: naming the file and the byte of the unclosed quote.
         OSError: the file cannot be read.
     """
     if _closes_by_count(path):
@@ -44,9 +43,9 @@ def check_closed(path: Path, split: Split) -> None:
 
 
 def _closes_by_count(path: Path) -> bool:
-    """Whether quotes open and close by turns, to the end; False in doubt, but far faster than that.
+    """Whether all quotes are closed, by counting them; fast, but False if it cannot tell.
 
-    It is in doubt of a quote within a value that does not begin with one.
+    It cannot tell for a quote inside a value that does not begin with one.
     """
     is_open = False
     for before, block in _blocks(path):
@@ -59,7 +58,7 @@ def _closes_by_count(path: Path) -> bool:
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """What stands in a file behind a byte order mark, and the byte before each lot of it."""
+    """Blocks of a file after its byte order mark, each with the byte before it."""
     before = b"\n"
     with path.open("rb") as file:
         block = file.read(_BLOCK_BYTES).removeprefix(_BOM)

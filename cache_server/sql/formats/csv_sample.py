@@ -1,12 +1,12 @@
-"""The first records of a CSV, written so that nothing stands in quotes. Pure.
+"""The first records of a CSV, rewritten without quotes. Pure.
 
-DataFusion infers the types of a CSV from chunks that object_store cuts at line ends, also at those
-inside of quotes (arrow-rs-object-store#650). Of these records every chunk is sound: what only
-quotes allow in a value, and what would begin some, is an underscore, as which neither is part of a
-number, a truth value, a date or a time. So each column gets the type that it would get of the file.
+DataFusion infers the types of a CSV from chunks that object_store cuts at line ends, also inside
+quotes (arrow-rs-object-store#650). Without quotes each chunk holds whole records. Characters that
+need quotes become underscores. No number, truth value, date or time has either, so the inferred
+types stay the same.
 
-The dialect is that of the reader, DataFusion's default: a comma, double quotes that count at the
-beginning of a value only and are doubled inside, any line end, blank lines passed over.
+The dialect is DataFusion's default: commas; double quotes that count only at the beginning of a
+value and are doubled inside; any line end; blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from cache_server.source.pinned import check_names
 
-MOST_RECORDS = 1001  # the names and 1000 rows, as DataFusion does by itself
+MOST_RECORDS = 1001  # the names and 1000 rows, as DataFusion's default
 
 _QUOTED = re.compile(r'(?<![^,])"((?:[^"]++|"")*+)("?)')  # a value, and its end if that is there
-_QUOTED_ON = re.compile(r'(?:[^"]++|"")*+("?)')  # of one that began in a line before
+_QUOTED_ON = re.compile(r'(?:[^"]++|"")*+("?)')  # the rest of a value from the line before
 _BOM = "\xef\xbb\xbf"
 _OUTSIDE = str.maketrans(dict.fromkeys('"\\', "_"))
 _INSIDE = str.maketrans(dict.fromkeys('"\\,\r\n', "_"))
@@ -33,8 +33,8 @@ class CsvSample:
 
     Attributes:
         names: of the columns.
-        records: one a line, as Latin-1 text of the file's bytes; instead of the names the first one
-            has the numbers of the columns.
+        records: one a line, the file's bytes as Latin-1; the first one has column numbers in place
+            of the names.
     """
 
     names: tuple[str, ...]
@@ -44,15 +44,15 @@ class CsvSample:
 def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
     """Reads up to `MOST_RECORDS` records.
 
-    Of a long value in quotes only the first line is kept, so that no more than that is in memory.
+    Of a long value in quotes only the first line is kept, to limit memory.
 
     Args:
         lines: of the file's bytes as Latin-1, with their ends, cut after any kind of line end.
-        is_whole: otherwise they break off, maybe in a record, which is left out.
+        is_whole: otherwise the lines may end inside a record, which is left out.
 
     Raises:
-        ValueError: with the reason: there are no names, or two are the same, or not UTF-8; quotes
-            are not closed.
+        ValueError: with the reason: names are missing, repeated or not UTF-8; or quotes are not
+            closed.
     """
     header: list[str] = []  # the lines of the first record
     records: list[str] = []
@@ -73,7 +73,7 @@ def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
             continue
         num_records += 1
         record = record.strip("\r\n")
-        if num_records > 1 and record:  # a single null would be a blank line, and tells nothing
+        if num_records > 1 and record:  # a single null would be a blank line
             records.append(f"{record}\n")
         record = ""
         if num_records == MOST_RECORDS:
@@ -88,7 +88,7 @@ def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
 
 
 def _without_quotes(line: str, is_open: bool) -> tuple[str, bool]:
-    """What of a line is kept, and whether its last value goes on in the next one."""
+    """The kept part of a line, and whether its last value continues in the next line."""
     if is_open:
         rest = _QUOTED_ON.match(line)
         if rest is None or not rest[1]:

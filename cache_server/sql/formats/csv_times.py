@@ -1,9 +1,8 @@
-"""Times in a CSV that DataFusion would cut to dates, to coarser units, or change. Pure.
+"""Refuses times of a CSV that DataFusion would cut or change. Pure.
 
-The first rows say in which unit a column counts. arrow-csv reads a later time in a column of dates
-as its date, and 2024-1-1x as well; a time with more digits as one with fewer; a second of :60 as
-:59 or as the next minute's first; and says nothing. So such columns are read as texts, too, and
-what would lose something is refused.
+The first rows decide the unit of a column. arrow-csv silently reads a later time in a column of
+dates as its date, 2024-1-1x as a date, a time with more digits as one with fewer, and a second :60
+as :59 or as the next minute. So such columns are also read as strings, and checked.
 """
 
 from __future__ import annotations
@@ -13,28 +12,29 @@ import pyarrow.compute as pc
 
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import Split
+from cache_server.sql.formats.text_values import remedy, wider_type
 
 _MORE_THAN_A_DATE = r"[Tt ]\d|\D$"
 _MIDNIGHT = r"[Tt ]00:00(:00(\.0*)?)?Z?$"
-_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # behind the point
+_DIGITS = {"s": 0, "ms": 3, "us": 6, "ns": 9}  # after the decimal point
 _LEAP_SECOND = r"[Tt ]\d\d:?\d\d:?60"
 
 
 def times_as_texts(schema: pa.Schema) -> pa.Schema:
-    """The same columns, with texts in the place of dates and times."""
+    """The same columns, with strings for dates and times."""
     return pa.schema(
         [field.with_type(pa.string()) if _is_time(field.type) else field for field in schema]
     )
 
 
 def check_times(texts: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
-    """Looks through columns of `times_as_texts`.
+    """Checks columns of `times_as_texts`.
 
     Args:
         schema: of the table.
 
     Raises:
-        LoadError: naming the file, the column and the value that would be read as another.
+        LoadError: naming the file, the column and the value that would be changed.
     """
     for name, values in zip(texts.schema.names, texts.columns, strict=True):
         dtype = schema.field(name).type
@@ -42,14 +42,15 @@ def check_times(texts: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
         if len(cut):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {cut[0].as_py()!r}, but it is of "
-                f"{dtype} by the first rows of the table, which cannot hold all of that; write the "
-                "first value in the same way"
+                f"{dtype} by the first rows of the table, which cannot hold all of that: "
+                f"{remedy(name, wider_type(cut[0].as_py(), dtype))}"
             )
         leaps = values.filter(pc.match_substring_regex(values, _LEAP_SECOND))
         if len(leaps):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {leaps[0].as_py()!r}, a leap second, "
-                f"which {dtype} has none of; write it as the second before or after it"
+                f"which {dtype} has none of: {remedy(name, 'string')}, or write the second before "
+                "or after it"
             )
 
 

@@ -1,13 +1,13 @@
-"""Pure: what a file is by its first bytes, where that is not what its name or its spec says.
+"""File kinds by their first bytes. Pure.
 
-A file that is of another kind is refused by name: some would be read as a table of nonsense, and of
-the others the library underneath does not say what they are.
+Refuses a file of another kind than its name or spec says. Otherwise it might be read as a nonsense
+table, or fail without a clear reason.
 """
 
 from __future__ import annotations
 
-FIRST_BYTES = 256  # of a file that tell
-_KINDS = (  # how files begin, the format that they are of, what is said of them
+FIRST_BYTES = 256  # bytes of a file that are enough to tell
+_KINDS = (  # how files begin, their format, the message
     (b"\x1f\x8b", "", "it is compressed by gzip, which is not read: unpack it"),
     (b"\x28\xb5\x2f\xfd", "", "it is compressed by zstd, which is not read: unpack it"),
     (b"BZh91AY&SY", "", "it is compressed by bzip2, which is not read: unpack it"),
@@ -26,10 +26,10 @@ _TEXTS = ("csv", "json")
 
 
 def objection(head: bytes, format: str) -> str | None:
-    """Why a file that begins so is none of ``format``; None where nothing speaks against it.
+    """Why a file is not of ``format``; None if it may be.
 
     Args:
-        head: its first `FIRST_BYTES` bytes, or all of a shorter one.
+        head: its first `FIRST_BYTES` bytes, or all of a shorter file.
     """
     for magic, own, what in _KINDS:
         if head.startswith(magic) and own != format:

@@ -1,8 +1,9 @@
-"""Row groups of Parquet that DataFusion would skip although they have rows which pass a filter.
+"""Finds Parquet row groups that DataFusion would skip, though rows in them pass a filter.
 
-It has NaN above every number, but the statistics of Parquet leave NaN out: by them it would skip a
-row group of 0 and NaN for ``x <> 0`` and ``x > 1``. And it believes the bounds of texts that old
-writers ordered by signed bytes, so that what is not ASCII comes first; Arrow believes them not.
+- In DataFusion NaN is above every number, but Parquet statistics leave NaN out. For ``x <> 0`` and
+  ``x > 1`` it would skip a row group of 0 and NaN.
+- Old writers ordered the bounds of strings by signed bytes, so non-ASCII comes first. DataFusion
+  trusts these bounds; Arrow does not.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import pyarrow.parquet as pq
 
 
 def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
-    """Whether a plan skips row groups by bounds that do not hold.
+    """Whether a plan skips row groups by wrong bounds.
 
     Args:
-        plan: as DataFusion shows it, which names the bounds of a column ``name_min`` and
-            ``name_max``.
+        plan: as DataFusion shows it; it calls the bounds of a column ``name_min`` and ``name_max``.
         path: of the file that it reads, or a folder of such files.
         schema: the columns that are read.
     """
@@ -41,7 +41,7 @@ def _is_of_floats(dtype: pa.DataType) -> bool:
 
 
 def _lacks_bounds(footer: pq.FileMetaData, names: Collection[str]) -> bool:
-    """Whether a row group has values of one of these columns, and no bounds that Arrow believes."""
+    """Whether a row group has values of one of these columns, without bounds that Arrow trusts."""
     for index in range(footer.num_columns):
         if footer.schema.column(index).path not in names:
             continue

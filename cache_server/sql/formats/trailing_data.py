@@ -1,8 +1,7 @@
-"""Arrow files that go on behind the end of what DataFusion reads of them.
+"""Refuses Arrow files with data after the end that DataFusion sees.
 
-Several streams in one file, as `cat` makes it, are read up to the end of the first one; of several
-files, the footer of the last one is taken for that of them all. The rest would be lost without a
-word.
+Of streams that `cat` joined, DataFusion reads only the first one; of files that `cat` joined, only
+the one with the last footer. The other rows would be lost silently.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from cache_protocol.errors import LoadError
 from cache_server.source.pinned import Split
 
 _MAGIC = b"ARROW1"
-_HEAD_BYTES = 512  # hold the magic and the zeros behind it
+_HEAD_BYTES = 512  # the magic and the zeros after it
 _TAIL_BYTES = 4 + len(_MAGIC)  # the length of the footer, and the magic again
 _ALIGNED = 8  # where messages begin
 
 
 def check_end(path: Path, split: Split) -> None:
-    """Looks through the messages of an Arrow stream or file, not at the values in them.
+    """Checks the messages of an Arrow stream or file, without their values.
 
     Args:
         path: of the split's file on this machine.
 
     Raises:
-        LoadError: naming the file and the byte at which something follows that is not read.
-        pa.ArrowInvalid: there is a damaged message.
+        LoadError: naming the file and the byte where the unread data begins.
+        pa.ArrowInvalid: a message is damaged.
         OSError: the file cannot be read.
     """
     with pa.memory_map(str(path)) as mapped:
@@ -39,7 +38,7 @@ def check_end(path: Path, split: Split) -> None:
         for _ in pa.ipc.MessageReader.open_stream(source):
             pass
         end = start + source.tell()
-        if np.frombuffer(data, np.uint8)[end:stop].any():  # zeros may fill it up
+        if np.frombuffer(data, np.uint8)[end:stop].any():  # zeros may pad the end
             raise LoadError(
                 f"cannot load {split}: its rows end at byte {end}, and what follows would not be "
                 "read, as where several streams or files were joined by cat; give each a file of "
@@ -48,7 +47,7 @@ def check_end(path: Path, split: Split) -> None:
 
 
 def _messages(data: pa.Buffer) -> tuple[int, int]:
-    """Where messages may stand: all of a stream; of a file, between its magic and its footer."""
+    """Where messages may be: all of a stream; of a file, between its magic and its footer."""
     head, tail = data[:_HEAD_BYTES].to_pybytes(), data[-_TAIL_BYTES:].to_pybytes()
     if not (head.startswith(_MAGIC) and tail.endswith(_MAGIC)):
         return 0, data.size

@@ -1,4 +1,4 @@
-"""Tables and queries of a PostgreSQL server: the only importer of its driver."""
+"""Tables and queries of a PostgreSQL server. Only this folder imports its driver."""
 
 from cache_server.tables.postgres.snapshot import pin, read
 

@@ -1,6 +1,6 @@
-"""Where to cut a relation into splits of a size: asks the server for samples, quantiles and counts.
+"""Cuts a relation into splits, by samples, quantiles and counts of the server.
 
-It runs in the transaction that pinned the relation, so that what it counts is what will be read.
+Runs in the transaction that pinned the relation, so it counts the rows that will be read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
-from cache_server.source.pinned import SourceFile, Split, origin_of
+from cache_server.source.pinned import SourceFile, Split, source_column
 from cache_server.tables.postgres.quoting import array_literal
 from cache_server.tables.postgres.ranges import (
     CTID,
@@ -27,22 +27,22 @@ from cache_server.tables.postgres.relation import Relation
 from cache_server.tables.postgres.session import Session
 
 _SAMPLED_ROWS = 200_000  # for the bounds of ranges
-_MEASURED_ROWS = 10_000  # for the lengths of texts
-_BUCKETS_PER_SPLIT = 8  # so that buckets of unequal sizes still make even splits
+_MEASURED_ROWS = 10_000  # for the lengths of strings
+_BUCKETS_PER_SPLIT = 8  # buckets of unequal sizes still make even splits
 _MAX_BUCKETS = 4096
 _OFFSET_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """A relation and how its rows are told apart.
+    """A relation and the key that it is cut by.
 
     Attributes:
         columns: name -> SQL expression.
         schema: of these columns.
-        key: the SQL expression that ranges are of; empty: there is one split.
-        estimate: of the rows.
-        is_counted: rows are counted, by a scan or two; else estimated, from the sizes of ranges.
+        key: SQL expression of the ranges; empty: one split.
+        estimate: of the number of rows.
+        is_counted: rows are counted, by one or two scans; otherwise estimated by ranges.
     """
 
     session: Session
@@ -54,10 +54,10 @@ class Cutting:
     is_counted: bool
 
     def splits(self, stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
-        """Every row in one of them; ``Pin.cut``.
+        """Splits that together hold every row once; ``Pin.cut``.
 
         Raises:
-            LoadError: when the server does not answer, or the snapshot has ended.
+            LoadError: the server does not answer, or the snapshot has ended.
         """
         row_bytes = self._row_bytes(stored)
         num_rows = self.estimate
@@ -100,7 +100,7 @@ class Cutting:
         return ranges
 
     def _sampled_bounds(self, num_rows: int, num_buckets: int) -> tuple[list[str], float]:
-        """Texts of the values between equal parts, and the share of rows without a value."""
+        """The values between equal parts, as strings, and the share of nulls."""
         fractions = ", ".join(map(str, quantiles(num_buckets)))
         texts, rows, keyed = self.session.rows(
             "SELECT pg_catalog.array_to_json(pg_catalog.percentile_disc("
@@ -111,7 +111,7 @@ class Cutting:
         return bounds, (rows - keyed) / max(1, rows)
 
     def _counts(self, bounds: list[str]) -> tuple[list[int], int]:
-        """Rows of each bucket, and rows without a key."""
+        """The number of rows in each bucket, and without a key."""
         bucket = f"pg_catalog.width_bucket({self.key}, {array_literal(bounds)})"
         found = self.session.rows(
             f"SELECT {bucket} AS bucket, count(*) FROM {self.relation.sql} AS q GROUP BY 1"
@@ -120,10 +120,10 @@ class Cutting:
         return [buckets.get(index, 0) for index in range(len(bounds) + 1)], buckets.get(None, 0)
 
     def _row_bytes(self, stored: pa.Schema) -> float:
-        """Decoded bytes of a row; texts and lists as long as in a sample of the table.
+        """Decoded bytes of a row; a sample gives the lengths of strings and lists.
 
         Args:
-            stored: the columns that are kept, of which a query may have made some.
+            stored: the kept columns; a query may compute some.
         """
         layout = Layout(stored)
         if not layout.plain_fields:
@@ -137,7 +137,7 @@ class Cutting:
         )
 
     def _average_bytes(self, field: pa.Field) -> str:
-        name = origin_of(field)
+        name = source_column(field)
         own = self.schema.field(name).type if name in self.columns else None
         if own is None or _kind(own) != _kind(field.type):
             return str(GUESSED_VALUE_BYTES)
@@ -165,5 +165,5 @@ def _kind(dtype: pa.DataType) -> str:
 def _value_bytes(dtype: pa.DataType) -> int:
     try:
         return max(1, int(dtype.bit_width) // 8)
-    except ValueError:  # it has no one width
+    except ValueError:  # its width varies
         return GUESSED_VALUE_BYTES

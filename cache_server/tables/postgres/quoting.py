@@ -1,4 +1,4 @@
-"""Values as PostgreSQL alone has them. Pure."""
+"""Quotes values for PostgreSQL. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from cache_server.sql.quoting import literal
 
 
 def array_literal(values: Sequence[str]) -> str:
-    """An array of values that are given by their texts; its type is what the context makes it."""
+    """An array of values given as strings; the context decides its type."""
     quoted = [v.replace("\\", "\\\\").replace('"', '\\"') for v in values]
     return literal("{" + ",".join(f'"{value}"' for value in quoted) + "}")

@@ -1,7 +1,7 @@
-"""Rows of a relation -> ranges of a key that hold about equally many. Pure: makes SQL, runs none.
+"""Cuts a relation into key ranges of about equally many rows. Pure: makes SQL, runs none.
 
-Ranges are half-open, the first has no start and the last no stop, so that they cover every value
-there is or will be; rows without a key are a range of their own.
+Ranges are half-open. The first has no start and the last no stop, so they cover every value. Rows
+without a key form another range.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass
 
 from cache_server.sql.quoting import literal
 
-CTID = "q.ctid"  # where a row lies: (block, line)
+CTID = "q.ctid"  # the address of a row: (block, line)
 
 
 @dataclass(frozen=True)
 class KeyRange:
-    """Rows whose key lies in ``[start, stop)``.
+    """Rows whose key is in ``[start, stop)``.
 
     Attributes:
         key: an SQL expression; empty: all rows.
-        start: the text of a value; None: from the first one.
-        stop: the text of a value; None: to the last one.
+        start: a value as a string; None: from the first one.
+        stop: a value as a string; None: to the last one.
         nulls: instead, the rows whose key is null.
     """
 
@@ -32,7 +32,7 @@ class KeyRange:
     nulls: bool = False
 
     def condition(self) -> str:
-        """SQL that holds for these rows and no others."""
+        """SQL that is true for exactly these rows."""
         if self.nulls:
             return f"{self.key} IS NULL"
         terms = []
@@ -50,7 +50,7 @@ class KeyRange:
 
     @classmethod
     def from_json(cls, text: str) -> KeyRange:
-        """What `to_json` wrote."""
+        """The range that `to_json` wrote."""
         return cls(**json.loads(text))
 
 
@@ -66,14 +66,14 @@ def quantiles(num_buckets: int) -> list[float]:
 
 
 def distinct(bounds: Iterable[str]) -> list[str]:
-    """Bounds in their order, each once: a value that many rows share comes up several times."""
+    """Bounds in order, without repeats: frequent values come several times."""
     return list(dict.fromkeys(bounds))
 
 
 def even_ranges(
     key: str, bounds: Sequence[str], counts: Sequence[int], num_ranges: int
 ) -> list[tuple[KeyRange, int]]:
-    """Up to ``num_ranges`` runs of buckets with about equally many rows, and their rows.
+    """Up to ``num_ranges`` runs of buckets with about equally many rows, and their counts.
 
     Args:
         bounds: between the buckets, ascending.
@@ -84,7 +84,7 @@ def even_ranges(
     start: str | None = None
     rows = 0
     for index, count in enumerate(counts):
-        # Whichever end is nearer to the even share: before this bucket or after it.
+        # End before or after this bucket, whichever is nearer to the even share.
         if rows and rows + count - share > share - rows:
             ranges.append((KeyRange(key, start, bounds[index - 1]), rows))
             start, rows = bounds[index - 1], 0

@@ -1,6 +1,6 @@
-"""What a server says of a table or a query: its key, its size, its columns as Arrow takes them.
+"""A table or query as the server describes it: key, size, and columns that Arrow can read.
 
-Reads the catalogue and the planner, never rows. It does not know splits.
+Reads the catalogue and the planner, never rows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _FLOATS, _IDS = {"numeric", "money"}, {"oid", "xid", "cid"}
 
 @dataclass(frozen=True)
 class Relation:
-    """What the catalogue says of a table, or of a query, which has no ``oid``.
+    """A table, or a query, which has no ``oid``, as the catalogue describes it.
 
     Attributes:
-        sql: a name or a query in brackets.
+        sql: a name or a query in parentheses.
         path: of its splits.
-        primary_key: columns, in order; only where they tell all rows apart.
+        primary_key: columns, in order; empty if they are not unique.
         integer_key: the first of them is an integer.
-        blocks: of its largest part; None where rows have no address.
-        is_stored: its rows can be sampled and counted at no more than the cost of a scan.
+        blocks: of its largest part; None if rows have no address.
+        is_stored: sampling and counting its rows costs at most a scan.
     """
 
     sql: str
@@ -47,13 +47,13 @@ class Relation:
 
 
 def query_relation(address: Address, query: str) -> Relation:
-    """A query as a relation; what it is like only the server knows."""
-    # The new line ends a comment that the query may end with.
+    """A query as a relation, with unknown size and key."""
+    # The line break ends a comment at the end of the query.
     return Relation(f"({query.strip().rstrip(';')}\n)", f"{address}/(query)")
 
 
 def find_table(session: Session, address: Address, name: str) -> Relation:
-    """The table or view of that name, which is written as in SQL.
+    """The table or view with a name as in SQL.
 
     Raises:
         RequestError: naming what the database does not have.
@@ -80,7 +80,7 @@ def find_table(session: Session, address: Address, name: str) -> Relation:
         f"WHERE i.indrelid = {oid} AND i.indisprimary AND k.place <= i.indnkeyatts "
         "ORDER BY k.place"
     )
-    # It and whatever inherits from it: partitions or, of old, children.
+    # The table and its partitions or inheritance children.
     parts = session.rows(
         f"{_PARTS.format(oid=oid)}"
         "SELECT c.relkind::text, coalesce(a.amname::text, ''), "
@@ -103,17 +103,17 @@ def find_table(session: Session, address: Address, name: str) -> Relation:
 
 
 def check_not_rewritten(session: Session, relation: Relation) -> None:
-    """Refuses a table whose rows were moved or truncated between the snapshot and its lock.
+    """Refuses a table that was rewritten or truncated between the snapshot and its lock.
 
-    They would be missing: to such a change no snapshot holds. Call it once the table was queried,
-    which locks it. For a query it is not known.
+    A snapshot does not protect from such a change: rows would be missing. Call it after the first
+    query of the table, which locks it. A query cannot be checked.
 
     Raises:
         LoadError: naming the table.
     """
     if relation.oid is None:
         return
-    # The one is what the snapshot sees, the other what is.
+    # relfilenode: as the snapshot sees it; pg_relation_filenode: now.
     moved = session.rows(
         f"{_PARTS.format(oid=relation.oid)}"
         "SELECT 1 FROM parts JOIN pg_catalog.pg_class AS c USING (oid) WHERE c.relfilenode <> 0 "
@@ -127,7 +127,7 @@ def check_not_rewritten(session: Session, relation: Relation) -> None:
 
 
 def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
-    """Name -> the SQL that gives the column in a type that Arrow has."""
+    """Name -> SQL that casts the column to a type that Arrow has."""
     schema = session.schema(f"SELECT * FROM {relation.sql} AS q")
     repeated = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if repeated:
@@ -140,9 +140,9 @@ def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
 
 
 def has_gaps(session: Session, relation: Relation, column: str) -> bool:
-    """Whether its values lie padded in an array, such as of ``timetz`` and ``macaddr``.
+    """Whether arrays pad its values, such as those of ``timetz`` and ``macaddr``.
 
-    ``width_bucket`` takes them for dense and puts keys into wrong buckets.
+    ``width_bucket`` expects them without padding and would use wrong buckets.
     """
     value = f"(SELECT {column} FROM {relation.sql} AS q LIMIT 0)"
     found = session.rows(
@@ -167,8 +167,8 @@ def _cast(field: pa.Field) -> str:
 
 
 def has_no_like(dtype: pa.DataType) -> bool:
-    """Whether Arrow has no such type, or none of a value inside, or the driver misreads it."""
-    # Of composite values that follow a null one, the driver makes nulls.
+    """Whether Arrow lacks the type or one inside it, or the driver misreads it."""
+    # The driver reads composite values after a null one as null.
     if isinstance(dtype, pa.BaseExtensionType) or pa.types.is_struct(dtype):
         return True
     return any(has_no_like(dtype.field(i).type) for i in range(dtype.num_fields))

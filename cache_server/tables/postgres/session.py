@@ -1,7 +1,6 @@
-"""One connection to a PostgreSQL server: where it is, what it says, and never its password.
+"""Connections to a PostgreSQL server: its address, transactions and errors, without passwords.
 
-A `Session` is one read-only transaction; whoever opens it closes it. This module does not know
-which rows anybody wants.
+A `Session` is one read-only transaction. Its opener must close it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DEFAULT_CONNECT_TIMEOUT_S = 10
 _LOCK_TIMEOUT_MS = 60_000
 _MAX_REASON = 400
 
-# libpq's key words, but for the ones that would change what a session means or where it logs.
+# libpq's key words, without those that change the meaning of a session or its logging.
 _KEYWORDS = {
     *("host", "hostaddr", "port", "dbname", "user", "password", "passfile", "connect_timeout"),
     *("sslmode", "sslcompression", "sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl"),
@@ -36,7 +35,7 @@ _KEYWORDS = {
     *("tcp_user_timeout", "application_name"),
 }
 _OTHER_NAMES = {"database": "dbname", "connect_timeout_s": "connect_timeout", "username": "user"}
-# A dead server is noticed within about a minute, even in the middle of a long answer.
+# Notices a dead server within about a minute, also during a long answer.
 _DEFAULTS = {
     "connect_timeout": str(DEFAULT_CONNECT_TIMEOUT_S),
     "keepalives_idle": "30",
@@ -46,7 +45,7 @@ _DEFAULTS = {
     "application_name": "cache_server",
     "client_encoding": "utf8",
 }
-# Values must have one text form, whatever the role, the database and the environment prefer.
+# One text form of values, whatever the role, database or environment set.
 _SETTINGS = {
     "TimeZone": "UTC",
     "DateStyle": "ISO, YMD",
@@ -54,12 +53,12 @@ _SETTINGS = {
     "bytea_output": "hex",
     "extra_float_digits": "1",
     "standard_conforming_strings": "on",
-    "synchronize_seqscans": "off",  # or a scan begins wherever another one happens to be
+    "synchronize_seqscans": "off",  # or a scan would begin at the position of another one
     "lock_timeout": str(_LOCK_TIMEOUT_MS),
 }
-# Where a server has them, they would end a load that is only long.
+# These limits would end a long load.
 _TIMEOUTS = ("statement_timeout", "idle_in_transaction_session_timeout", "transaction_timeout")
-# What a server says of a snapshot that nobody holds any more.
+# The server's message for a snapshot that was released.
 _SNAPSHOT_GONE = {"22023", "42704", "55000"}
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Address:
         return f"postgresql://{user}{','.join(places)}/{quote(known.get('dbname', ''), safe='')}"
 
     def uri(self, secrets: Mapping[str, str]) -> str:
-        """For libpq, with the secrets that are its key words."""
+        """The connection URI for libpq, with those secrets that are its key words."""
         given = {name: value for name, value in secrets.items() if name in _KEYWORDS}
         words = {**_DEFAULTS, **self.parameters, **given}
         return "postgresql:///?" + "&".join(
@@ -99,10 +98,10 @@ class Address:
 def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
     """Libpq's key words of a URI, and its other parameters.
 
-    Percent signs mean what they mean to libpq: ``%20`` is a space, ``+`` is a plus.
+    As in libpq, ``%20`` is a space and ``+`` is a plus.
 
     Raises:
-        RequestError: when it names no database server, or has a fragment.
+        RequestError: it names no database server, or has a fragment.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("postgresql", "postgres"):
@@ -113,7 +112,7 @@ def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
     hosts, ports = [], []
     for item in place.split(",") if place else []:
         host, colon, port = item.rpartition(":")
-        bare = not colon or item.endswith("]")  # an IPv6 address has colons of its own
+        bare = not colon or item.endswith("]")  # an IPv6 address has colons
         hosts.append(unquote(item if bare else host).strip("[]"))
         ports.append("" if bare else port)
     found = {
@@ -134,26 +133,26 @@ def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def keywords_of(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Libpq's key words among options, by libpq's own names, and the other options."""
+    """Libpq's key words among options, by libpq's names, and the other options."""
     named = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
     words = {name: value for name, value in named.items() if name in _KEYWORDS}
     return words, {name: value for name, value in named.items() if name not in words}
 
 
 class Session:
-    """A read-only transaction that sees one state of the database from beginning to end.
+    """A read-only transaction that sees one state of the database.
 
-    Safe to use from several threads, one statement at a time.
+    Thread-safe; runs one statement at a time.
 
     Args:
         address: of the database.
-        secrets: of which libpq's key words are used. Nothing that this class raises shows one.
-        snapshot: exported by another session: see the state that it sees.
+        secrets: libpq's key words among them are used. Errors never show a secret.
+        snapshot: exported by another session, whose state this one sees.
         search_path: for the names in a query.
-        what: that is read, for messages.
+        what: is read, for messages.
 
     Raises:
-        LoadError: naming the database and the reason; or that the snapshot has ended.
+        LoadError: naming the database and the reason; or the snapshot has ended.
     """
 
     def __init__(
@@ -206,21 +205,21 @@ class Session:
         )
 
     def execute(self, statement: str) -> None:
-        """Runs a statement without an answer."""
+        """Runs a statement without a result."""
         try:
             self._run(statement)
         except adbc.Error as error:
             self._fail(error)
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """The whole answer of a query that has a small one."""
+        """The whole result of a query; it must be small."""
         try:
             return self._run(query)
         except adbc.Error as error:
             self._fail(error)
 
     def schema(self, query: str) -> pa.Schema:
-        """What the batches of `stream` look like, with the metadata of the driver."""
+        """The schema of the batches of `stream`, with the driver's metadata."""
         try:
             with self._lock, self._cursor() as cursor:
                 cursor.execute(f"SELECT * FROM ({query}\n) AS answer LIMIT 0")
@@ -229,7 +228,7 @@ class Session:
             self._fail(error)
 
     def stream(self, query: str) -> Iterator[pa.RecordBatch]:
-        """The answer of a query as it comes; the session is busy until the last batch."""
+        """The result of a query, as it arrives; the session is busy until the last batch."""
         try:
             with self._lock, self._cursor() as cursor:
                 cursor.execute(query)
@@ -239,9 +238,9 @@ class Session:
             self._fail(error)
 
     def close(self) -> None:
-        """Ends the transaction and the connection; never raises, even when the server is gone.
+        """Ends the transaction and the connection; never raises, even if the server is gone.
 
-        A statement of another thread is waited for.
+        Waits for a statement of another thread.
         """
         with self._lock:
             if self._is_closed:
@@ -261,7 +260,7 @@ class Session:
 
     def _run(self, query: str) -> list[tuple[Any, ...]]:
         with self._lock, self._cursor() as cursor:
-            # COPY, which is for large answers, takes no EXPLAIN.
+            # COPY, which the driver uses for large results, cannot run EXPLAIN.
             cursor.adbc_statement.set_options(**{"adbc.postgresql.use_copy": "false"})
             cursor.execute(query)
             return list(cursor.fetchall()) if cursor.description else []
@@ -277,12 +276,12 @@ class Session:
         text = redacted(text, self._secrets.values())
         if len(text) <= _MAX_REASON:
             return text
-        half = _MAX_REASON // 2  # a long value stands before what is wrong with it
+        half = _MAX_REASON // 2  # a long value comes before the reason
         return f"{text[:half]}...{text[-half:]}"
 
     def _fail(self, error: BaseException) -> NoReturn:
         state = getattr(error, "sqlstate", None) or ""
-        # 42: what the SQL names is not there, or it is no SQL; but for a privilege that is missing.
+        # 42: a name is unknown or the SQL is wrong; except a missing privilege.
         refused = (state.startswith("42") and state != "42501") or state == "25006"
         kind: type[CacheError] = RequestError if refused else LoadError
         raise kind(f"cannot read {self.what}: {self._reason(error)}") from None

@@ -1,24 +1,24 @@
 """Tables and queries of a PostgreSQL server, read by key ranges out of one exported snapshot.
 
-The coordinator holds a read-only transaction open and exports what it sees; each node opens a
-transaction of its own that sees the same. While it is open, the tables can be written but not
-altered, dropped or rewritten: their rows stay where they are.
+The coordinator holds a read-only transaction open and exports its snapshot. Each node opens another
+transaction with the same snapshot. Meanwhile the tables can be written, but not altered, dropped or
+rewritten: their rows stay at their addresses.
 
     postgresql://reader@db:5432/shop?table=public.orders
     postgresql://reader@db/shop?query=SELECT%20id,%20price%20FROM%20orders&split_column=id
 
-``table``, ``query`` and ``split_column`` may be storage options as well. A table is named as in
-SQL: ``public.orders``, or ``public."Orders"`` where letters are capital. Types without a like in
-Arrow are cast by the server:
+``table``, ``query`` and ``split_column`` may also be storage options. A table is named as in SQL:
+``public.orders``, or ``public."Orders"`` with capital letters. The server casts types that Arrow
+lacks:
 
     numeric, money                          float8
     oid, xid, cid                           int8
     json, jsonb, uuid, composite and
     all other types                         text
 
-Whatever Arrow has stays as it is: numbers, bool, text, enums, bytea, date, time, timestamps (those
-with a zone in UTC), interval, arrays (of several dimensions: flat, in row-major order). This module
-knows neither shards nor nodes, and what it writes down holds no secret.
+Other types stay: numbers, bool, text, enums, bytea, date, time, timestamps (with a zone: in UTC),
+interval, arrays (several dimensions become one, in row-major order). Nothing that this module
+stores holds a secret.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from cache_server.tables.postgres.session import (
     parse_uri,
 )
 
-# Up to so many rows are counted, which takes the server a second or two; above, its statistics say.
+# Counting this many rows takes the server a second or two; for more, its statistics are used.
 MAX_COUNTED_ROWS = 10_000_000
 _OPTIONS = ("table", "query", "split_column")
 _FIRST_DAY = -2_500_000  # before the first date that PostgreSQL has, 4713 BC
@@ -62,15 +62,15 @@ _DAY_US = 86_400_000_000
 
 @dataclass(frozen=True)
 class _Reading:
-    """How to read it: all that a node needs but the secrets. Becomes `PinnedTable.snapshot`.
+    """How a node reads the relation, without secrets. Becomes `PinnedTable.snapshot`.
 
     Attributes:
         connection: libpq's key words.
         snapshot: exported by the coordinator.
-        relation: a name or a query in brackets, quoted as SQL has it; ``q`` in the expressions.
+        relation: a quoted name or a query in parentheses; ``q`` in the expressions.
         columns: name -> SQL expression.
-        order: SQL expressions that leave no two different rows in any order; none for a query
-            whose rows come as it gives them.
+        order: SQL expressions that order all different rows; empty for a query, whose rows keep
+            its order.
     """
 
     connection: dict[str, str]
@@ -81,7 +81,7 @@ class _Reading:
     order: list[str]
 
     def select(self, names: list[str], condition: str = "true") -> str:
-        # A constant where no column is wanted: what counts are the rows.
+        # Without columns, a constant: only the number of rows counts.
         columns = [f"{self.columns[name]} AS {identifier(name)}" for name in names] or ["1 AS one"]
         order = f" ORDER BY {', '.join(self.order)}" if self.order else ""
         return f"SELECT {', '.join(columns)} FROM {self.relation} AS q WHERE {condition}{order}"
@@ -91,8 +91,8 @@ def pin(table: TableSpec) -> Pin:
     """The table or query as it is now, held in a transaction until the pin is closed.
 
     Raises:
-        RequestError: for a bad option; for a table, column or SQL that the server refuses.
-        LoadError: when the database cannot be reached or read, or cannot export a snapshot.
+        RequestError: a bad option; a table, column or SQL that the server refuses.
+        LoadError: the database cannot be reached or read, or cannot export a snapshot.
     """
     address, wanted = _parse(table)
     session = Session(address, table.secrets)
@@ -104,17 +104,17 @@ def pin(table: TableSpec) -> Pin:
 
 
 def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """The rows of one split in a fixed order, on a connection of its own.
+    """The rows of one split in a fixed order, on another connection.
 
     Args:
-        secrets: of which ``password`` and other key words of libpq are used. Without a password
-            libpq finds one as always: PGPASSWORD, a password file.
+        secrets: ``password`` and other key words of libpq are used. Without a password libpq looks
+            for one: PGPASSWORD, a password file.
 
     Yields:
         batches of `PinnedTable.read_schema`, of about 16 MB.
 
     Raises:
-        LoadError: naming the split, when its rows cannot be read or its snapshot has ended.
+        LoadError: its rows cannot be read, or its snapshot has ended; names the split.
     """
     reading = _Reading(**json.loads(table.snapshot))
     schema = table.read_schema
@@ -223,7 +223,7 @@ def _export(session: Session, address: Address) -> str:
 def _split_key(
     session: Session, relation: Relation, column: str, columns: Mapping[str, str]
 ) -> str:
-    """The SQL expression that splits are cut by; empty: there is one split."""
+    """The SQL expression that splits are cut by; empty: one split."""
     if column:
         if column not in columns:
             raise RequestError(
@@ -262,7 +262,7 @@ def _schema(session: Session, reading: _Reading, relation: Relation) -> pa.Schem
 
 
 def _bare(dtype: pa.DataType) -> pa.DataType:
-    """The type without what the driver notes in the metadata of the fields inside."""
+    """The type without the driver's metadata on inner fields."""
     if pa.types.is_list(dtype):
         return pa.list_(pa.field("item", _bare(dtype.value_type)))
     return dtype
@@ -286,7 +286,7 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema, split: Split) -> pa.Recor
 
 
 def _has_infinity(column: pa.Array) -> bool:
-    """Whether a date or timestamp is more than Arrow has: it comes as one before the first."""
+    """Whether a date or timestamp is beyond Arrow's range: it comes as one before 4713 BC."""
     while pa.types.is_list(column.type):
         column = column.flatten()
     if pa.types.is_date32(column.type):

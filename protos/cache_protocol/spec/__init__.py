@@ -1,1 +1,1 @@
-"""What a user asks the cache to hold: specs, secrets, and the settings of a TrainJob."""
+"""What to cache: specs, their secrets, and the settings of a TrainJob."""

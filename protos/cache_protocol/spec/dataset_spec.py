@@ -1,7 +1,7 @@
-"""What a user asks the cache to hold: `DatasetSpec`, from Python, YAML or the wire.
+"""`DatasetSpec`: what to cache, from Python, YAML or the wire.
 
-The only place where a spec is validated. It must not look at the source itself: whether the files
-exist is a question for the node that reads them.
+Only this module validates a spec. It must not look at the source: the nodes find out whether files
+exist.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cache_protocol.spec.values import as_integer, is_text
 from cache_protocol.v1 import cache_pb2 as pb
 
 FORMATS = ("parquet", "arrow", "csv", "json", "iceberg", "delta", "postgres")
-FILE_SUFFIXES = {  # of the names of files, in lower case -> their format
+FILE_SUFFIXES = {  # lower-case suffix of a file -> its format
     ".parquet": "parquet",
     ".pq": "parquet",
     ".arrow": "arrow",
@@ -42,7 +42,8 @@ FILE_SUFFIXES = {  # of the names of files, in lower case -> their format
     ".ndjson": "json",
 }
 TABLE = "source"  # the table of a spec with one source
-_TABLE_FORMATS = ("iceberg", "delta", "postgres")  # they say themselves what is in them
+TYPED_FORMATS = ("csv", "json")  # whose types are inferred, unless they are given
+_TABLE_FORMATS = ("iceberg", "delta", "postgres")  # tables that list their files
 DEFAULT_TARGET_SHARD_BYTES = 64 * 1024 * 1024
 _MAX_SHARD_BYTES = 1024**5
 _MAX_REPLICAS = 65_535
@@ -50,24 +51,25 @@ _LAST_SNAPSHOT = 2**63 - 1  # Iceberg's and Delta's are longs
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
-_TABLE_KEYS = (  # the arguments of `DatasetSpec` that are about one table
-    *("source", "format", "snapshot", "catalog", "missing_columns", "storage_options", "ignore"),
+_TABLE_KEYS = (  # the arguments of `DatasetSpec` for one table
+    *("source", "format", "types", "snapshot", "catalog", "missing_columns", "storage_options"),
+    "ignore",
 )
 
-# What a user may give as a source: a path, glob or URI, or several of them in row order.
+# A path, glob or URI, or several of them in row order.
 Source = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes from an int or a text such as ``"8GiB"`` or ``"512 MB"``.
+    """Bytes from an int or a string such as ``"8GiB"`` or ``"512 MB"``.
 
     Raises:
-        ValueError: quoting a value that is no size.
+        ValueError: it is not a size; quotes it.
     """
     if (size := as_integer(value)) is not None and size >= 0:
         return size
     if isinstance(value, str):
-        # Not above: it takes a fifth of what it takes to import the client, and few texts come.
+        # Imported here: it would be a fifth of the client's import time.
         from pydantic import ByteSize, TypeAdapter, ValidationError
 
         with suppress(ValidationError):
@@ -77,7 +79,7 @@ def parse_bytes(value: object) -> int:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table that the query of a dataset reads. Made by `DatasetSpec`, which checks it.
+    """One table of a dataset. Made and checked by `DatasetSpec`.
 
     Attributes:
         name: in the query.
@@ -85,9 +87,10 @@ class TableSpec:
         format: one of `FORMATS`; None: by the names.
         snapshot: Iceberg snapshot id, tag or branch, or Delta version; None: the current one.
         missing_columns: ``refuse`` or ``null``.
-        options: settings of the store or catalogue that are no secrets.
-        secrets: the other ones. They are neither shown nor written anywhere.
+        options: public settings of the store or catalogue.
+        secrets: the other settings. They are never shown or written.
         ignore: patterns of the file names to leave out.
+        types: column -> Arrow type, of CSV and JSON; the other columns are inferred.
     """
 
     name: str
@@ -98,6 +101,7 @@ class TableSpec:
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     ignore: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def to_proto(self) -> pb.TableSpec:
         """The wire form, without the secrets."""
@@ -110,6 +114,7 @@ class TableSpec:
             missing_columns=self.missing_columns,
             options=self.options,
             ignore=self.ignore,
+            types=self.types,
         )
 
 
@@ -120,39 +125,40 @@ class DatasetSpec:
     Args:
         name: letters, digits, ``.``, ``_`` and ``-``; at most 128 characters.
         source: a file, a directory, a glob or a URI (``file``, ``s3``, ``gs``, ``az``, ``abfss``,
-            ``http``, ``https``, ``hf``, ``postgresql``), or several of them; with a catalogue the
-            name of a table in it. A relative path is taken from the working directory of the
-            process that makes the spec, and ``~`` at the beginning of a path is the home directory
-            of whoever runs it. The nodes must be able to read it under the same path. Rows keep
-            this order: sources as given, the files of one source by name, the rows of a file as
-            they stand in it.
+            ``http``, ``https``, ``hf``, ``postgresql``), or several of them; with a catalogue, the
+            name of a table in it. A relative path and a leading ``~`` are resolved by the process
+            that makes the spec; the nodes read the same path. Row order: sources as given, files of
+            a source by name, rows as in the file.
         format: one of ``parquet``, ``arrow``, ``csv``, ``json`` (one object a line), ``iceberg``,
             ``delta``, ``postgres``. Default: by the names.
+        types: column -> Arrow type, such as ``{"zip": "string"}``, of a CSV or newline JSON. The
+            column is read as exactly that type; others are inferred from the first rows.
         sql: a query over the table ``source``, or over the names of ``sources``.
         columns: shortcut for ``sql``: the columns to keep, in this order.
         filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
         snapshot: Iceberg snapshot id, or the name of a tag or a branch; or Delta version. Default:
             the current one.
         catalog: properties of an Iceberg catalogue, by pyiceberg's names: ``type``, ``uri``.
-        missing_columns: what becomes of a column that some files lack: ``refuse`` or ``null``.
-        storage_options: settings of the store by its own names, such as ``AWS_ENDPOINT_URL``, in
-            upper or lower case. Those that are not known to be public are kept as secrets: in no
-            log, file, fingerprint or description.
+        missing_columns: for a column that some files lack: ``refuse`` or ``null``.
+        storage_options: settings of the store by its usual names, such as ``AWS_ENDPOINT_URL``, in
+            upper or lower case. Settings that are not known to be public are secrets: they are in
+            no log, file, fingerprint or description.
         sources: instead of ``source``: table name -> a source, or a mapping with the arguments
-            ``source``, ``format``, ``snapshot``, ``catalog``, ``missing_columns``,
+            ``source``, ``format``, ``types``, ``snapshot``, ``catalog``, ``missing_columns``,
             ``storage_options`` and ``ignore`` of that table.
         ignore: patterns of files to leave out, such as ``*.json``: shell wildcards (`fnmatch`,
-            whose ``*`` goes past a ``/``) over the name of a file relative to the source. Not for
-            tables that say themselves which files are theirs.
-        allow_unordered: accept a query whose result has no order of its own.
-        replicas: on how many nodes each shard is held.
-        target_shard_bytes: decoded bytes of a shard, about; an int or a text such as ``64MiB``.
+            whose ``*`` also matches a ``/``) over the path of a file relative to the source. Only
+            for files.
+        allow_unordered: accept a query whose result has no defined order.
+        replicas: the number of nodes that hold each shard.
+        target_shard_bytes: approximate decoded bytes of a shard; an int or a string such as
+            ``64MiB``.
 
     Attributes:
         tables: one for each source, in the given order.
 
     Raises:
-        ConfigError: quoting every bad field, and no secret.
+        ConfigError: quoting every bad field, but no secret.
     """
 
     name: str
@@ -164,13 +170,14 @@ class DatasetSpec:
     replicas: int
     target_shard_bytes: int
 
-    # Spelt by hand: what a user writes is not what is kept of it.
+    # Written by hand: the arguments differ from the attributes.
     def __init__(
         self,
         name: str,
         source: Source | None = None,
         *,
-        format: str | None = None,  # the word users know
+        format: str | None = None,  # the usual word
+        types: Mapping[str, object] | None = None,
         sql: str | None = None,
         columns: Iterable[str] | None = None,
         filter: str | None = None,
@@ -193,6 +200,7 @@ class DatasetSpec:
         one = {
             "source": source,
             "format": format,
+            "types": types,
             "snapshot": snapshot,
             "catalog": catalog,
             "missing_columns": missing_columns,
@@ -243,7 +251,7 @@ class DatasetSpec:
 
     @property
     def format(self) -> str | None:
-        """Of the first table, where it was given."""
+        """The format of the first table, if it is given."""
         return self.tables[0].format
 
     def to_proto(self) -> pb.DatasetSpec:
@@ -260,7 +268,7 @@ class DatasetSpec:
         )
 
     def secrets_to_proto(self) -> pb.Secrets:
-        """What `to_proto` leaves out."""
+        """The secrets, which `to_proto` leaves out."""
         tables = {t.name: pb.TableSecrets(values=t.secrets) for t in self.tables if t.secrets}
         return pb.Secrets(tables=tables)
 
@@ -274,6 +282,7 @@ class DatasetSpec:
             tables[table.name] = {
                 "source": list(table.source) or None,
                 "format": table.format or None,
+                "types": dict(table.types) or None,
                 "snapshot": table.snapshot_name
                 or (table.snapshot if table.HasField("snapshot") else None),
                 "missing_columns": table.missing_columns or "refuse",
@@ -298,8 +307,8 @@ class DatasetSpec:
         """The spec of a mapping with the argument names as keys.
 
         Raises:
-            ConfigError: it is no mapping; or naming unknown keys, missing ones and every bad field
-                at once.
+            ConfigError: it is not a mapping; or it has unknown keys, missing keys or bad fields,
+                which are all named.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"a dataset spec must be a mapping, got {shown(mapping)}")
@@ -314,7 +323,7 @@ class DatasetSpec:
         missing = [key for key, given in has.items() if not given]
         if missing:
             problems.append(f"the dataset spec lacks {', '.join(missing)}")
-        # Stand-ins for what is missing, so that the other fields are looked at all the same.
+        # Placeholders for missing arguments, so that the other fields are checked.
         arguments: dict[str, Any] = dict.fromkeys(missing, "missing")
         arguments |= {key: value for key, value in mapping.items() if key in known}
         try:
@@ -330,13 +339,13 @@ class DatasetSpec:
         """The spec in a YAML file.
 
         Raises:
-            ConfigError: when the file cannot be read, is no YAML, or is no spec; names the file.
+            ConfigError: the file cannot be read, or is not YAML or not a spec; names the file.
         """
         try:
             mapping = strict_yaml.parse(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the dataset spec {path}: {error.strerror}") from None
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no such date
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a bad date
             raise ConfigError(f"{path} is not YAML: {_yaml_problem(error)}") from None
         try:
             return cls.from_mapping(mapping)
@@ -347,16 +356,16 @@ class DatasetSpec:
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Without the lines that PyYAML quotes, which may hold secrets."""
+    """The error without the lines that PyYAML quotes, which may hold secrets."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return f"{error.problem} in line {mark.line + 1}, column {mark.column + 1}"
     return str(error)
 
 
 def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
-    """Whether ``value`` holds several things in an order of their own."""
+    """Whether ``value`` is an ordered collection."""
     unordered = isinstance(value, str | bytes | os.PathLike | Mapping | Set)
-    # An array of no dimension cannot be gone through, and one of two holds no texts.
+    # An array without dimensions has no items, and one of two holds no strings.
     return isinstance(value, Iterable) and not unordered and getattr(value, "ndim", 1) == 1
 
 
@@ -393,7 +402,7 @@ def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]
 
 
 def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> TableSpec:
-    """One table of the arguments that `DatasetSpec` has for it."""
+    """One table, from the arguments of `DatasetSpec`."""
     format = arguments.get("format")
     if format is not None and not (isinstance(format, str) and format in FORMATS):
         problems.append(f"format must be one of {', '.join(FORMATS)}, got {shown(format)}")
@@ -416,6 +425,9 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
             f"ignore, got {list(ignore)!r}, is for files: a table of a catalogue or of format "
             f"{', '.join(_TABLE_FORMATS)} says itself what is in it"
         )
+    types = _types(arguments.get("types"), problems)
+    if types and (named or format not in (None, *TYPED_FORMATS)):
+        problems.append(f"types, got {types!r}, is for {' and '.join(TYPED_FORMATS)}")
     return TableSpec(
         name,
         source,
@@ -425,7 +437,16 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
         options,
         secrets,
         ignore,
+        types,
     )
+
+
+def _types(given: object, problems: list[str]) -> dict[str, str]:
+    if given is None:
+        return {}
+    from cache_protocol.spec.column_types import parse_types  # imports pyarrow
+
+    return parse_types(given, problems)
 
 
 def _snapshot(given: object, problems: list[str]) -> int | str | None:
@@ -454,7 +475,7 @@ def _ignored(patterns: object, problems: list[str]) -> tuple[str, ...]:
 def _sources(
     source: object, named: bool, secrets: dict[str, str], problems: list[str]
 ) -> tuple[str, ...]:
-    """The sources as they are kept; the password of a URI becomes a secret.
+    """The normalised sources; the password of a URI becomes a secret.
 
     Args:
         named: they are names in a catalogue, not paths.
@@ -476,7 +497,7 @@ def _sources(
 
 
 def _text_problems(what: str, texts: Iterable[object]) -> list[str]:
-    """Texts that no message can carry, such as the name of a file that is no UTF-8."""
+    """Strings that protobuf cannot carry, such as a file name that is not UTF-8."""
     return [
         f"{what} must be text in UTF-8, got {shown(text)}"
         for text in texts

@@ -1,8 +1,8 @@
 """The settings of a TrainJob -> the `DatasetSpec` that its cache nodes hold.
 
-A Kubeflow TrainJob says what to cache by the variables of its initializer: those of the ancestor
+The variables of a Kubeflow TrainJob's initializer say what to cache: those of the ancestor
 (`DataCacheInitializer`), those of the SDK's `S3DatasetInitializer` and
-`HuggingFaceDatasetInitializer`, and ``CACHE_*``, which any pod may carry:
+`HuggingFaceDatasetInitializer`, and ``CACHE_*``, which any pod may have:
 
     variable                  sources        in the spec
     STORAGE_URI               all            source; of ``cache://SCHEMA/TABLE``, the name only
@@ -25,20 +25,22 @@ A Kubeflow TrainJob says what to cache by the variables of its initializer: thos
     CACHE_TARGET_SHARD_BYTES  all            target_shard_bytes
 
 ``s3a://`` and ``s3n://`` are ``s3://``, and ``hf://ORG/NAME`` is ``hf://datasets/ORG/NAME``. For
-``cache``, the variables of s3 count where METADATA_LOC is in s3.
+``cache``, the variables of s3 count if METADATA_LOC is in s3.
 
-Without CACHE_DATASET the name is ``SCHEMA.TABLE``, ``ORG.NAME`` for Hugging Face, else the last
-part of the path that is no wildcard, without the suffix of a file: ``s3://bucket/tpch/lineitem/``
-and ``/data/lineitem.parquet`` are both ``lineitem``.
+Without CACHE_DATASET the name is ``SCHEMA.TABLE``, ``ORG.NAME`` for Hugging Face, otherwise the
+last part of the path before any wildcard, without the suffix of a file:
+``s3://bucket/tpch/lineitem/`` and ``/data/lineitem.parquet`` are both ``lineitem``.
 
-An empty variable counts as absent, as for the SDK. A setting that would be of no use is an error,
-with one exception: a secret for another store, since a TrainJob hands over whole Kubernetes
-secrets. Variables that are not in the table are not looked at: a pod has many, and Kubernetes
-itself adds ``CACHE_SERVICE_HOST`` and the like; but one that is a slip of the pen away from one of
-the table is an error, for the whole table would be loaded without it. The keys of stores by their
-own names (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``) are the business of whoever opens the store.
+- An empty variable counts as absent, as in the SDK.
+- A useless setting is an error, except a secret for another store: a TrainJob passes whole
+  Kubernetes secrets.
+- Other variables are ignored: a pod has many, and Kubernetes adds some, such as
+  ``CACHE_SERVICE_HOST``. But a name that is close to one of the table is an error: it is probably
+  misspelt, and without it the whole table would be loaded.
+- The variables of stores (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``) are read by the code that opens the
+  store.
 
-No I/O: it is given the environment, and does not know whether anything is there.
+No I/O: the environment is an argument, and the source is not looked at.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ _SECRETS_OF_S3 = {
     "SESSION_TOKEN": "session_token",
 }
 _SECRETS = (*_SECRETS_OF_S3, "ACCESS_TOKEN")
-OF_ACCESS = (*_PUBLIC_OF_S3, *_SECRETS)  # who reads, and where the store is; not what
+OF_ACCESS = (*_PUBLIC_OF_S3, *_SECRETS)  # credentials and the place of the store
 _SPEC_ARGUMENTS = {
     "CACHE_FORMAT": "format",
     "CACHE_SQL": "sql",
@@ -92,10 +94,10 @@ _METADATA_SCHEMES = ("", "file", "s3", "gs", "az", "abfss", "http", "https")
 _HOSTLESS = ("file", "postgresql", "postgres")  # the host may be absent: this machine
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PASSWORD = re.compile(r"://([^:/?#@]*):.*@", re.DOTALL)
-_BARE_PASSWORD = re.compile(r"^([^:/?#@]*):(?!//).*@", re.DOTALL)  # of a URI without its slashes
+_BARE_PASSWORD = re.compile(r"^([^:/?#@]*):(?!//).*@", re.DOTALL)  # of a URI without slashes
 _QUERY = re.compile(r"\?[^?]*=.*", re.DOTALL)
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# No account and other partitions than AWS's own: the roles of MinIO and Ceph look so.
+# The account may be missing and the partition other than AWS's, as in MinIO and Ceph.
 _ROLE = re.compile(r"arn:[A-Za-z0-9-]+:iam:[A-Za-z0-9-]*:[A-Za-z0-9]*:role/\S+")
 
 
@@ -103,8 +105,8 @@ def spec_from_env(environ: Mapping[str, str]) -> DatasetSpec:
     """The dataset that the variables of a TrainJob describe; see the table of this module.
 
     Raises:
-        ConfigError: quoting every variable that is missing, bad or contradicts another one, with
-            its value; never the value of a secret.
+        ConfigError: every variable that is missing, bad or contradicts another one, with its
+            value unless that is a secret.
     """
     given = {name: environ[name] for name in VARIABLES if environ.get(name)}
     problems = _misspelt(environ)
@@ -130,22 +132,22 @@ def _misspelt(environ: Mapping[str, str]) -> list[str]:
 
 
 def asks_for_dataset(environ: Mapping[str, str]) -> bool:
-    """Whether any variable says what to cache, rightly or not.
+    """Whether any variable says what to cache, even wrongly.
 
-    Secrets alone do not: a pod may be given those of a store for a later load.
+    Secrets alone do not: they may be for a later load.
     """
     return any(environ.get(name) for name in VARIABLES if name not in _SECRETS)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a table is.
+    """The place of a table.
 
     Attributes:
         source: for `DatasetSpec`; it may hold a password.
         scheme: of STORAGE_URI; empty for a path.
-        store: the scheme of what is read, which is another one for ``cache``.
-        name: of the dataset, where something else than the last part of ``source`` makes it.
+        store: the scheme of the files, which differs for ``cache``.
+        name: of the dataset; None: the last part of ``source``.
     """
 
     source: str
@@ -265,7 +267,7 @@ def _refuse_unused(
 def _spec_arguments(
     given: Mapping[str, str], place: _Place | None, problems: list[str]
 ) -> dict[str, Any]:
-    """The arguments of `DatasetSpec` that its own rules let through, each by itself."""
+    """The arguments that `DatasetSpec` accepts, each checked alone."""
     arguments: dict[str, Any] = {}
     for name, argument in _SPEC_ARGUMENTS.items():
         if name not in given:
@@ -314,8 +316,8 @@ def _parsed(name: str, text: str) -> Any:
     if name == "CACHE_COLUMNS":
         return [item.strip() for item in text.split(",")]
     if name == "IGNORE_PATTERNS":
-        # As the SDK and huggingface_hub read them: nothing between two commas is passed over, and
-        # a directory stands for all that is in it.
+        # As in the SDK and huggingface_hub: empty items are skipped, and a directory stands for
+        # everything in it.
         items = [item.strip() for item in text.split(",") if item.strip()]
         return [f"{item}*" if item.endswith("/") else item for item in items]
     if name == "CACHE_REPLICAS" and re.fullmatch("[0-9]{1,9}", text):
@@ -340,7 +342,7 @@ def _name(given: Mapping[str, str], place: _Place | None, problems: list[str]) -
 
 
 def _last_part(source: str) -> str:
-    """The last part of a path that is no wildcard, without the suffix of a file; else the host."""
+    """The last part of a path before any wildcard, without a file's suffix; or the host."""
     scheme, path = _split(source)
     if scheme in ("http", "https", "postgresql"):
         path = path.partition("?")[0]
@@ -352,13 +354,13 @@ def _last_part(source: str) -> str:
             steps = steps[:index]
             break
     last = PurePosixPath(steps[-1] if steps else "")
-    if last.name.endswith("metadata.json"):  # every snapshot of a table has another one
+    if last.name.endswith("metadata.json"):  # it differs between the snapshots of a table
         return ""
     return last.stem if last.suffix.lower() in FILE_SUFFIXES else last.name
 
 
 def _refusal(name: str = "probe", source: str = "/probe", **arguments: Any) -> str | None:
-    """What `DatasetSpec` has against a value."""
+    """Why `DatasetSpec` refuses a value; None if it accepts it."""
     try:
         DatasetSpec(name, source, **arguments)
     except ConfigError as error:
@@ -371,7 +373,7 @@ def _wrong_uri(uri: str, schemes: Mapping[str, str]) -> str | None:
         return "must have no white space around it"
     match = _SCHEME.match(uri)
     before, colon, _ = uri.partition(":")
-    if match is None and not (colon and before.lower() in schemes):  # s3:/bucket is no path
+    if match is None and not (colon and before.lower() in schemes):  # s3:/bucket is not a path
         return None
     if match is None or match[1].lower() not in schemes:
         return f"must be a path or one of {', '.join(f'{name}://' for name in schemes)}"
@@ -388,7 +390,7 @@ def _wrong_uri(uri: str, schemes: Mapping[str, str]) -> str | None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """The scheme of a URI as we spell it, empty for a path, and what comes after ``://``."""
+    """The normalised scheme of a URI, empty for a path, and the rest after ``://``."""
     match = _SCHEME.match(uri)
     if match is None:
         return "", uri
@@ -401,6 +403,6 @@ def _quoted(given: Mapping[str, str], name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """``text`` without what may be a secret in a URI: its password and the values of its query."""
+    """``text`` without possible secrets of a URI: the password and the query."""
     text = _BARE_PASSWORD.sub(r"\1:...@", _PASSWORD.sub(r"://\1:...@", text))
     return _QUERY.sub("?...", text)

@@ -1,6 +1,6 @@
-"""What of a spec is a secret: options not known to be public, and passwords in URIs. Pure.
+"""Secrets of a spec: options that are not known to be public, and passwords in URIs. Pure.
 
-Whatever shows a value of a caller's goes through `shown`.
+Show a given value only by `shown`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 from cache_protocol.spec.values import is_text
 
-CATALOG_PREFIX = "catalog."  # of the options that are a catalogue's
+CATALOG_PREFIX = "catalog."  # of the options of a catalogue
 URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
-# Every other option is a secret. Without the prefixes of `_is_public`.
+# Every other option is a secret. Names are without prefixes.
 _PUBLIC_OPTIONS = {
     *("region", "default_region", "endpoint", "endpoint_url", "endpoint_url_s3", "bucket"),
     *("bucket_name", "allow_http", "skip_signature", "virtual_hosted_style_request"),
@@ -33,13 +33,13 @@ _PREFIXES = (
     *("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."),
     *("client.", "glue.", "dynamodb."),  # of pyiceberg
 )
-SECRET_NAME = re.compile(  # of a parameter of a URI, or a part of some other secret
+_SECRET_NAME = re.compile(  # of a parameter of a URI
     r"(.*[-_])?sig|.*(signature|token|password|passwd|pwd|secret)"
     r"|.*(api|access|account|private)[-_]?key",
     re.IGNORECASE,
 )
-# An address of which a character of the password that had to be escaped ends the host too early.
-# Digits are a port, of a host or of the first of several; an ARN may stand for a bucket.
+# A URI whose password has an unescaped character that ends the host too early. Digits are a port,
+# and an ARN may name a bucket.
 _UNESCAPED = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://(?!arn:)[^\s/?#@:\[]*:(?!\d+[,/?#])[^@]*[/?#].*@", re.DOTALL
 )
@@ -81,21 +81,21 @@ def _is_public(name: str) -> bool:
 
 def _has_password(text: str) -> bool:
     if _BARE.fullmatch(text) or _UNESCAPED.match(text) or text.lstrip().startswith("{"):
-        return True  # the latter is a key file itself, where its path was to stand
+        return True  # "{" begins a key file given in place of its path
     try:
         parts = urlsplit(text)
         return bool(URI.match(text)) and bool(parts.password is not None or _secret_keys(parts))
-    except ValueError:  # it cannot be taken apart: it may have one
+    except ValueError:  # it cannot be parsed, so it may have one
         return True
 
 
 def _secret_keys(uri: SplitResult) -> list[str]:
-    """The parts of a URI's query that nobody may see, by their names."""
-    return [key for key, _ in parse_qsl(uri.query) if SECRET_NAME.fullmatch(key)]
+    """The names of the secret parameters in a URI's query."""
+    return [key for key, _ in parse_qsl(uri.query) if _SECRET_NAME.fullmatch(key)]
 
 
 def shown(value: object) -> str:
-    """A bad value for a message: by its type alone where it may hold a secret, such as options."""
+    """A bad value for a message; only its type if it may hold a secret, such as options."""
     return f"a {type(value).__name__}" if _may_hold_secret(value) else repr(value)
 
 
@@ -117,7 +117,7 @@ def without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> 
         return uri
     try:
         parts = urlsplit(uri)
-    except ValueError:  # whose text may quote the password
+    except ValueError:  # the error may quote the password
         problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
         return uri
     if signed := _secret_keys(parts):

@@ -1,6 +1,6 @@
-"""YAML as its specification has it: a mapping has each key once, and a text ends somewhere.
+"""Strict YAML: repeated keys and too deep nesting are errors.
 
-PyYAML takes the last of two equal keys without a word, and with it another filter than the first.
+PyYAML silently takes the last of two equal keys, such as the second of two filters.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-_MERGE = "tag:yaml.org,2002:merge"  # may stand several times
+_MERGE = "tag:yaml.org,2002:merge"  # may be repeated
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,11 +28,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> object:
-    """What a document holds.
+    """The value of a document.
 
     Raises:
-        yaml.YAMLError: it is none, holds a key twice, or is nested too deeply. ValueError: it has
-            a date that is none.
+        yaml.YAMLError: it is not YAML, repeats a key, or is nested too deeply. ValueError: it has
+            an invalid date.
     """
     try:
         return yaml.load(text, _Loader)

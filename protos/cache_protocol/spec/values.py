@@ -1,7 +1,7 @@
-"""What counts as an integer, a number or a text where a caller gives one.
+"""Checks for integers, numbers and strings that callers give. Pure.
 
-NumPy's numbers do; a bool is none, and half of a pair of surrogates is no text. Pure. It raises
-nothing: whoever asks knows what a bad value may be quoted as.
+NumPy's numbers count; a bool is not a number, and half a surrogate pair is not a string. Nothing is
+raised here: the caller knows how to quote a bad value.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TypeGuard
 def as_integer(value: object) -> int | None:
     """An integer of any type as an int; None for anything else."""
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # which says whether it is one
+        number = operator.index(value)  # type: ignore[arg-type]  # raises for other types
     except TypeError:
         return None
     return None if isinstance(value, bool) else number
 
 
 def as_number(value: object) -> float | None:
-    """A real number of any type as a float; None for anything else, or for more than one holds.
+    """A real number of any type as a float; None for anything else or beyond a float's range.
 
-    Those of NumPy count on with their own few bits: a float32 of seconds is lost in a time of day.
+    NumPy's numbers are converted, because arithmetic with a float32 would lose precision.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
@@ -34,9 +34,10 @@ def as_number(value: object) -> float | None:
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Whether it is a text that UTF-8 can hold, as messages and files do.
+    """Whether it is a string that UTF-8 can encode, for messages and files.
 
-    Not so a name of bytes that are no UTF-8, as Python reads it from a directory or an argument.
+    Python reads names that are not UTF-8 from directories and arguments as strings that cannot be
+    encoded.
     """
     if not isinstance(value, str):
         return False

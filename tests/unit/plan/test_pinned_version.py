@@ -230,6 +230,40 @@ def test_json_has_the_columns_in_the_names_of_its_directories(
     assert rows_of(tmp_path, **options) == wanted
 
 
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+def test_the_types_of_a_spec_are_those_of_the_table(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text("zip,n\n01234,1\n" if suffix == "csv" else '{"zip": "01234", "n": 1}\n')
+    types = {"zip": "string", "n": "int16"}
+
+    plan = plan_version(DatasetSpec("t", path, types=types, filter="zip LIKE '0%'"))
+
+    assert plan.tables[0].schema.types == [pa.string(), pa.int16()]
+    assert rows_of(path, types=types, filter="zip LIKE '0%'") == [{"zip": "01234", "n": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "reason"),
+    [
+        ("a.csv", {"zap": "string"}, "names the column 'zap', .* columns: zip, n$"),
+        ("a.csv", {"year": "string"}, "names the column 'year', .* columns: zip, n$"),
+        ("a.csv", {"n": "list<int8>"}, "types.n: list<item: int8> is for json, not csv"),
+        ("b.parquet", {"row": "int8"}, "got {'row': 'int8'}, is for csv and json, not for parquet"),
+        ("t.metadata.json", {"a": "int8"}, "ignore and types are for files, not for iceberg"),
+    ],
+)
+def test_types_that_the_table_cannot_have_are_refused(
+    tmp_path: Path, name: str, types: dict[str, str], reason: str
+) -> None:
+    folder = tmp_path / "year=2024"
+    folder.mkdir()
+    (folder / "a.csv").write_text("zip,n\n01234,1\n")
+    write(folder / "b.parquet")
+
+    with pytest.raises(RequestError, match=reason):
+        plan_version(DatasetSpec("t", folder / name, types=types))
+
+
 @pytest.mark.parametrize("format", ["csv", "json"])
 def test_empty_files_among_others_hold_no_rows(tmp_path: Path, format: str) -> None:
     text = {"csv": "a\n7\n", "json": '{"a": 7}\n'}[format]
@@ -383,6 +417,16 @@ def test_what_changes_the_stored_bytes_is_another_version(
     path = write(tmp_path / "a.parquet")
 
     assert fingerprint(path, **options) != fingerprint(path)
+
+
+def test_types_are_part_of_the_version_where_they_are_given(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("zip,n\n01234,1\n")
+    plain = fingerprint(tmp_path)
+    as_text = fingerprint(tmp_path, types={"zip": "string"})
+
+    assert fingerprint(tmp_path, types={}) == plain
+    assert fingerprint(tmp_path, types={"zip": "utf8"}) == as_text
+    assert len({plain, as_text, fingerprint(tmp_path, types={"zip": "int32"})}) == 3
 
 
 def test_the_order_of_the_sources_is_part_of_the_version(tmp_path: Path) -> None:

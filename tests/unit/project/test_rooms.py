@@ -29,6 +29,7 @@ PURE_MODULES = (
     "cache_client/window_sizes.py",
     "cache_server/sql/formats/csv_sample.py",
     "cache_server/sql/formats/first_bytes.py",
+    "cache_server/sql/formats/text_values.py",
     "cache_server/rpc/flight_messages.py",
     "cache_server/shards/decimals.py",
     "cache_server/source/lake_folders.py",
@@ -60,7 +61,8 @@ PURE_MODULES = (
     "runtimes/cache_runtimes/local/render.py",
 )
 PURE_IMPORTS = (
-    *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "decimal", "enum"),
+    *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
+    *("decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("csv", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *(

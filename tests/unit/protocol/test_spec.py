@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -252,6 +253,87 @@ def test_what_is_no_size_is_quoted(bad: object) -> None:
     assert repr(bad) in str(caught.value)
 
 
+# -- types of columns --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *(("string", "string"), ("float64", "double"), ("date32", "date32[day]"), ("i4", "int32")),
+        *(("decimal128(10,2)", "decimal128(10, 2)"), ("decimal64(9)", "decimal64(9, 0)")),
+        *(("timestamp[us]", "timestamp[us]"), ("time32[ms]", "time32[ms]")),
+        ("timestamp[ns,tz=Europe/Berlin]", "timestamp[ns, tz=Europe/Berlin]"),
+        ("timestamp[s, tz=+02:00]", "timestamp[s, tz=+02:00]"),
+        ("list<list<float32>>", "list<item: list<item: float>>"),
+        (pa.timestamp("us", "UTC"), "timestamp[us, tz=UTC]"),
+    ],
+)
+def test_a_type_is_kept_by_the_name_that_arrow_has_for_it(given: object, kept: str) -> None:
+    spec = DatasetSpec("t", "/a.csv", types={"a": given})
+
+    assert spec.tables[0].types == {"a": kept}
+    assert DatasetSpec("t", "/a.csv", types={"a": kept}) == spec
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("strin", "STRING(3)", "binary", "duration[s]", "float16", "struct<a: int8>", "null", ""),
+        *("decimal128", "decimal128(39, 2)", "timestamp", "timestamp[us, tz=Mars/Sea]", "list<x>"),
+        *(None, 3, ["string"]),
+    ],
+)
+def test_a_type_that_no_text_can_be_read_as_is_quoted_with_those_there_are(bad: object) -> None:
+    problem = problem_of(types={"zip": bad, "ok": "int8"})
+
+    assert f"got {bad!r} for 'zip'; in YAML, quote a type" in problem
+    assert "types must be among bool, int8 to int64" in problem and "'ok'" not in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"types": ["zip"]}, "types must be a mapping of columns to types, got ['zip']"),
+        ({"types": {3: "int8"}}, "types must name columns, got 3"),
+        ({"types": {"a": "int8"}, "format": "parquet"}, "got {'a': 'int8'}, is for csv and json"),
+        ({"types": {"a": "int8"}, "catalog": {"type": "rest"}}, "is for csv and json"),
+        (
+            {"source": None, "types": {"a": "int8"}, "sources": {"x": "/x.csv"}, "sql": "SELECT 1"},
+            "types cannot be combined with sources",
+        ),
+    ],
+)
+def test_types_that_cannot_be_of_a_table_are_refused(arguments: dict[str, Any], words: str) -> None:
+    assert words in problem_of(**arguments)
+
+
+def test_types_are_those_of_python_in_yaml_and_on_the_wire(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(
+        "name: t\nsource: /a.csv\ntypes:\n  zip: string\n  price: decimal128(10, 2)\n"
+        "  at: timestamp[us]\n"
+    )
+    types = {"zip": "string", "price": "decimal128(10, 2)", "at": "timestamp[us]"}
+
+    spec = DatasetSpec.from_yaml(path)
+
+    assert spec == DatasetSpec("t", "/a.csv", types=types)
+    assert DatasetSpec.from_proto(spec.to_proto()) == spec
+    assert spec != DatasetSpec("t", "/a.csv")
+
+
+def test_each_table_has_types_of_its_own() -> None:
+    spec = DatasetSpec(
+        "t",
+        sources={"a": {"source": "/a.csv", "types": {"zip": "string"}}, "b": "/b.csv"},
+        sql="SELECT * FROM a JOIN b USING (zip)",
+        allow_unordered=True,
+    )
+
+    assert [dict(table.types) for table in spec.tables] == [{"zip": "string"}, {}]
+    assert DatasetSpec.from_proto(spec.to_proto()) == spec
+
+
 # -- YAML and mappings -------------------------------------------------------------------------
 
 
@@ -301,7 +383,7 @@ def test_a_bad_yaml_file_is_named_with_the_reason(tmp_path: Path, text: str, rea
 def test_unknown_keys_come_with_the_known_ones(tmp_path: Path) -> None:
     problem = yaml_problem(tmp_path, "name: t\nsource: /data\ncolumn: [a]")
 
-    assert "known keys: name, source, format, sql, columns, filter, " in problem
+    assert "known keys: name, source, format, types, sql, columns, filter, " in problem
 
 
 def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Path) -> None:

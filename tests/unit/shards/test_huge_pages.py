@@ -93,16 +93,16 @@ def sealed(folder: Path, index: int) -> MappedShard:
 
 def attached(*shards: MappedShard) -> MappedTable:
     starts = np.arange(len(shards), dtype=np.int64) * ROWS
-    adjacent = MappedTable(shards[0].layout, starts, [ROWS] * len(shards))
+    table = MappedTable(shards[0].layout, starts, [ROWS] * len(shards))
     for position, shard in enumerate(shards):
-        adjacent.attach(position, shard)
-    return adjacent
+        table.attach(position, shard)
+    return table
 
 
-def check_rows(adjacent: MappedTable, shards: int) -> None:
+def check_rows(table: MappedTable, shards: int) -> None:
     ids = np.random.default_rng(9).integers(0, shards * ROWS, 5000)
     layout = ShardBuilder(SCHEMA).layout
-    found = adjacent.gather(ids, ids // ROWS, Selection(layout, []))
+    found = table.gather(ids, ids // ROWS, Selection(layout, []))
     every = pa.Table.from_batches([rows_of(index) for index in range(shards)])
     assert pa.Table.from_batches([layout.unpack(found)]).equals(every.take(pa.array(ids)))
 
@@ -129,21 +129,21 @@ def test_readers_have_them_by_their_own_entries(memory: Path) -> None:
     moved(memory, *shards)
     before = bytes_by_huge_pages()
 
-    adjacent = attached(*shards)
-    check_rows(adjacent, 2)
+    table = attached(*shards)
+    check_rows(table, 2)
 
     assert bytes_by_huge_pages() - before >= 2 * PAGE  # of the features: one page a shard, at least
 
 
 def test_rows_are_right_while_their_pages_are_moved(memory: Path) -> None:
     shards = [sealed(memory, index) for index in range(4)]
-    adjacent = attached(*shards)
+    table = attached(*shards)
     thread = threading.Thread(target=moved, args=(memory, *shards))
     thread.start()
-    check_rows(adjacent, 4)
+    check_rows(table, 4)
     thread.join(2 * WAIT_S)
 
-    check_rows(adjacent, 4)
+    check_rows(table, 4)
 
 
 def test_nothing_is_moved_while_something_is_loaded(memory: Path) -> None:

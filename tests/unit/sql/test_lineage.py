@@ -19,10 +19,10 @@ SCHEMA = pa.schema(
 )
 
 
-def origins(sql: str) -> dict[str, str]:
+def lineage_of(sql: str) -> dict[str, str]:
     query = check_query(sql, {"source": SCHEMA})
-    assert {table for table, _ in query.origins.values()} <= {"source"}
-    return {name: path for name, (_, path) in query.origins.items()}
+    assert {table for table, _ in query.lineage.values()} <= {"source"}
+    return {name: path for name, (_, path) in query.lineage.items()}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def origins(sql: str) -> dict[str, str]:
 def test_a_column_that_is_passed_on_stands_for_one_of_the_table(
     sql: str, expected: dict[str, str]
 ) -> None:
-    assert origins(sql) == expected
+    assert lineage_of(sql) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_column_that_is_passed_on_stands_for_one_of_the_table(
     ],
 )
 def test_what_a_query_makes_stands_for_no_column(made: str) -> None:
-    assert origins(f"SELECT {made} AS text, n FROM source") == {"n": "n"}
+    assert lineage_of(f"SELECT {made} AS text, n FROM source") == {"n": "n"}
 
 
 def test_columns_of_joined_tables_stand_for_those_of_their_own_table() -> None:
@@ -70,4 +70,4 @@ def test_columns_of_joined_tables_stand_for_those_of_their_own_table() -> None:
 
     query = check_query(sql, tables, allow_unordered=True)
 
-    assert query.origins == {"a": ("small", "text"), "c": ("big", "text")}
+    assert query.lineage == {"a": ("small", "text"), "c": ("big", "text")}

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_server import tables
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql.loader import infer_schema, read_split, read_together
 from cache_server.sql.quoting import identifier
@@ -435,6 +437,45 @@ def test_a_time_is_never_cut_to_what_the_sample_foresaw(
         f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
         f"{table.schema.types[1]} by the first rows"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "wider"),
+    [
+        ("2024-01-01", "2024-01-01T10:20:30", '"timestamp[us]"'),
+        ("2024-01-01T10:20:30", "2024-01-01T10:20:30.123456789", '"timestamp[ns]"'),
+        ("2024-01-01T10:20:30", "2024-01-01T10:20:30.1234567891", "string"),
+        ("2024-01-01T10:20:30", "2016-12-31T23:59:60", "string"),
+        ("2024-01-01T10:20:30", "soon", "string"),
+        *(("1", "1.5", "float64"), ("1", str(2**63), "string"), ("1", "x", "string")),
+        *(("true", "maybe", "string"), ("1.5", "it's", "string")),
+    ],
+)
+def test_a_late_value_of_csv_that_does_not_fit_is_read_by_the_type_that_its_refusal_names(
+    tmp_path: Path, first: str, later: str, wider: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("k,a\n" + f"0,{first}\n" * 1500 + f"1,{later}\n")
+    table = PinnedTable("source", "csv", infer_schema(path, "csv", str(path)))
+
+    with pytest.raises(LoadError) as caught:
+        list(read_split(local(whole(path), "csv"), "SELECT * FROM source", table))
+
+    assert f"column 'a' holds {later!r}" in str(caught.value)
+    assert f"set types: {{a: {wider}}}" in str(caught.value)
+    spec = DatasetSpec("t", path, types={"a": wider.strip('"')})
+    table = replace(table, schema=tables.pin(spec.tables[0])[1].schema)
+    batches = list(read_split(local(whole(path), "csv"), "SELECT * FROM source", table))
+    assert sum(batch.num_rows for batch in batches) == 1501
+
+
+def test_a_value_of_csv_that_does_not_fit_is_named_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("k,n\n" + '"x\ny",0\n' * 9000 + "z,bad\n" + "z,0\n" * 9000)
+    table = PinnedTable("source", "csv", infer_schema(path, "csv", str(path)))
+
+    with pytest.raises(LoadError, match=f"load {path}: column 'n' holds 'bad' in row 9001, but it"):
+        list(read_split(local(whole(path), "csv"), "SELECT n FROM source", table))
 
 
 @pytest.mark.parametrize("digits", ["", ".123", ".123456", ".123456789"])

@@ -208,7 +208,12 @@ def test_what_datafusion_reads_rightly_is_read_the_same(
 @pytest.mark.parametrize(
     ("written", "dtype", "message"),
     [
-        ("1.5", INT, "holds 1.5, but it is of integers by the first rows of the table; write the"),
+        (
+            "1.5",
+            INT,
+            "holds 1.5, but it is of integers by the first rows of the table: "
+            "set types: {a: float64} (",
+        ),
         ("25e-1", INT, "holds 2.5, but it is of integers by the first rows"),
         ("9007199254740993.5", INT, "holds 9007199254740993.5, but it is of integers by"),
         ("1e-400", INT, "holds 1E-400, but it is of integers by the first rows"),
