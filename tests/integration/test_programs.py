@@ -204,7 +204,7 @@ def test_a_list_with_a_dataset_that_failed_says_where_the_reason_is(
     pq.write_table(pa.table({"x": pa.array([1, None])}), tmp_path / "t.parquet")
     with pytest.raises(LoadError, match="column 'x' holds 1 null, and int64 has no value for it"):
         client.load(DatasetSpec(dataset_name, tmp_path / "t.parquet"))
-    assert f"{dataset_name} failed: {hint}" in run(*CACHECTL, "ls", *at).stdout
+    assert f"{dataset_name} failed; {hint}" in run(*CACHECTL, "ls", *at).stdout
     assert "1 null" in run(*CACHECTL, "describe", dataset_name, *at).stdout
 
 
