@@ -19,14 +19,30 @@ import pytest
 import yaml
 
 from cache_protocol.errors import ConfigError
-from cache_runtimes.local import Console, read_manifests, render, run_local
+from cache_runtimes.local import Console, kubelet, read_manifests, render, run_local
 from cache_runtimes.local.kubelet import Backoff
-from tests.train_jobs import container, env, replicated_job, runtime, train_job, write
+from cache_runtimes.local.supported import UnsupportedFieldError
+from tests.train_jobs import container, replicated_job, runtime, train_job, write
 from tests.waiting import wait_until
 
 Json = dict[str, Any]
 
-PROBE = {"periodSeconds": 1, "timeoutSeconds": 5}
+
+def probe(file: Path, **fields: Any) -> Json:
+    """A gRPC probe that succeeds while ``file`` exists."""
+    return {"grpc": {"port": 1, "service": str(file)}, "periodSeconds": 1, **fields}
+
+
+@pytest.fixture(autouse=True)
+def probes_look_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = kubelet.is_serving
+
+    async def is_serving(address: str, service: str, timeout_s: float) -> bool:
+        if service.startswith("/"):
+            return Path(service).exists()
+        return await ask(address, service, timeout_s)
+
+    monkeypatch.setattr(kubelet, "is_serving", is_serving)
 
 
 @dataclass
@@ -99,11 +115,10 @@ def test_a_job_is_complete_when_its_trainers_are(tmp_path: Path) -> None:
 
 
 def test_a_dependent_job_waits_until_every_pod_is_ready(tmp_path: Path) -> None:
-    ready = {"exec": {"command": ["test", "-f", str(tmp_path / "ready")]}, **PROBE}
     cache = container(
         "cache",
         'if [ $JOB_COMPLETION_INDEX = 1 ]; then echo last; touch "$DIR/ready"; fi; sleep 1000',
-        readinessProbe=ready,
+        readinessProbe=probe(tmp_path / "ready"),
     )
     made = runtime(
         replicated_job("cache", cache, parallelism=2),
@@ -113,26 +128,6 @@ def test_a_dependent_job_waits_until_every_pod_is_ready(tmp_path: Path) -> None:
     code, seen = run(tmp_path, made)
     assert code == 0
     assert [line.split()[-1] for line in seen.lines] == ["last", "found"]
-
-
-def test_a_job_that_has_succeeded_does_not_count_as_a_second_one_that_is_ready(
-    tmp_path: Path,
-) -> None:
-    which = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
-    cache = container(
-        "cache",
-        '[ $JOB = 0 ] && exit; sleep 0.5; touch "$DIR/ready"; sleep 1000',
-        env=[{"name": "JOB", "valueFrom": which}],
-        readinessProbe={"exec": {"command": ["test", "-f", str(tmp_path / "ready")]}, **PROBE},
-    )
-    two = {**replicated_job("cache", cache), "replicas": 2}
-    made = runtime(
-        two,
-        node('test -f "$DIR/ready" && echo found', depends_on="cache:Ready"),
-        successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
-    )
-    code, seen = run(tmp_path, made)
-    assert (code, seen.of("node")) == (0, ["found"])
 
 
 def test_a_dependent_job_may_wait_for_the_end_of_another(tmp_path: Path) -> None:
@@ -198,7 +193,9 @@ def test_a_killed_container_is_restarted_in_place_and_finds_its_files(tmp_path: 
 def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
     tmp_path: Path, exit_code: int
 ) -> None:
-    cache = container("cache", f"echo more; echo the reason >&2; exit {exit_code}", **RESTARTED)
+    script = f"echo more; echo the reason >&2; exit {exit_code}"
+    never = probe(tmp_path / "never")
+    cache = container("cache", script, readinessProbe=never, **RESTARTED)
     policy = {
         "rules": [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [65, 78]}}]
     }
@@ -208,9 +205,6 @@ def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
         node("echo never", depends_on="cache:Ready"),
         failurePolicy={"maxRestarts": 3, "rules": [rule]},
     )
-    made["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-        "containers"
-    ][0]["readinessProbe"] = {"exec": {"command": ["false"]}, **PROBE}
     code, seen = run(tmp_path, made)
     assert code == exit_code
     assert seen.events[-1] == (
@@ -286,14 +280,12 @@ def test_the_failure_policy_starts_everything_again(tmp_path: Path) -> None:
 def test_a_sidecar_gates_the_trainer_and_ends_after_it(tmp_path: Path) -> None:
     sidecar = container(
         "cache",
-        "trap 'echo stopped; exit 0' TERM; sleep 0.3; touch /cache/up; sleep 1000 & wait",
+        "trap 'echo stopped; exit 0' TERM; sleep 0.3; touch \"$DIR/up\"; sleep 1000 & wait",
         restartPolicy="Always",
-        startupProbe={"exec": {"command": ["test", "-f", "$(UP)"]}, **PROBE},
-        env=env(UP="/cache/up"),
-        volumeMounts=[{"name": "m", "mountPath": "/cache"}],
+        startupProbe=probe(tmp_path / "up", failureThreshold=9),
     )
-    script = "test -f /cache/up && echo gated"
-    code, seen = run(tmp_path, runtime(node(script, initContainers=[sidecar], **MEMORY)))
+    script = 'test -f "$DIR/up" && echo gated'
+    code, seen = run(tmp_path, runtime(node(script, initContainers=[sidecar])))
     assert code == 0
     assert [line.split()[-1] for line in seen.lines] == ["gated", "stopped"]
 
@@ -335,47 +327,19 @@ def test_a_sidecar_that_is_given_up_takes_the_others_with_it(tmp_path: Path) -> 
     assert marked(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "hook", [{"sleep": {"seconds": 1}}, {"exec": {"command": ["sleep", "1"]}}], ids=str
-)
 def test_a_sidecar_with_a_hook_before_its_stop_serves_until_the_hook_is_over(
-    tmp_path: Path, hook: Json
+    tmp_path: Path,
 ) -> None:
     since = 'echo $(( $(date +%s%3N) - $(cat "$DIR/end") )); exit 0'
     sidecar = container(
         "cache",
         f"trap '{since}' TERM; sleep 1000 & wait",
         restartPolicy="Always",
-        lifecycle={"preStop": hook},
+        lifecycle={"preStop": {"sleep": {"seconds": 1}}},
     )
     code, seen = run(tmp_path, runtime(node('date +%s%3N > "$DIR/end"', initContainers=[sidecar])))
     assert code == 0
     assert 1_000 <= int(seen.of("cache")[0]) < 5_000
-
-
-def test_commands_of_hooks_find_the_volumes(tmp_path: Path) -> None:
-    sidecar = container(
-        "cache",
-        "trap 'test -f /cache/asked && echo asked first; exit 0' TERM\n"
-        "touch /cache/up; sleep 1000 & wait",
-        restartPolicy="Always",
-        volumeMounts=MEMORY["volumeMounts"],
-        lifecycle={"preStop": {"exec": {"command": ["touch", "/cache/asked"]}}},
-    )
-    trainer = "until test -f /cache/up; do sleep 0.01; done"
-    code, seen = run(tmp_path, runtime(node(trainer, initContainers=[sidecar], **MEMORY)))
-    assert (code, seen.of("cache")) == (0, ["asked first"])
-
-
-def test_a_hook_that_fails_is_told_of_and_the_container_is_stopped(tmp_path: Path) -> None:
-    sidecar = container(
-        "cache",
-        "sleep 1000",
-        restartPolicy="Always",
-        lifecycle={"preStop": {"exec": {"command": ["false"]}}},
-    )
-    code, seen = run(tmp_path, runtime(node("true", initContainers=[sidecar])))
-    assert (code, seen.of("cache")) == (0, ["the preStop hook ended with exit code 1"])
 
 
 HEALTH_SERVER = """
@@ -405,7 +369,7 @@ def test_probes_and_pods_reach_pods_past_a_proxy(
         monkeypatch.delenv(name, raising=False)
     pod_ip = [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}]
     cache: Json = {"name": "cache", "command": ["python", "-c", HEALTH_SERVER], "env": pod_ip}
-    cache["readinessProbe"] = {"grpc": {"port": 50_052}, **PROBE}
+    cache["readinessProbe"] = {"grpc": {"port": 50_052}, "periodSeconds": 1, "timeoutSeconds": 5}
     trainer = node("", depends_on="cache:Ready", command=["python", "-c", HEALTH_CLIENT], args=[])
     made = runtime(
         replicated_job("cache", cache),
@@ -416,32 +380,25 @@ def test_probes_and_pods_reach_pods_past_a_proxy(
     assert (code, seen.of("node")) == (0, ["1"])
 
 
-@pytest.mark.parametrize("text", ["a line", "the startup probe failed"])
+@pytest.mark.parametrize("text", ["a line", "the startupProbe failed"])
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path: Path, text: str) -> None:
     def line(pod: str, container: str, said: str) -> None:
         if said.startswith(text):
             raise BrokenPipeError(said)
 
-    asleep = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
-    made = runtime(node("echo a line; sleep 1000", startupProbe=asleep))
+    never = probe(tmp_path / "never", failureThreshold=1)
+    made = runtime(node("echo a line; sleep 1000", startupProbe=never))
     with pytest.raises(BrokenPipeError, match=text):
         run(tmp_path, made, console=Console(event=lambda text: None, line=line))
     assert marked(str(tmp_path)) == []
 
 
-def test_an_init_container_runs_to_its_end_before_the_others(tmp_path: Path) -> None:
-    first = container("first", "sleep 0.2; echo one")
-    code, seen = run(tmp_path, runtime(node("echo two", initContainers=[first])))
-    assert code == 0
-    assert [line.split()[-1] for line in seen.lines] == ["one", "two"]
-
-
 def test_a_container_that_is_no_longer_live_is_restarted(tmp_path: Path) -> None:
     script = "if [ -f /cache/again ]; then exit 0; fi; touch /cache/again; sleep 1000"
-    live = {"exec": {"command": ["false"]}, "periodSeconds": 1, "failureThreshold": 1}
-    code, seen = run(tmp_path, runtime(node(script, livenessProbe=live, **RESTARTED, **MEMORY)))
+    never = probe(tmp_path / "never", failureThreshold=1)
+    code, seen = run(tmp_path, runtime(node(script, livenessProbe=never, **RESTARTED, **MEMORY)))
     assert code == 0
-    assert "the liveness probe failed: the container is stopped" in seen.of("node")
+    assert "the livenessProbe failed: the container is stopped" in seen.of("node")
 
 
 def test_a_container_ends_with_its_program_whatever_that_leaves_behind(tmp_path: Path) -> None:
@@ -494,10 +451,6 @@ def test_the_same_file_may_bring_its_own_runtime(tmp_path: Path) -> None:
     assert (code, seen.of("node")) == (0, ["own"])
 
 
-def probed(action: Json) -> Json:
-    return runtime(node("x", startupProbe={**action, **PROBE}))
-
-
 def unknown_field() -> Json:
     made = runtime(node("x"))
     made["spec"]["template"]["spec"]["replicatedJob"] = []
@@ -541,25 +494,6 @@ def unknown_field() -> Json:
             ["containers[0].resources.limits: 'list'"],
         ),
         ({**train_job(), "spec": None}, runtime(node("x")), ["TrainJob job", "spec"]),
-        (
-            train_job(),
-            runtime(
-                node("x", volumes=[{"name": "v", "persistentVolumeClaim": {"claimName": "c"}}])
-            ),
-            ["volume 'v'", "persistentVolumeClaim"],
-        ),
-        (
-            train_job(),
-            probed({"tcpSocket": {"port": "nope"}}),
-            ["job-node-0-0/node: startupProbe", "no port 'nope'"],
-        ),
-        (train_job(), runtime(node("x", lifecycle={"postStart": {}})), ["lifecycle.postStart"]),
-        (train_job(suspend=True), runtime(node("x")), ["spec.suspend is true"]),
-        (
-            train_job(),
-            runtime(node("x", job={"backoffLimitPerIndex": 1})),
-            ["node: backoffLimitPerIndex"],
-        ),
     ],
 )
 def test_what_is_wrong_with_the_files_is_named_before_anything_runs(
@@ -571,16 +505,24 @@ def test_what_is_wrong_with_the_files_is_named_before_anything_runs(
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["Secret", "ConfigMap"])
+@pytest.mark.parametrize("field", ["data", "stringData"])
 @pytest.mark.parametrize("data", [{"PIN": 12345678}, ["12345678"], "12345678"])
-def test_what_is_no_text_in_a_secret_is_named_and_not_shown(
-    tmp_path: Path, kind: str, data: Any
+def test_a_secret_whose_value_is_no_string_is_named_and_not_shown(
+    tmp_path: Path, field: str, data: Any
 ) -> None:
-    field = "stringData" if kind == "Secret" else "data"
-    other = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "keys"}, field: data}
-    with pytest.raises(ConfigError, match=f"{kind} keys: {field}") as caught:
+    other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, field: data}
+    with pytest.raises(ConfigError, match=f"Secret keys: {field}") as caught:
         run(tmp_path, runtime(node("x")), None, other)
     assert "12345678" not in str(caught.value)
+
+
+def test_a_field_that_run_local_does_not_support_is_named_before_anything_runs(
+    tmp_path: Path,
+) -> None:
+    made = runtime(node('touch "$DIR/ran"', lifecycle={"postStart": {"exec": {"command": ["x"]}}}))
+    with pytest.raises(UnsupportedFieldError, match=r"containers\[node\].lifecycle.postStart="):
+        run(tmp_path, made)
+    assert not (tmp_path / "ran").exists()
 
 
 def cachectl(*arguments: str | Path) -> list[str]:

@@ -1,33 +1,32 @@
-"""A JobSet: its Jobs, what they wait for, and what their ends mean for all of it."""
+"""A JobSet: its Jobs, their dependencies, and what the end of each means for all of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from cache_runtimes.local import policies
-from cache_runtimes.local.kubelet import Backoff, Events, PodRun
-from cache_runtimes.local.pods import Pod
-from cache_runtimes.local.policies import ContainerExit, JobStatus
+from cache_runtimes.local.kubelet import Backoff, Events, PodRun, all_done
+from cache_runtimes.local.pods import Pod, Process
+from cache_runtimes.local.policies import ContainerExit
 
 Json = dict[str, Any]
 
-
-# Makes the volumes and the processes of a pod; the context ends with the pod.
-PodStarter = Callable[[Pod, Events], AbstractContextManager[PodRun]]
+# Makes the volumes of a pod, which end with the context, and the process of each container.
+PlanPod = Callable[[Pod], AbstractContextManager[Mapping[str, Process]]]
 
 
 @dataclass(frozen=True)
 class Console:
-    """Where everything is said.
+    """Where a run reports.
 
     Attributes:
-        event: what happens to the job.
-        line: the pod, the container and a line of its log.
+        event: gets what happens to the job.
+        line: gets the pod, the container and a line of its log.
     """
 
     event: Callable[[str], None]
@@ -35,13 +34,13 @@ class Console:
 
 
 class JobFailed(Exception):
-    """A Job of a replicated job has failed.
+    """A Job has failed.
 
     Attributes:
-        job: the replicated job.
-        reason: as the Job's condition has it, such as ``BackoffLimitExceeded``.
-        pod: whose end it was.
-        exit: of its container.
+        job: its replicated job.
+        reason: as in the Job's condition, such as ``BackoffLimitExceeded``.
+        pod: the pod that failed it.
+        exit: of that pod's container.
     """
 
     def __init__(self, job: str, reason: str, pod: str, exit: ContainerExit) -> None:
@@ -59,13 +58,13 @@ class JobFailed(Exception):
 
 
 class JobRun:
-    """One indexed Job: as many pods as completions, each replaced when it fails."""
+    """One indexed Job: a pod for each index, replaced when it fails."""
 
     def __init__(
         self,
         job: Json,
         pods: list[Pod],
-        start: PodStarter,
+        plan: PlanPod,
         console: Console,
         changed: Callable[[], None],
         backoff: Backoff,
@@ -73,14 +72,14 @@ class JobRun:
         self._name = job["name"]
         self._spec = job["template"]["spec"]
         self._pods = pods
-        self._start = start
+        self._plan = plan
         self._console = console
         self._changed = changed
         self._backoff = backoff
         self._running: dict[int, PodRun] = {}
         self._succeeded: set[int] = set()
-        self._failures = 0  # pods that failed
-        self._restarts: Counter[int] = Counter()  # in place, of the pods that run
+        self._failures = 0  # of pods
+        self._restarts: Counter[int] = Counter()  # in place, of the running pods
 
     @property
     def is_ready(self) -> bool:
@@ -88,18 +87,25 @@ class JobRun:
         ready = {index for index, run in self._running.items() if run.is_ready}
         return len(ready | self._succeeded) >= len(self._pods)
 
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether every pod has succeeded."""
+        return len(self._succeeded) >= len(self._pods)
+
     async def run(self) -> None:
-        """Until every index has succeeded.
+        """Runs until every index has succeeded.
 
         Raises:
             JobFailed: by the failure policy of pods, or by too many failures.
         """
+        self._console.event(f"{self._name} starts with {len(self._pods)} pods")
         try:
             async with asyncio.TaskGroup() as group:
                 for pod in self._pods:
                     group.create_task(self._run_index(pod))
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
+        self._console.event(f"{self._name} succeeded")
 
     async def _run_index(self, pod: Pod) -> None:
         failures = 0
@@ -141,8 +147,9 @@ class JobRun:
         def log(container: str, line: str) -> None:
             self._console.line(pod.name, container, line)
 
-        with self._start(pod, Events(log, restarted, self._changed)) as run:
-            self._running[pod.index] = run
+        with self._plan(pod) as processes:
+            events = Events(log, restarted, self._changed)
+            run = self._running[pod.index] = PodRun(pod, processes, events, self._backoff)
             try:
                 return await run.run()
             finally:
@@ -152,99 +159,70 @@ class JobRun:
 
 
 class JobSetRun:
-    """A whole JobSet, once through its failure policy."""
+    """A whole JobSet, with the restarts of its failure policy."""
 
     def __init__(
-        self,
-        jobset: Json,
-        pods: list[Pod],
-        start: PodStarter,
-        console: Console,
-        backoff: Backoff,
+        self, jobset: Json, pods: list[Pod], plan: PlanPod, console: Console, backoff: Backoff
     ) -> None:
         self._spec = jobset["spec"]
         self._pods = pods
-        self._start = start
+        self._plan = plan
         self._console = console
         self._backoff = backoff
-        self._replicas = {job["name"]: job.get("replicas", 1) for job in self._jobs}
-
-    @property
-    def _jobs(self) -> list[Json]:
-        jobs: list[Json] = self._spec["replicatedJobs"]
-        return jobs
+        self._change = asyncio.Event()
 
     async def run(self) -> None:
-        """Until the success policy holds; then what still runs is stopped.
+        """Runs until the success policy holds; then stops what still runs.
 
         Raises:
-            JobFailed: which the failure policy did not mend.
+            JobFailed: the failure policy does not restart after it.
         """
-        restarts = counted = 0
+        restarts = 0
         while True:
             try:
                 await self._run_once()
                 return
             except JobFailed as failed:
-                action = policies.after_job_failure(
-                    self._spec.get("failurePolicy"), failed.job, failed.reason, counted
-                )
-                if action == "FailJobSet":
+                policy = self._spec.get("failurePolicy")
+                if not policies.restarts_jobset(policy, failed.job, failed.reason, restarts):
                     raise
                 restarts += 1
-                counted += action == "RestartJobSet"
-                self._console.event(f"all is restarted, for the time {restarts}: {failed}")
+                self._console.event(f"restart {restarts} of all jobs: {failed}")
                 await asyncio.sleep(self._backoff.delay_s(restarts))
 
     async def _run_once(self) -> None:
-        changed = asyncio.Event()
-        runs: dict[tuple[str, int], JobRun] = {}
-        tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
-        succeeded: set[tuple[str, int]] = set()
-        try:
-            while not policies.is_complete(self._spec, Counter(name for name, _ in succeeded)):
-                self._start_jobs(runs, tasks, succeeded, changed.set)
-                waiting = asyncio.create_task(changed.wait())
-                try:
-                    await asyncio.wait((*tasks, waiting), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    waiting.cancel()
-                changed.clear()
-                for task in [task for task in tasks if task.done()]:
-                    key = tasks.pop(task)
-                    task.result()
-                    succeeded.add(key)
-                    self._console.event(f"{key[0]} succeeded")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start_jobs(
-        self,
-        runs: dict[tuple[str, int], JobRun],
-        tasks: dict[asyncio.Task[None], tuple[str, int]],
-        succeeded: set[tuple[str, int]],
-        changed: Callable[[], None],
-    ) -> None:
-        """Starts the Jobs whose dependencies have come to pass."""
-        ready = {key for key, run in runs.items() if run.is_ready} - succeeded
-        status = {
-            name: JobStatus(
-                ready=sum(of == name for of, _ in ready),
-                succeeded=sum(of == name for of, _ in succeeded),
+        runs: dict[str, JobRun] = {}
+        for job in self._spec["replicatedJobs"]:
+            pods = [pod for pod in self._pods if pod.job["name"] == job["name"]]
+            runs[job["name"]] = JobRun(
+                job, pods, self._plan, self._console, self._notify, self._backoff
             )
-            for name in self._replicas
+        tasks = {
+            job["name"]: asyncio.create_task(self._run_job(job, runs))
+            for job in self._spec["replicatedJobs"]
         }
-        for job in self._jobs:
-            for replica in range(self._replicas[job["name"]]):
-                key = (job["name"], replica)
-                if key in runs or not policies.may_start(job, status, self._replicas):
-                    continue
-                pods = [pod for pod in self._pods if (pod.job["name"], pod.replica) == key]
-                self._console.event(f"{job['name']} starts with {len(pods)} pods")
-                runs[key] = JobRun(job, pods, self._start, self._console, changed, self._backoff)
-                tasks[asyncio.create_task(runs[key].run())] = key
+        try:
+            targets = [tasks[name] for name in policies.success_targets(self._spec)]
+            await all_done(targets, beside=tasks.values())
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _run_job(self, job: Json, runs: Mapping[str, JobRun]) -> None:
+        """Runs a replicated job once its dependencies are met."""
+        while not policies.may_start(
+            job,
+            ready={name for name, run in runs.items() if run.is_ready},
+            succeeded={name for name, run in runs.items() if run.has_succeeded},
+        ):
+            await self._change.wait()
+        await runs[job["name"]].run()
+
+    def _notify(self) -> None:
+        """Wakes every job that waits, and makes the next one wait for the next change."""
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,7 +1,7 @@
-"""YAML files -> the TrainJob, the runtime it names, and the Secrets and ConfigMaps beside them.
+"""YAML files -> the TrainJob, the runtime that it names, and their Secrets.
 
-The models of `kubeflow-trainer-api` read both, as a cluster's API server does; a field that they do
-not know, which a server would drop or refuse, is an error here.
+The models of `kubeflow-trainer-api` read them, as the API server of a cluster does. A server drops
+or refuses unknown fields; here they are an error.
 """
 
 from __future__ import annotations
@@ -23,44 +23,38 @@ from cache_protocol.errors import ConfigError
 Json = dict[str, Any]
 _Steps = tuple[str | int, ...]
 
+_API_VERSION = "trainer.kubeflow.org/v1alpha1"
 _DEFAULT_RUNTIME_KIND = "ClusterTrainingRuntime"
 _MODELS = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-# What the models raise; of what is no list, no object or no quantity without a path.
-_MISREAD = (TypeError, AttributeError, ValueError)
-_API_VERSION = "trainer.kubeflow.org/v1alpha1"
+# What the models raise for a wrong type; ValidationError is a ValueError.
+_WRONG_TYPE = (TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
 class Manifests:
-    """What a TrainJob is made of.
-
-    Attributes:
-        train_job, runtime: the objects as their files say them.
-        secrets, config_maps: the decoded values of each, by name.
-    """
+    """A TrainJob and its runtime as their files say them, and the values of each Secret."""
 
     train_job: Json
     runtime: Json
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    config_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
-    """The TrainJob of a file and the runtime that it names.
+    """Reads the TrainJob of a file and the runtime that it names.
 
-    The file may hold other documents: Secrets, ConfigMaps, a runtime of the job's own.
+    The file may also hold Secrets and a runtime.
 
     Args:
         train_job: a YAML file with one TrainJob.
         runtimes: a folder of manifests, or a file such as ``kubectl kustomize`` prints.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown field or a wrong type, no TrainJob or
-            several, no such runtime.
+        ConfigError: an unreadable file, an unknown field, a wrong type, no TrainJob or several, or
+            no such runtime.
     """
     documents = list(_documents(train_job))
     jobs = [document for document in documents if document.get("kind") == "TrainJob"]
@@ -71,9 +65,6 @@ def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
         train_job=job,
         runtime=_runtime(job, documents, runtimes),
         secrets={_name(d): _secret(d) for d in documents if d.get("kind") == "Secret"},
-        config_maps={
-            _name(d): _texts(d, "data") for d in documents if d.get("kind") == "ConfigMap"
-        },
     )
 
 
@@ -81,38 +72,34 @@ def _runtime(job: Json, documents: list[Json], runtimes: Path) -> Json:
     reference = job["spec"]["runtimeRef"]
     kind = reference.get("kind", _DEFAULT_RUNTIME_KIND)
     found: dict[str, Json] = {}
-    for document in documents:
+    for document in (*documents, *_shipped(runtimes)):
         if document.get("kind") == kind:
             found.setdefault(_name(document), document)
-    for path in _manifest_files(runtimes):
-        for document in _documents(path):
-            if document.get("kind") == kind:
-                found.setdefault(_name(document), document)
     if reference["name"] not in found:
         raise ConfigError(
             f"no {kind} {reference['name']!r} in {runtimes}, which has "
-            f"{', '.join(sorted(found)) or 'none'}; an overlay is built first: kubectl kustomize "
+            f"{', '.join(sorted(found)) or 'none'}; build an overlay first: kubectl kustomize "
             "FOLDER > runtime.yaml, then --runtimes runtime.yaml"
         )
     return _checked(found[reference["name"]], runtimes)
 
 
-def _manifest_files(runtimes: Path) -> Iterator[Path]:
-    """The files of a folder that are whole objects: kustomize's patches are not."""
+def _shipped(runtimes: Path) -> Iterator[Json]:
+    """The objects of a file or a folder, without the patches of kustomize."""
     if runtimes.is_file():
-        yield runtimes
+        yield from _documents(runtimes)
         return
     if not runtimes.is_dir():
         raise ConfigError(f"--runtimes must be a folder or a file, got {str(runtimes)!r}")
     for path in sorted(runtimes.rglob("*.yaml")):
-        if path.name == "kustomization.yaml":
-            continue
         kustomization = path.with_name("kustomization.yaml")
+        if path == kustomization:
+            continue
         if kustomization.exists():
             listed = next(_documents(kustomization), {}).get("resources") or ()
             if path.name not in listed:
                 continue
-        yield path
+        yield from _documents(path)
 
 
 def _documents(path: Path) -> Iterator[Json]:
@@ -137,29 +124,26 @@ def _name(document: Json) -> str:
 
 
 def _secret(document: Json) -> dict[str, str]:
-    values: dict[str, str] = {}
-    for key, text in _texts(document, "data").items():
-        try:
-            values[key] = base64.b64decode(text, validate=True).decode()
-        except (binascii.Error, UnicodeError):
-            raise ConfigError(f"Secret {_name(document)}: {key} is no base64 text") from None
-    return values | _texts(document, "stringData")
-
-
-def _texts(document: Json, field: str) -> dict[str, str]:
-    """The values of a Secret or a ConfigMap, which no message shows."""
-    where = f"{document['kind']} {_name(document)}: {field}"
-    values = document.get(field) or {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} must be names and their values")
-    for key, value in values.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}.{key} must be a text: a number needs quotes")
+    """The values of a Secret; no message shows them."""
+    where, values = f"Secret {_name(document)}", {}
+    for name in ("data", "stringData"):
+        given = document.get(name) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"{where}: {name} must be names and their values")
+        for key, value in given.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"{where}: {name}.{key} must be a string: quote a number")
+            try:
+                values[key] = value
+                if name == "data":
+                    values[key] = base64.b64decode(value, validate=True).decode()
+            except (binascii.Error, UnicodeError):
+                raise ConfigError(f"{where}: data.{key} must be base64") from None
     return values
 
 
 def _checked(document: Json, path: Path) -> Json:
-    """The document itself, after the models have read it and given all of it back."""
+    """The document, after the models have read it and given all of it back."""
     kind = document["kind"]
     where = f"{path}: {kind} {_name(document)}"
     if document.get("apiVersion") != _API_VERSION:
@@ -167,25 +151,25 @@ def _checked(document: Json, path: Path) -> Json:
             f"{where}: apiVersion must be {_API_VERSION}, got {document.get('apiVersion')!r}"
         )
     if not isinstance(document.get("spec"), dict):
-        raise ConfigError(f"{where}: spec is missing, or no object")
+        raise ConfigError(f"{where}: spec must be an object, got {document.get('spec')!r}")
     try:
-        known = _MODELS[kind].from_dict(document)
-    except ValidationError as error:
-        problems = [
-            f"{_place(problem['input'], problem['loc'], document)}: {problem['msg']}"
-            for problem in error.errors()
-        ]
-        raise ConfigError(f"{where}: {'; '.join(problems)}") from None
-    except _MISREAD as error:
-        raise ConfigError(f"{where}: {_misread(document)}: {str(error).splitlines()[0]}") from None
-    unknown = sorted(unknown_fields(document, known.to_dict() if known is not None else {}))
+        kept = _MODELS[kind].from_dict(document)
+    except _WRONG_TYPE as error:
+        raise ConfigError(f"{where}: {_wrong_part(document)}: {_reason(error)}") from None
+    unknown = sorted(_unknown_fields(document, kept.to_dict() if kept is not None else {}))
     if unknown:
         raise ConfigError(f"{where}: unknown field {', '.join(unknown)}")
     return document
 
 
-def _misread(document: Json) -> str:
-    """The path of what the model cannot read and does not name: the innermost it can do without."""
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"] for problem in error.errors())
+    return str(error).splitlines()[0]
+
+
+def _wrong_part(document: Json) -> str:
+    """The path of the innermost part without which the model reads the document."""
     for steps, _ in sorted(_parts(document), key=lambda part: len(part[0]), reverse=True):
         rest = copy.deepcopy(document)
         holder: Any = rest
@@ -194,24 +178,14 @@ def _misread(document: Json) -> str:
         del holder[steps[-1]]
         try:
             _MODELS[document["kind"]].from_dict(rest)
-        except _MISREAD:  # of which ValidationError is one
+        except _WRONG_TYPE:
             continue
         return _path(steps)
-    return "fields of a wrong type"
-
-
-def _place(value: Any, last: _Steps, document: Json) -> str:
-    """Where ``value`` is, of which a model knows the last steps alone."""
-    found = [
-        steps
-        for steps, part in _parts(document)
-        if part is value and steps[len(steps) - len(last) :] == last
-    ]
-    return " or ".join(map(_path, found or [last]))
+    return "several fields have a wrong type"
 
 
 def _parts(part: Json | list[Any], before: _Steps = ()) -> Iterator[tuple[_Steps, Any]]:
-    """All that a document is made of, and the steps to each."""
+    """All parts of a document, and the steps to each."""
     for step, value in part.items() if isinstance(part, dict) else enumerate(part):
         yield (*before, step), value
         if isinstance(value, dict | list):
@@ -224,19 +198,9 @@ def _path(steps: _Steps) -> str:
     return path.removeprefix(".")
 
 
-def unknown_fields(given: Any, kept: Any, path: str = "") -> Iterator[str]:
-    """The paths in ``given`` that are missing from ``kept``, what a model made of it."""
-    if isinstance(given, dict):
-        for key, value in given.items():
-            step = f"{path}.{key}" if path else str(key)
-            if not isinstance(kept, dict) or key not in kept:
-                if value is not None:
-                    yield step
-            else:
-                yield from unknown_fields(value, kept[key], step)
-    elif isinstance(given, list):
-        for index, value in enumerate(given):
-            if not isinstance(kept, list) or index >= len(kept):
-                yield f"{path}[{index}]"
-            else:
-                yield from unknown_fields(value, kept[index], f"{path}[{index}]")
+def _unknown_fields(given: Json, kept: Json) -> Iterator[str]:
+    """The innermost paths in ``given`` that are missing from ``kept``, what a model made of it."""
+    known = {steps for steps, _ in _parts(kept)}
+    for steps, value in _parts(given):
+        if steps not in known and value is not None and (steps[:-1] in known or not steps[:-1]):
+            yield _path(steps)
