@@ -17,7 +17,7 @@ from cache_runtimes.initializer.cluster import (
     connect,
 )
 from cache_runtimes.initializer.plan import JOB_LABEL, Kind, Names
-from cache_runtimes.initializer.waiting import Pace, Watcher
+from cache_runtimes.initializer.watcher import Timing, Watcher
 from tests.api_server import ApiServer, Fault
 from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until
@@ -87,8 +87,8 @@ def test_while_the_job_trains_a_server_that_knows_the_initializer_no_more_is_ask
     failures: list[Exception] = []
 
     def run() -> None:
-        pace = Pace(failure_grace_s=0.0, progress_s=1.0)
-        with Watcher(cluster, names, made["metadata"]["uid"], pace, stop) as watcher:
+        timing = Timing(failure_grace_s=0.0, progress_s=1.0)
+        with Watcher(cluster, names, made["metadata"]["uid"], timing, stop) as watcher:
             try:
                 watcher.wait_until_ready(patience)
                 watcher.stay(told.append)

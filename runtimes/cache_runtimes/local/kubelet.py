@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from cache_runtimes.local.pods import Pod, Process
 from cache_runtimes.local.policies import ContainerExit, restarts_in_place
 
 Json = dict[str, Any]
+Task = asyncio.Task[Any]
 
 _DEFAULT_GRACE_S = 30.0
 _MIN_GRACE_S = 2.0  # after a hook that took all of it: minimumGracePeriodInSeconds
@@ -26,10 +27,7 @@ _DIRECT = (("grpc.enable_http_proxy", 0),)  # no proxy knows this machine's loop
 
 @dataclass(frozen=True)
 class Backoff:
-    """Seconds before a restart: they double up to a limit.
-
-    A cluster waits longer, from 10 s up to 5 min, to protect other users.
-    """
+    """Seconds before a restart: they double up to a limit. A cluster waits 10 s up to 5 min."""
 
     first_s: float = 0.5
     limit_s: float = 10.0
@@ -39,43 +37,28 @@ class Backoff:
         return float(min(self.limit_s, self.first_s * 2 ** max(0, min(failures - 1, 30))))
 
 
-@dataclass(frozen=True)
-class Events:
-    """What a pod calls when something happens in it.
+@dataclass
+class PodRun:
+    """Runs one pod, once, in one event loop.
 
     Attributes:
-        log: with the container and one of its lines.
-        restarted: when a container is about to restart in place; may raise to give the pod up.
-        changed: when the pod may have become ready, or stopped being ready.
+        log: gets a container and one of its lines.
+        restarted: called before a restart in place; may raise to give the pod up.
+        changed: called when `is_ready` may have changed.
     """
 
+    pod: Pod
+    processes: Mapping[str, Process] = field(repr=False)
     log: Callable[[str, str], None]
     restarted: Callable[[ContainerExit], None]
     changed: Callable[[], None]
-
-
-class PodRun:
-    """Runs one pod, once, in one event loop."""
-
-    def __init__(
-        self, pod: Pod, processes: Mapping[str, Process], events: Events, backoff: Backoff
-    ) -> None:
-        self._pod = pod
-        self._sidecars: list[Json] = pod.spec.get("initContainers") or []
-        self._containers: list[Json] = pod.spec["containers"]
-        self._grace_s = float(pod.spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S))
-        self._processes = processes
-        self._events = events
-        self._backoff = backoff
-        self._ready: dict[str, bool] = {}
+    backoff: Backoff
+    _ready: set[str] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
         """Whether all containers run and every readiness probe succeeds."""
-        return all(
-            self._ready.get(container["name"], False)
-            for container in (*self._sidecars, *self._containers)
-        )
+        return self._ready == self.processes.keys()
 
     async def run(self) -> list[ContainerExit]:
         """Runs the pod to its end; how its containers ended.
@@ -85,7 +68,7 @@ class PodRun:
         """
         sidecars: list[asyncio.Task[ContainerExit]] = []
         try:
-            for container in self._sidecars:
+            for container in self.pod.spec.get("initContainers") or ():
                 started = asyncio.Event()
                 sidecars.append(asyncio.create_task(self._supervise(container, started)))
                 waiting = asyncio.create_task(started.wait())
@@ -96,7 +79,7 @@ class PodRun:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self._supervise(container, asyncio.Event()))
-                    for container in self._containers
+                    for container in self.pod.spec["containers"]
                 ]
                 await all_done(tasks, beside=sidecars)
             return [task.result() for task in tasks]
@@ -117,17 +100,17 @@ class PodRun:
         failures = 0
         while True:
             ended = await self._run_once(container, started)
-            if not restarts_in_place(container, self._pod.spec, ended.code):
+            if not restarts_in_place(container, self.pod.spec, ended.code):
                 return ended
             failures += 1
-            self._events.restarted(ended)
-            await asyncio.sleep(self._backoff.delay_s(failures))
+            self.restarted(ended)
+            await asyncio.sleep(self.backoff.delay_s(failures))
 
     async def _run_once(self, container: Json, started: asyncio.Event) -> ContainerExit:
         name = container["name"]
-        process = self._processes[name]
+        process = self.processes[name]
         try:
-            running = await RunningContainer.start(process, partial(self._events.log, name))
+            running = await RunningContainer.start(process, partial(self.log, name))
         except OSError as error:
             return ContainerExit(name, 128, f"cannot start {process.argv[0]!r}: {error}")
         ended = asyncio.create_task(running.wait())
@@ -140,11 +123,7 @@ class PodRun:
         return ContainerExit(name, code, running.last_line)
 
     async def _end(
-        self,
-        container: Json,
-        running: RunningContainer,
-        ended: asyncio.Task[int],
-        probes: asyncio.Task[None],
+        self, container: Json, running: RunningContainer, ended: Task, probes: Task
     ) -> None:
         """Ends a container and its probes, whether it has ended or must be stopped."""
         for task in (ended, probes):
@@ -154,7 +133,7 @@ class PodRun:
             if ended.cancelled() or ended.exception() is not None:
                 await self._stop(container, running)
         finally:
-            self._set_ready(container["name"], False)
+            self._set_ready(container, False)
         if not probes.cancelled():
             probes.result()
 
@@ -163,24 +142,23 @@ class PodRun:
 
         ``killContainer`` of pkg/kubelet/kuberuntime/kuberuntime_container.go.
         """
+        grace_s = float(self.pod.spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S))
         hook = (container.get("lifecycle") or {}).get("preStop")
-        pause_s = min(float(hook["sleep"]["seconds"]), self._grace_s) if hook else 0.0
+        pause_s = min(float(hook["sleep"]["seconds"]), grace_s) if hook else 0.0
         if pause_s:
             await running.ends_within(pause_s)
-        await running.stop(max(_MIN_GRACE_S, self._grace_s - pause_s))
+        await running.stop(max(_MIN_GRACE_S, grace_s - pause_s))
 
     async def _probe(
         self, container: Json, running: RunningContainer, started: asyncio.Event
     ) -> None:
-        name = container["name"]
-
         async def give_up(probe: str) -> None:
-            self._events.log(name, f"the {probe} failed: the container is stopped")
+            self.log(container["name"], f"the {probe} failed: the container is stopped")
             await self._stop(container, running)
 
         async def watch_readiness() -> None:
             async for succeeds in self._results(container["readinessProbe"]):
-                self._set_ready(name, succeeds)
+                self._set_ready(container, succeeds)
 
         async def watch_liveness() -> None:
             results = self._results(container["livenessProbe"])
@@ -193,7 +171,7 @@ class PodRun:
             await give_up("startupProbe")
             return
         started.set()
-        self._set_ready(name, not container.get("readinessProbe"))
+        self._set_ready(container, not container.get("readinessProbe"))
         async with asyncio.TaskGroup() as group:
             if container.get("readinessProbe"):
                 group.create_task(watch_readiness())
@@ -202,7 +180,7 @@ class PodRun:
 
     async def _results(self, probe: Json) -> AsyncIterator[bool]:
         """Asks again and again: True at a success, False after failureThreshold periods."""
-        address = f"{self._pod.address}:{probe['grpc']['port']}"
+        address = f"{self.pod.address}:{probe['grpc']['port']}"
         service = probe["grpc"].get("service") or ""
         timeout_s = float(probe.get("timeoutSeconds", 1))
         period_s = float(probe.get("periodSeconds", 10))
@@ -220,13 +198,13 @@ class PodRun:
                 yield False
             await asyncio.sleep(min(period_s, _MAX_WAIT_FOR_READY_S))
 
-    def _set_ready(self, name: str, ready: bool) -> None:
-        self._ready[name] = ready
-        self._events.changed()
+    def _set_ready(self, container: Json, ready: bool) -> None:
+        (self._ready.add if ready else self._ready.discard)(container["name"])
+        self.changed()
 
 
 async def is_serving(address: str, service: str, timeout_s: float) -> bool:
-    """Whether the health service of gRPC at ``address`` calls a service healthy."""
+    """Whether the gRPC health service at ``address`` calls a service healthy."""
     async with grpc.aio.insecure_channel(address, _DIRECT) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         try:
@@ -237,7 +215,7 @@ async def is_serving(address: str, service: str, timeout_s: float) -> bool:
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def first_done(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any]]:
+async def first_done(tasks: Iterable[Task]) -> set[Task]:
     """Waits until one of the tasks is done, and raises its error; the others."""
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
@@ -245,10 +223,8 @@ async def first_done(tasks: Iterable[asyncio.Task[Any]]) -> set[asyncio.Task[Any
     return pending
 
 
-async def all_done(
-    tasks: Iterable[asyncio.Task[Any]], *, beside: Iterable[asyncio.Task[Any]]
-) -> None:
-    """Waits until ``tasks`` are done; an error in any task, also ``beside`` them, is raised."""
+async def all_done(tasks: Iterable[Task], *, beside: Iterable[Task]) -> None:
+    """Waits until ``tasks`` are done; raises an error of any task, also ``beside`` them."""
     tasks = tuple(tasks)
     pending = {*tasks, *beside}
     while not all(task.done() for task in tasks):

@@ -1,14 +1,12 @@
 """YAML files -> the TrainJob, the runtime that it names, and their Secrets.
 
-The models of `kubeflow-trainer-api` read them, as the API server of a cluster does. A server drops
-or refuses unknown fields; here they are an error.
+The models of `kubeflow-trainer-api` check them, as the API server of a cluster does. A server may
+drop an unknown field; here it is an error.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,6 @@ from pydantic import ValidationError
 from cache_protocol.errors import ConfigError
 
 Json = dict[str, Any]
-_Steps = tuple[str | int, ...]
 
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 _DEFAULT_RUNTIME_KIND = "ClusterTrainingRuntime"
@@ -30,8 +27,6 @@ _MODELS = {
     "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-# What the models raise for a wrong type; ValidationError is a ValueError.
-_WRONG_TYPE = (TypeError, AttributeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -44,12 +39,10 @@ class Manifests:
 
 
 def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
-    """Reads the TrainJob of a file and the runtime that it names.
-
-    The file may also hold Secrets and a runtime.
+    """Reads a TrainJob and the runtime that it names.
 
     Args:
-        train_job: a YAML file with one TrainJob.
+        train_job: a YAML file with one TrainJob; it may also hold Secrets and runtimes.
         runtimes: a folder of manifests, or a file such as ``kubectl kustomize`` prints.
 
     Raises:
@@ -85,20 +78,10 @@ def _runtime(job: Json, documents: list[Json], runtimes: Path) -> Json:
 
 
 def _shipped(runtimes: Path) -> Iterator[Json]:
-    """The objects of a file or a folder, without the patches of kustomize."""
-    if runtimes.is_file():
-        yield from _documents(runtimes)
-        return
-    if not runtimes.is_dir():
+    """The objects of a file, or of the files of a folder."""
+    if not runtimes.exists():
         raise ConfigError(f"--runtimes must be a folder or a file, got {str(runtimes)!r}")
-    for path in sorted(runtimes.rglob("*.yaml")):
-        kustomization = path.with_name("kustomization.yaml")
-        if path == kustomization:
-            continue
-        if kustomization.exists():
-            listed = next(_documents(kustomization), {}).get("resources") or ()
-            if path.name not in listed:
-                continue
+    for path in sorted(runtimes.rglob("*.yaml")) if runtimes.is_dir() else [runtimes]:
         yield from _documents(path)
 
 
@@ -134,16 +117,20 @@ def _secret(document: Json) -> dict[str, str]:
             if not isinstance(value, str):
                 raise ConfigError(f"{where}: {name}.{key} must be a string: quote a number")
             try:
-                values[key] = value
-                if name == "data":
-                    values[key] = base64.b64decode(value, validate=True).decode()
-            except (binascii.Error, UnicodeError):
+                values[key] = (
+                    value if name == "stringData" else b64decode(value, validate=True).decode()
+                )
+            except ValueError:
                 raise ConfigError(f"{where}: data.{key} must be base64") from None
     return values
 
 
 def _checked(document: Json, path: Path) -> Json:
-    """The document, after the models have read it and given all of it back."""
+    """The document, after the models have read it.
+
+    Raises:
+        ConfigError: naming every unknown field and every wrong type.
+    """
     kind = document["kind"]
     where = f"{path}: {kind} {_name(document)}"
     if document.get("apiVersion") != _API_VERSION:
@@ -153,54 +140,24 @@ def _checked(document: Json, path: Path) -> Json:
     if not isinstance(document.get("spec"), dict):
         raise ConfigError(f"{where}: spec must be an object, got {document.get('spec')!r}")
     try:
-        kept = _MODELS[kind].from_dict(document)
-    except _WRONG_TYPE as error:
-        raise ConfigError(f"{where}: {_wrong_part(document)}: {_reason(error)}") from None
-    unknown = sorted(_unknown_fields(document, kept.to_dict() if kept is not None else {}))
-    if unknown:
-        raise ConfigError(f"{where}: unknown field {', '.join(unknown)}")
+        _MODELS[kind].model_validate(document, extra="forbid", by_alias=True, by_name=False)
+    except ValidationError as error:
+        problems = [_told(problem) for problem in error.errors() if not _is_scalar(problem)]
+        if problems:
+            raise ConfigError(f"{where}: {'; '.join(problems)}") from None
     return document
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return "; ".join(problem["msg"] for problem in error.errors())
-    return str(error).splitlines()[0]
+def _is_scalar(problem: Json) -> bool:
+    """Whether the input is a quantity or a port, which the models read as an object only."""
+    model = str((problem.get("ctx") or {}).get("class_name"))
+    is_scalar = type(problem["input"]) in (str, int, float)  # a bool is none
+    return is_scalar and model.endswith(("Quantity", "IntOrString"))
 
 
-def _wrong_part(document: Json) -> str:
-    """The path of the innermost part without which the model reads the document."""
-    for steps, _ in sorted(_parts(document), key=lambda part: len(part[0]), reverse=True):
-        rest = copy.deepcopy(document)
-        holder: Any = rest
-        for step in steps[:-1]:
-            holder = holder[step]
-        del holder[steps[-1]]
-        try:
-            _MODELS[document["kind"]].from_dict(rest)
-        except _WRONG_TYPE:
-            continue
-        return _path(steps)
-    return "several fields have a wrong type"
-
-
-def _parts(part: Json | list[Any], before: _Steps = ()) -> Iterator[tuple[_Steps, Any]]:
-    """All parts of a document, and the steps to each."""
-    for step, value in part.items() if isinstance(part, dict) else enumerate(part):
-        yield (*before, step), value
-        if isinstance(value, dict | list):
-            yield from _parts(value, (*before, step))
-
-
-def _path(steps: _Steps) -> str:
-    """Such as ``spec.trainer.command[0]``."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
-    return path.removeprefix(".")
-
-
-def _unknown_fields(given: Json, kept: Json) -> Iterator[str]:
-    """The innermost paths in ``given`` that are missing from ``kept``, what a model made of it."""
-    known = {steps for steps, _ in _parts(kept)}
-    for steps, value in _parts(given):
-        if steps not in known and value is not None and (steps[:-1] in known or not steps[:-1]):
-            yield _path(steps)
+def _told(problem: Json) -> str:
+    """Such as ``spec.trainer.command[0]: Input should be a valid string``; never the input."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
+    path = "".join(steps).removeprefix(".")
+    unknown = problem["type"] == "extra_forbidden"
+    return f"unknown field {path}" if unknown else f"{path}: {problem['msg']}"

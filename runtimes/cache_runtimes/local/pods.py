@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from kubernetes.utils.quantity import parse_quantity
 
@@ -23,30 +23,21 @@ from cache_runtimes.local.render import COMPLETION_INDEX, JOBSET_LABEL, containe
 from cache_runtimes.local.supported import UnsupportedFieldError
 
 Json = dict[str, Any]
+_T = TypeVar("_T")
 
 _REFERENCE = re.compile(r"\$(\$|\(([^()]+)\))")
-_BEFORE_A_NAME, _AFTER_A_NAME = r"(?<![\w.-])", r"(?![\w-]|\.\w)"
-_BEFORE_A_PATH, _AFTER_A_PATH = r"(?<![\w./-])", r"(?![\w.-])"
 
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of a JobSet.
-
-    Attributes:
-        jobset: the name of the JobSet.
-        name: without the random suffix that a cluster adds.
-        address: the loopback address that stands for it.
-        job: its replicated job.
-        index: its completion index.
-    """
+    """One pod of a JobSet."""
 
     jobset: str
     namespace: str
-    name: str
-    address: str
-    job: Json
-    index: int
+    name: str  # without the random suffix that a cluster adds
+    address: str  # of the loopback network
+    job: Json  # its replicated job
+    index: int  # its completion index
 
     @property
     def host(self) -> str:
@@ -73,24 +64,14 @@ class Pod:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What pods find on this machine.
+    """What pods find on this machine."""
 
-    Attributes:
-        secrets: the values of each Secret, by its name.
-        environment: stands for the environment of the images.
-        extra_environment: overrides the manifests in every container.
-        ports: port numbers of frameworks -> the free ports that replace them.
-        hosts: names outside the job, such as ``data-cache.data-cache-system:50051`` -> their
-            addresses on this machine.
-        find_program: the path of a program, None where there is none.
-    """
-
-    secrets: Mapping[str, Mapping[str, str]] = field(repr=False)
-    environment: Mapping[str, str]
-    extra_environment: Mapping[str, str]
-    ports: Mapping[int, int]
-    hosts: Mapping[str, str]
-    find_program: Callable[[str], str | None]
+    secrets: Mapping[str, Mapping[str, str]] = field(repr=False)  # the values of each, by its name
+    environment: Mapping[str, str]  # replaces that of the images
+    extra_environment: Mapping[str, str]  # overrides the manifests in every container
+    ports: Mapping[int, int]  # of frameworks -> the free ports that replace them
+    hosts: Mapping[str, str]  # names outside the job -> addresses on this machine
+    find_program: Callable[[str], str | None]  # the path of a program
 
 
 @dataclass(frozen=True)
@@ -103,10 +84,9 @@ class Process:
 
 
 def pods(jobset: Json, address: Callable[[int], str]) -> list[Pod]:
-    """Every pod of a JobSet, in the order of its jobs and indexes.
+    """Every pod of a rendered JobSet, in the order of its jobs and indexes.
 
     Args:
-        jobset: as `render` makes it.
         address: the number of a pod -> its loopback address.
     """
     name, namespace = jobset["metadata"]["name"], jobset["metadata"]["namespace"]
@@ -135,12 +115,17 @@ def processes(
     Raises:
         ConfigError: naming the container, and what of it cannot be run here.
     """
-    with_names = _substitution(_names(all_pods, around), _BEFORE_A_NAME, _AFTER_A_NAME)
+    addresses = dict(around.hosts)
+    for each in all_pods:
+        addresses[each.host] = each.address
+        for port, free in around.ports.items():
+            addresses[f"{each.host}:{port}"] = f"{each.address}:{free}"
+    with_names = _substitution(addresses, r"(?<![\w.-])", r"(?![\w-]|\.\w)")
     found: dict[str, Process] = {}
     for container in containers(pod.job):
         where = f"{pod.name}/{container['name']}"
         directories = _directories(container, volumes, where)
-        with_paths = _substitution(directories, _BEFORE_A_PATH, _AFTER_A_PATH)
+        with_paths = _substitution(directories, r"(?<![\w./-])", r"(?![\w.-])")
         env = _environment(pod, container, around.secrets, where)
         if not container.get("command"):
             raise ConfigError(
@@ -187,16 +172,6 @@ def _no_proxy(
     return {name: ",".join(filter(None, (environment.get(name), *here))) for name in names}
 
 
-def _names(all_pods: Iterable[Pod], around: Surroundings) -> dict[str, str]:
-    """DNS names, and names with the port of a framework -> addresses on this machine."""
-    found = dict(around.hosts)
-    for pod in all_pods:
-        found[pod.host] = pod.address
-        for port, free in around.ports.items():
-            found[f"{pod.host}:{port}"] = f"{pod.address}:{free}"
-    return found
-
-
 def _directories(container: Json, volumes: Mapping[str, PurePath], where: str) -> dict[str, str]:
     """Mount paths -> directories."""
     found: dict[str, str] = {}
@@ -225,32 +200,31 @@ def _environment(
     pod: Pod, container: Json, secrets: Mapping[str, Mapping[str, str]], where: str
 ) -> dict[str, str]:
     """As a kubelet makes it: envFrom, then env in order; each may refer to earlier ones."""
-
-    def secret(name: str, key: str | None = None) -> Any:
-        found = secrets.get(name)
-        if found is None or (key is not None and key not in found):
-            raise ConfigError(
-                f"{where} needs the Secret {name if key is None else f'{name}.{key}'!r}: add it to "
-                "the file of the TrainJob, as another document"
-            )
-        return found if key is None else found[key]
-
     env: dict[str, str] = {"JOB_COMPLETION_INDEX": str(pod.index)}
-    for source in container.get("envFrom") or ():
-        env |= secret(source["secretRef"]["name"])
+    for item in container.get("envFrom") or ():
+        env |= _known(secrets, item["secretRef"]["name"], f"{where} needs the Secret")
     for item in container.get("env") or ():
         source = item.get("valueFrom") or {}
         if "fieldRef" in source:
-            env[item["name"]] = _field(source["fieldRef"]["fieldPath"], pod, where)
+            value = _field(source["fieldRef"]["fieldPath"], pod, where)
         elif "resourceFieldRef" in source:
-            env[item["name"]] = _memory_limit(container, where)
+            value = _memory_limit(container, where)
         elif "secretKeyRef" in source:
-            env[item["name"]] = secret(
-                source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]
-            )
+            name, key = source["secretKeyRef"]["name"], source["secretKeyRef"]["key"]
+            values = _known(secrets, name, f"{where} needs the Secret")
+            value = _known(values, key, f"{where} needs, in the Secret {name!r}, the key")
         else:
-            env[item["name"]] = _expanded(item.get("value") or "", env)
+            value = _expanded(item.get("value") or "", env)
+        env[item["name"]] = value
     return env
+
+
+def _known(values: Mapping[str, _T], name: str, needs: str) -> _T:
+    if name not in values:
+        raise ConfigError(
+            f"{needs} {name!r}: add it to the file of the TrainJob, as another document"
+        )
+    return values[name]
 
 
 def _field(path: str, pod: Pod, where: str) -> str:

@@ -21,17 +21,11 @@ BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
 
 @dataclass(frozen=True)
 class ContainerExit:
-    """How a container ended.
-
-    Attributes:
-        container: its name.
-        code: as a shell gives it: 128 + the signal for a killed one.
-        message: its last line, which says why.
-    """
+    """How a container ended."""
 
     container: str
-    code: int
-    message: str
+    code: int  # as a shell gives it: 128 + the signal for a killed one
+    message: str  # its last line, which says why
 
 
 def restarts_in_place(container: Json, pod_spec: Json, code: int) -> bool:
@@ -62,11 +56,9 @@ def exceeds_backoff_limit(pod_spec: Json, limit: int, failures: int, restarts: i
     ``exceedsBackoffLimit`` and ``pastBackoffLimitOnFailure`` of the Job's controller.
 
     Args:
-        pod_spec: of its pods.
-        failures: pods that have failed.
-        restarts: of containers in place, in all running pods. They count under ``OnFailure`` only,
-            and exceed a limit when they reach it. A cluster makes the last restart and takes it
-            back; run-local does not make it.
+        failures: of pods.
+        restarts: in place, of the running pods. They count under ``OnFailure`` only, and exceed a
+            limit when they reach it. A cluster makes the last restart and takes it back.
     """
     if failures > limit:
         return True
@@ -74,14 +66,7 @@ def exceeds_backoff_limit(pod_spec: Json, limit: int, failures: int, restarts: i
 
 
 def restarts_jobset(failure_policy: Json | None, job: str, reason: str, restarts: int) -> bool:
-    """Whether a JobSet starts again after a failed Job, or fails.
-
-    Args:
-        failure_policy: of the JobSet.
-        job: the replicated job whose Job failed.
-        reason: of the failed Job.
-        restarts: of the JobSet so far.
-    """
+    """Whether a JobSet starts again after ``restarts`` of them, when a Job fails by ``reason``."""
     policy = failure_policy or {}
     for rule in policy.get("rules") or ():  # FailJobSet
         reasons = rule.get("onJobFailureReasons") or [reason]
@@ -98,12 +83,7 @@ def success_targets(jobset_spec: Json) -> list[str]:
 
 
 def may_start(job: Json, ready: Collection[str], succeeded: Collection[str]) -> bool:
-    """Whether the dependencies of a replicated job are met.
-
-    Args:
-        ready: the replicated jobs that are ready or have succeeded.
-        succeeded: those that have succeeded.
-    """
+    """Whether the dependencies of a job are met; ``ready`` ones may have succeeded."""
     return all(
         dependency["name"] in (succeeded if dependency["status"] == "Complete" else ready)
         for dependency in job.get("dependsOn") or ()

@@ -14,9 +14,8 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,7 +28,6 @@ from cache_runtimes.local.render import JAX_PORT, TORCH_PORT, Json
 from cache_runtimes.local.supported import JOBSET, check_supported
 
 EXIT_FAILURE = 1
-_FRAMEWORK_PORTS = (TORCH_PORT, JAX_PORT)
 # They replace the environment of an image.
 _KEPT_VARIABLES = (
     *("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
@@ -72,8 +70,8 @@ def run_local(
     check_supported(jobset["spec"], JOBSET, "spec")
     path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", "")))
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
-    with _subnet() as address, _free_ports() as ports:
-        every_pod = pods(jobset, address)
+    with _subnet() as subnet, _free_ports() as ports:
+        every_pod = pods(jobset, lambda number: f"{subnet}.{number + 2}")
         if len(every_pod) > _MAX_PODS:
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
         around = Surroundings(
@@ -95,7 +93,7 @@ def run_local(
                 pass  # an error of any pod comes before anything runs
         deadline_s = manifests.train_job["spec"].get("activeDeadlineSeconds")
         code, last_words = asyncio.run(
-            _until_ended(JobSetRun(jobset, every_pod, plan, console, backoff), deadline_s)
+            _until_ended(JobSetRun(jobset["spec"], every_pod, plan, console, backoff), deadline_s)
         )
         console.event(f"TrainJob {jobset['metadata']['name']} {last_words}")
         return code
@@ -110,20 +108,16 @@ def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
     """
     with ExitStack() as stack:
 
-        def directory(medium: str | None = None) -> Path:
-            root = _MEMORY if medium == "Memory" and Path(_MEMORY).is_dir() else None
-            made = TemporaryDirectory(
-                prefix=f"run-local-{pod.name}-", dir=root, ignore_cleanup_errors=True
-            )
+        def directory(root: str | None) -> Path:
+            prefix = f"run-local-{pod.name}-"
+            made = TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True)
             return Path(stack.enter_context(made))
 
-        yield (
-            {
-                volume["name"]: directory((volume.get("emptyDir") or {}).get("medium"))
-                for volume in pod.spec.get("volumes") or ()
-            },
-            directory(),
-        )
+        found: dict[str, Path] = {}
+        for volume in pod.spec.get("volumes") or ():
+            in_memory = (volume.get("emptyDir") or {}).get("medium") == "Memory"
+            found[volume["name"]] = directory(_MEMORY if in_memory else None)
+        yield found, directory(None)
 
 
 async def _until_ended(run: JobSetRun, deadline_s: float | None) -> tuple[int, str]:
@@ -153,8 +147,8 @@ async def _until_ended(run: JobSetRun, deadline_s: float | None) -> tuple[int, s
 
 
 @contextmanager
-def _subnet() -> Iterator[Callable[[int], str]]:
-    """A part of the loopback network that no other run-local uses: pod number -> address."""
+def _subnet() -> Iterator[str]:
+    """The start ``127.x.y`` of loopback addresses that no other run-local uses."""
     choose = random.Random()
     for _ in range(100):
         subnet = f"127.{choose.randint(1, 254)}.{choose.randint(0, 255)}"
@@ -163,24 +157,22 @@ def _subnet() -> Iterator[Callable[[int], str]]:
                 lock.bind((f"{subnet}.1", _LOCK_PORT))
             except OSError:
                 continue
-            yield partial(_address, subnet)
+            yield subnet
             return
     raise ConfigError("no free part of the loopback network 127.0.0.0/8 on this machine")
 
 
-def _address(subnet: str, number: int) -> str:
-    return f"{subnet}.{number + 2}"
-
-
 @contextmanager
 def _free_ports() -> Iterator[dict[int, int]]:
-    """Free ports for the frameworks, which bind theirs on every address.
+    """A free port for each framework, which binds its port on every address.
 
-    They are held, bound and not listening: nobody else is given one before the framework starts.
+    The ports are bound and do not listen, so no other program gets them before the framework.
     """
-    with socket.socket() as torch, socket.socket() as jax:
-        for held in (torch, jax):
+    with ExitStack() as stack:
+        ports: dict[int, int] = {}
+        for port in (TORCH_PORT, JAX_PORT):
+            held = stack.enter_context(socket.socket())
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             held.bind(("", 0))
-        ports = [held.getsockname()[1] for held in (torch, jax)]
-        yield dict(zip(_FRAMEWORK_PORTS, ports, strict=True))
+            ports[port] = held.getsockname()[1]
+        yield ports

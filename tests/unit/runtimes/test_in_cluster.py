@@ -36,5 +36,7 @@ def test_a_proxy_for_the_source_does_not_stand_before_the_api_server(
 
 def test_without_a_token_there_is_no_way_and_the_reason_is_told(pod: Path) -> None:
     (pod / "token").unlink()
-    with pytest.raises(ConfigError, match="this is no pod of a cluster: Service token file does"):
+    with pytest.raises(
+        ConfigError, match="this is not a pod of a cluster: Service token file does"
+    ):
         connect(None)

@@ -18,7 +18,7 @@ from kubernetes.client import (
 from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
 from cache_protocol.spec.job_settings import spec_from_env
 from cache_protocol.storage.memory import shard_bytes
-from cache_runtimes.initializer.cache_health import Hope, is_disrupted, judge, lacks_pods
+from cache_runtimes.initializer.cache_health import Severity, assess, is_disrupted, lacks_pods
 from cache_runtimes.initializer.plan import (
     JOB_LABEL,
     PLAN_ANNOTATION,
@@ -363,7 +363,7 @@ def test_a_setting_that_a_cache_pod_sets_itself_is_an_error() -> None:
 def test_a_secret_may_say_who_reads_and_where_the_store_is(given: dict[str, str]) -> None:
     job = job_with(secretRef={"name": "keys"})
     assert container_of(job, **given)["envFrom"] == [{"secretRef": {"name": "keys"}}]
-    with pytest.raises(ConfigError, match="is what the cache pods get"):
+    with pytest.raises(ConfigError, match="which the cache pods get"):
         container_of(**given)
 
 
@@ -482,24 +482,29 @@ def refusal(message: str, uid: str = "uid-of-the-set") -> Json:
 
 
 @pytest.mark.parametrize(
-    ("status", "hope", "error", "text"),
+    ("status", "severity", "error", "text"),
     [
-        (waits("ErrImagePull"), Hope.STUCK, NodeUnavailableError, "why ErrImagePull"),
-        (waits("ImagePullBackOff"), Hope.STUCK, NodeUnavailableError, "ImagePullBackOff"),
-        (waits("InvalidImageName"), Hope.NONE, NodeUnavailableError, "InvalidImageName"),
-        (waits("CreateContainerConfigError"), Hope.STUCK, NodeUnavailableError, "ConfigError"),
-        (ended(65), Hope.NONE, LoadError, "exited with 65: cache: last"),
-        (ended(78), Hope.NONE, ConfigError, "exited with 78: cache: last"),
-        (ended(65, said=""), Hope.NONE, LoadError, "exited with 65: Error"),
-        (ended(1), Hope.WAITING, NodeUnavailableError, "exited with 1: cache: last"),
-        (ended(65, name="sidecar"), Hope.WAITING, NodeUnavailableError, "exited with 65"),
+        (waits("ErrImagePull"), Severity.TRANSIENT, NodeUnavailableError, "why ErrImagePull"),
+        (waits("ImagePullBackOff"), Severity.TRANSIENT, NodeUnavailableError, "ImagePullBackOff"),
+        (waits("InvalidImageName"), Severity.PERMANENT, NodeUnavailableError, "InvalidImageName"),
+        (
+            waits("CreateContainerConfigError"),
+            Severity.TRANSIENT,
+            NodeUnavailableError,
+            "ConfigError",
+        ),
+        (ended(65), Severity.PERMANENT, LoadError, "exited with 65: cache: last"),
+        (ended(78), Severity.PERMANENT, ConfigError, "exited with 78: cache: last"),
+        (ended(65, said=""), Severity.PERMANENT, LoadError, "exited with 65: Error"),
+        (ended(1), Severity.PENDING, NodeUnavailableError, "exited with 1: cache: last"),
+        (ended(65, name="sidecar"), Severity.PENDING, NodeUnavailableError, "exited with 65"),
     ],
 )
 def test_a_container_tells_whether_there_is_hope(
-    status: Json, hope: Hope, error: type[CacheError], text: str
+    status: Json, severity: Severity, error: type[CacheError], text: str
 ) -> None:
-    (problem,) = judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[status])], ()).problems
-    assert (problem.hope, problem.raises) == (hope, error)
+    (problem,) = assess(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[status])], ()).problems
+    assert (problem.severity, problem.raises) == (severity, error)
     assert "train-1-cache-1" in problem.text
     assert text in problem.text
 
@@ -507,12 +512,12 @@ def test_a_container_tells_whether_there_is_hope(
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "CrashLoopBackOff"])
 def test_what_every_pod_goes_through_is_no_problem(reason: str) -> None:
     pods = [pod(0), pod(1, containerStatuses=[waits(reason)])]
-    assert judge(STATEFUL_SET, pods, ()).problems == ()
+    assert assess(STATEFUL_SET, pods, ()).problems == ()
 
 
 def test_a_container_that_is_ready_again_is_forgiven_how_it_ended() -> None:
     again = {**ended(65), "ready": True}
-    assert judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[again])], ()).problems == ()
+    assert assess(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[again])], ()).problems == ()
 
 
 def test_an_unschedulable_pod_waits_and_says_why() -> None:
@@ -520,58 +525,60 @@ def test_an_unschedulable_pod_waits_and_says_why() -> None:
         "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
         "message": "0/3 nodes are available",
     }  # fmt: skip
-    verdict = judge(STATEFUL_SET, [pod(0), pod(1, conditions=[condition])], ())
-    assert [problem.hope for problem in verdict.problems] == [Hope.WAITING]
-    assert str(verdict) == (
+    health = assess(STATEFUL_SET, [pod(0), pod(1, conditions=[condition])], ())
+    assert [problem.severity for problem in health.problems] == [Severity.PENDING]
+    assert str(health) == (
         "1 of 2 cache pods ready; pod train-1-cache-1: Unschedulable: 0/3 nodes are available"
     )
 
 
 @pytest.mark.parametrize(
-    ("message", "hope"),
+    ("message", "severity"),
     [
-        ('pods "p" is forbidden: violates PodSecurity "restricted:latest": x', Hope.NONE),
-        ('admission webhook "w" denied the request: no', Hope.NONE),
-        ("ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no", Hope.NONE),
-        ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Hope.NONE),
-        ('Pod "p" is invalid: spec.containers[0].image: Required value', Hope.NONE),
-        ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Hope.WAITING),
-        ('pods "p" is forbidden: status unknown for quota: q, resources: cpu', Hope.WAITING),
-        ('pods "p" is forbidden: not yet ready to handle request', Hope.WAITING),
-        ('pods "p" is forbidden: error looking up service account a/b: x', Hope.WAITING),
-        ('failed calling webhook "w": connection refused', Hope.WAITING),
+        ('pods "p" is forbidden: violates PodSecurity "restricted:latest": x', Severity.PERMANENT),
+        ('admission webhook "w" denied the request: no', Severity.PERMANENT),
+        ("ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no", Severity.PERMANENT),
+        ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Severity.PERMANENT),
+        ('Pod "p" is invalid: spec.containers[0].image: Required value', Severity.PERMANENT),
+        ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Severity.PENDING),
+        ('pods "p" is forbidden: status unknown for quota: q, resources: cpu', Severity.PENDING),
+        ('pods "p" is forbidden: not yet ready to handle request', Severity.PENDING),
+        ('pods "p" is forbidden: error looking up service account a/b: x', Severity.PENDING),
+        ('failed calling webhook "w": connection refused', Severity.PENDING),
     ],
 )
-def test_a_refused_pod_has_hope_only_where_the_reason_may_pass(message: str, hope: Hope) -> None:
-    (problem,) = judge(STATEFUL_SET, [pod(0)], [refusal(message)]).problems
-    assert (problem.hope, message in problem.text) == (hope, True)
+def test_a_refused_pod_has_hope_only_where_the_reason_may_pass(
+    message: str, severity: Severity
+) -> None:
+    (problem,) = assess(STATEFUL_SET, [pod(0)], [refusal(message)]).problems
+    assert (problem.severity, message in problem.text) == (severity, True)
 
 
 def test_refusals_do_not_count_once_the_pods_are_there_or_of_another_set() -> None:
     event = refusal('pods "p" is forbidden: violates PodSecurity')
-    assert judge(STATEFUL_SET, [pod(0), pod(1)], [event]).problems == ()
-    assert judge(STATEFUL_SET, [pod(0)], [{**event, "involvedObject": {}}]).problems == ()
+    assert assess(STATEFUL_SET, [pod(0), pod(1)], [event]).problems == ()
+    assert assess(STATEFUL_SET, [pod(0)], [{**event, "involvedObject": {}}]).problems == ()
 
 
 def test_pods_of_a_former_set_of_that_name_are_passed_over() -> None:
     former = pod(0, owner="uid-of-another", containerStatuses=[ended(65)])
-    assert judge(STATEFUL_SET, [former, pod(1)], ()).problems == ()
+    assert assess(STATEFUL_SET, [former, pod(1)], ()).problems == ()
     assert lacks_pods(STATEFUL_SET, [former, pod(1)])
     assert not lacks_pods(STATEFUL_SET, [pod(0), pod(1)])
 
 
 def test_the_pods_own_reason_comes_first() -> None:
     pods = [pod(0, containerStatuses=[ended(1)]), pod(1, containerStatuses=[ended(78)])]
-    assert [p.raises for p in judge(STATEFUL_SET, pods, ()).problems] == [
+    assert [p.raises for p in assess(STATEFUL_SET, pods, ()).problems] == [
         ConfigError,
         NodeUnavailableError,
     ]
 
 
 def test_a_cache_is_ready_when_every_pod_is() -> None:
-    assert not judge(STATEFUL_SET, (), ()).is_ready
-    assert judge({**STATEFUL_SET, "status": {"readyReplicas": 2}}, (), ()).is_ready
-    assert not judge({**STATEFUL_SET, "status": {}}, (), ()).is_ready
+    assert not assess(STATEFUL_SET, (), ()).is_ready
+    assert assess({**STATEFUL_SET, "status": {"readyReplicas": 2}}, (), ()).is_ready
+    assert not assess({**STATEFUL_SET, "status": {}}, (), ()).is_ready
 
 
 def test_an_eviction_is_told_from_a_plain_deletion() -> None:

@@ -199,7 +199,7 @@ def test_the_environment_is_the_machines_then_the_manifests_then_what_was_asked_
                     }
                 ],
             ),
-            "needs the Secret 'keys.NONE'",
+            "needs, in the Secret 'keys', the key 'NONE'",
         ),
         (
             container("node", "x", env=[{"name": "A", "valueFrom": field("spec.x")}]),

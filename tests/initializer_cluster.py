@@ -47,7 +47,7 @@ each_object = pytest.mark.parametrize(
 Json = dict[str, Any]
 
 
-class World:
+class InitializerCluster:
     """An API server with a TrainJob, and what an initializer of it is told."""
 
     def __init__(self, server: ApiServer, folder: Path) -> None:
@@ -121,8 +121,8 @@ class World:
 class Run:
     """A run in a thread of this process."""
 
-    def __init__(self, world: World, changes: dict[str, str]) -> None:
-        self.world = world
+    def __init__(self, cluster: InitializerCluster, changes: dict[str, str]) -> None:
+        self.cluster = cluster
         self.stop = threading.Event()
         self._changes = changes
         self._ending: Ending | None = None
@@ -132,8 +132,8 @@ class Run:
 
     def _run(self) -> None:
         try:
-            settings = from_env(self.world.environ(**self._changes))
-            api = connect(str(self.world.kubeconfig))
+            settings = from_env(self.cluster.environ(**self._changes))
+            api = connect(str(self.cluster.kubeconfig))
             cluster = Cluster(api, settings.namespace, watch_timeout_s=1)
             self._ending = run(settings, cluster, self.stop)
         except Exception as error:
@@ -141,7 +141,7 @@ class Run:
 
     def until_ready(self) -> Run:
         wait_until(
-            lambda: self.world.ready_file.exists() or not self._thread.is_alive(), WAIT_S, "ready"
+            lambda: self.cluster.ready_file.exists() or not self._thread.is_alive(), WAIT_S, "ready"
         )
         if self._error is not None:
             raise self._error
@@ -154,7 +154,7 @@ class Run:
         if self._error is not None:
             raise self._error
         assert self._ending is not None
-        assert not self.world.ready_file.exists()
+        assert not self.cluster.ready_file.exists()
         return self._ending
 
     def error(self) -> CacheError:
