@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from kubeflow_trainer_api import models
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from cache_protocol.errors import ConfigError
 
@@ -148,14 +149,14 @@ def _checked(document: Json, path: Path) -> Json:
     return document
 
 
-def _is_scalar(problem: Json) -> bool:
+def _is_scalar(problem: ErrorDetails) -> bool:
     """Whether the input is a quantity or a port, which the models read as an object only."""
     model = str((problem.get("ctx") or {}).get("class_name"))
     is_scalar = type(problem["input"]) in (str, int, float)  # a bool is none
     return is_scalar and model.endswith(("Quantity", "IntOrString"))
 
 
-def _told(problem: Json) -> str:
+def _told(problem: ErrorDetails) -> str:
     """Such as ``spec.trainer.command[0]: Input should be a valid string``; never the input."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
     path = "".join(steps).removeprefix(".")
