@@ -20,7 +20,6 @@ import yaml
 
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local import Console, kubelet, read_manifests, render, run_local
-from cache_runtimes.local.kubelet import Backoff
 from cache_runtimes.local.supported import UnsupportedFieldError
 from tests.train_jobs import container, replicated_job, runtime, train_job, write
 from tests.waiting import wait_until
@@ -80,7 +79,7 @@ def run(
         environment=os.environ,
         extra_environment={"DIR": str(tmp_path), "MARKED": str(tmp_path)},
         console=console or seen.console,
-        backoff=Backoff(first_s=0.01, limit_s=0.05),
+        backoff_s=0.01,
     )
     return code, seen
 

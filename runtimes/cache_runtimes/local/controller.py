@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from cache_runtimes.local import policies
-from cache_runtimes.local.kubelet import Backoff, PodRun, all_done
+from cache_runtimes.local.kubelet import PodRun, all_done, delay_s
 from cache_runtimes.local.pods import Pod, Process
 from cache_runtimes.local.policies import ContainerExit
 
@@ -49,7 +49,7 @@ class JobRun:
     plan: PlanPod
     console: Console
     changed: Callable[[], None]
-    backoff: Backoff
+    backoff_s: float
     _running: dict[int, PodRun] = field(default_factory=dict)
     _succeeded: set[int] = field(default_factory=set)
     _failures: int = 0  # of pods
@@ -104,7 +104,7 @@ class JobRun:
                 f"{pod.name} failed: {failed.container} ended with exit code {failed.code}; "
                 "another pod takes its place"
             )
-            await asyncio.sleep(self.backoff.delay_s(failures))
+            await asyncio.sleep(delay_s(failures, self.backoff_s))
 
     def _check_limit(self, pod: Pod, failed: ContainerExit) -> None:
         limit = self.job["template"]["spec"].get("backoffLimit", policies.DEFAULT_BACKOFF_LIMIT)
@@ -123,7 +123,7 @@ class JobRun:
 
         log = partial(self.console.line, pod.name)
         with self.plan(pod) as processes:
-            run = PodRun(pod, processes, log, restarted, self.changed, self.backoff)
+            run = PodRun(pod, processes, log, restarted, self.changed, self.backoff_s)
             self._running[pod.index] = run
             try:
                 return await run.run()
@@ -141,7 +141,7 @@ class JobSetRun:
     pods: list[Pod]
     plan: PlanPod
     console: Console
-    backoff: Backoff
+    backoff_s: float
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
@@ -160,14 +160,14 @@ class JobSetRun:
                     raise
                 restarts += 1
                 self.console.event(f"restart {restarts} of all jobs: {failed}")
-                await asyncio.sleep(self.backoff.delay_s(restarts))
+                await asyncio.sleep(delay_s(restarts, self.backoff_s))
 
     async def _run_once(self) -> None:
         runs: dict[str, JobRun] = {}
         for job in self.spec["replicatedJobs"]:
             pods = [pod for pod in self.pods if pod.job["name"] == job["name"]]
             runs[job["name"]] = JobRun(
-                job, pods, self.plan, self.console, self._notify, self.backoff
+                job, pods, self.plan, self.console, self._notify, self.backoff_s
             )
         tasks = {name: asyncio.create_task(self._run_job(name, runs)) for name in runs}
         try:

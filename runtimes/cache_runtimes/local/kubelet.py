@@ -22,19 +22,13 @@ _DEFAULT_GRACE_S = 30.0
 _MIN_GRACE_S = 2.0  # after a hook that took all of it: minimumGracePeriodInSeconds
 # The pause after a probe that failed; a kubelet waits periodSeconds.
 _MAX_WAIT_FOR_READY_S = 0.5
+_MAX_DELAY_S = 10.0
 _DIRECT = (("grpc.enable_http_proxy", 0),)  # no proxy knows this machine's loopback addresses
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds before a restart: they double up to a limit. A cluster waits 10 s up to 5 min."""
-
-    first_s: float = 0.5
-    limit_s: float = 10.0
-
-    def delay_s(self, failures: int) -> float:
-        """Before the next start after ``failures`` of them."""
-        return float(min(self.limit_s, self.first_s * 2 ** max(0, min(failures - 1, 30))))
+def delay_s(failures: int, first_s: float) -> float:
+    """Seconds before the next start: they double. A cluster waits from 10 s up to 5 min."""
+    return min(_MAX_DELAY_S, first_s * 2.0 ** min(failures - 1, 30))
 
 
 @dataclass
@@ -52,7 +46,7 @@ class PodRun:
     log: Callable[[str, str], None]
     restarted: Callable[[ContainerExit], None]
     changed: Callable[[], None]
-    backoff: Backoff
+    backoff_s: float
     _ready: set[str] = field(default_factory=set)
 
     @property
@@ -104,7 +98,7 @@ class PodRun:
                 return ended
             failures += 1
             self.restarted(ended)
-            await asyncio.sleep(self.backoff.delay_s(failures))
+            await asyncio.sleep(delay_s(failures, self.backoff_s))
 
     async def _run_once(self, container: Json, started: asyncio.Event) -> ContainerExit:
         name = container["name"]

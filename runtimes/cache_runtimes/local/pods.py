@@ -49,18 +49,6 @@ class Pod:
         """Its pod spec."""
         return pod_spec(self.job)
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """The labels of its template, of the JobSet and of the Job."""
-        metadata = self.job["template"]["spec"]["template"].get("metadata") or {}
-        return {
-            **(metadata.get("labels") or {}),
-            f"{JOBSET_LABEL}jobset-name": self.jobset,
-            f"{JOBSET_LABEL}replicatedjob-name": self.job["name"],
-            f"{JOBSET_LABEL}job-index": "0",
-            COMPLETION_INDEX: str(self.index),
-        }
-
 
 @dataclass(frozen=True)
 class Surroundings:

@@ -21,7 +21,6 @@ from tempfile import TemporaryDirectory
 
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local.controller import Console, JobFailed, JobSetRun
-from cache_runtimes.local.kubelet import Backoff
 from cache_runtimes.local.manifests import Manifests
 from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes
 from cache_runtimes.local.render import JAX_PORT, TORCH_PORT, Json
@@ -36,7 +35,6 @@ _KEPT_VARIABLES = (
 _MEMORY = "/dev/shm"
 _LOCK_PORT = 50_050  # the run that is bound to it owns the subnet 127.x.y.0/24
 _MAX_PODS = 250
-_BACKOFF = Backoff()
 
 
 def run_local(
@@ -47,7 +45,7 @@ def run_local(
     extra_environment: Mapping[str, str],
     console: Console,
     hosts: Mapping[str, str] | None = None,
-    backoff: Backoff = _BACKOFF,
+    backoff_s: float = 0.5,
 ) -> int:
     """Runs a JobSet to its end; returns the exit code of the job.
 
@@ -56,13 +54,11 @@ def run_local(
     the job is left.
 
     Args:
-        manifests: the TrainJob and its runtime.
-        jobset: rendered from them.
+        manifests, jobset: as read and as rendered.
         environment: of this process: PATH, and a few variables that images have too.
         extra_environment: set in every container.
-        console: gets the lines of all containers, and what happens to the job.
         hosts: names outside the job -> their addresses on this machine.
-        backoff: the pause before a restart.
+        backoff_s: before the first restart; the pauses double.
 
     Raises:
         ConfigError: something that cannot run on one machine, named before anything runs.
@@ -93,7 +89,7 @@ def run_local(
                 pass  # an error of any pod comes before anything runs
         deadline_s = manifests.train_job["spec"].get("activeDeadlineSeconds")
         code, last_words = asyncio.run(
-            _until_ended(JobSetRun(jobset["spec"], every_pod, plan, console, backoff), deadline_s)
+            _until_ended(JobSetRun(jobset["spec"], every_pod, plan, console, backoff_s), deadline_s)
         )
         console.event(f"TrainJob {jobset['metadata']['name']} {last_words}")
         return code

@@ -110,7 +110,10 @@ def check_supported(value: Json, rules: Json, path: str) -> None:
     Raises:
         UnsupportedFieldError: naming every unsupported field with its value.
     """
-    found = [f"{where}={_shown(part)}" for where, part in _unsupported(value, rules, path)]
+    found = [
+        f"{where}={repr(part)[:_MAX_VALUE_LENGTH]}"
+        for where, part in _unsupported(value, rules, path)
+    ]
     if found:
         raise UnsupportedFieldError(f"run-local does not support {'; '.join(found)}")
 
@@ -132,8 +135,3 @@ def _unsupported(value: Any, rule: Any, path: str) -> Iterator[tuple[str, Any]]:
             needed = wanted in _REQUIRED or (isinstance(wanted, tuple) and None not in wanted)
             if needed and name not in value:
                 yield f"{path}.{name}", None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[:_MAX_VALUE_LENGTH]}..."

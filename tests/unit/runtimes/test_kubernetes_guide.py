@@ -14,6 +14,7 @@ from cache_protocol.spec.job_settings import VARIABLES
 from cache_runtimes.initializer.settings import from_env
 from cache_runtimes.local import read_manifests, render
 from cache_runtimes.local.pods import pods
+from tests.kubeflow_backend import labels_of
 from tests.manifests import env_of, job_named, memory_bytes, pod_of, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,7 +86,7 @@ def test_the_logs_it_shows_are_those_of_the_coordinating_pod(tmp_path: Path) -> 
     found = [
         pod.name
         for pod in pods(guide_jobset(tmp_path), lambda number: f"127.0.0.{number}")
-        if wanted.items() <= pod.labels.items()
+        if wanted.items() <= labels_of(pod).items()
     ]
     assert found == ["lineitem-dataset-initializer-0-0"]
 
