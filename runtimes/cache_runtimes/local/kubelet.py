@@ -60,32 +60,29 @@ class PodRun:
         When cancelled, it stops every container within terminationGracePeriodSeconds. It returns
         after they have ended, however often it is cancelled.
         """
-        sidecars: list[asyncio.Task[ContainerExit]] = []
+        sidecars = self.pod.spec.get("initContainers") or []
+        tasks: list[asyncio.Task[ContainerExit]] = []
         try:
-            for container in self.pod.spec.get("initContainers") or ():
+            for container in (*sidecars, *self.pod.spec["containers"]):
                 started = asyncio.Event()
-                sidecars.append(asyncio.create_task(self._supervise(container, started)))
-                waiting = asyncio.create_task(started.wait())
-                try:
-                    await first_done((waiting, sidecars[-1]))
-                finally:
-                    waiting.cancel()
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._supervise(container, asyncio.Event()))
-                    for container in self.pod.spec["containers"]
-                ]
-                await all_done(tasks, beside=sidecars)
-            return [task.result() for task in tasks]
+                tasks.append(asyncio.create_task(self._supervise(container, started)))
+                if len(tasks) <= len(sidecars):
+                    waiting = asyncio.create_task(started.wait())
+                    try:
+                        await first_done((waiting, tasks[-1]))
+                    finally:
+                        waiting.cancel()
+            await all_done(tasks[len(sidecars) :], beside=tasks)
+            return [task.result() for task in tasks[len(sidecars) :]]
         finally:
-            await to_the_end(self._stop_sidecars(sidecars))
+            await to_the_end(self._stop_all(tasks))
 
-    async def _stop_sidecars(self, sidecars: list[asyncio.Task[ContainerExit]]) -> None:
-        """Stops them one by one, the last one first; then raises the error of one that failed."""
-        for task in reversed(sidecars):
+    async def _stop_all(self, tasks: list[asyncio.Task[ContainerExit]]) -> None:
+        """Stops containers one by one, the last one first; then raises the error of one."""
+        for task in reversed(tasks):
             task.cancel()
             await asyncio.wait((task,))
-        for task in sidecars:
+        for task in tasks:
             if not task.cancelled():
                 task.result()
 
