@@ -46,7 +46,7 @@ def probes_look_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Seen:
-    """What a run said, in order."""
+    """The lines and events of a run, in order."""
 
     lines: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -189,7 +189,7 @@ def test_a_killed_container_is_restarted_in_place_and_finds_its_files(tmp_path: 
 
 
 @pytest.mark.parametrize("exit_code", [65, 78])
-def test_an_exit_code_that_says_so_fails_the_job_at_once_with_its_last_line(
+def test_the_exit_codes_of_the_policy_fail_the_job_at_once_with_the_last_line(
     tmp_path: Path, exit_code: int
 ) -> None:
     script = f"echo more; echo the reason >&2; exit {exit_code}"
@@ -226,7 +226,7 @@ def test_a_process_that_ends_just_before_it_is_killed_is_no_failure(
     assert run(tmp_path, runtime(node("echo done")))[0] == 0
 
 
-def test_the_reason_is_told_though_a_launcher_says_more_after_it(tmp_path: Path) -> None:
+def test_the_reason_is_reported_though_a_launcher_prints_more_after_it(tmp_path: Path) -> None:
     says = "echo 'ValueError: no column x' >&2; echo ChildFailedError: >&2; echo ==== >&2; exit 1"
     _, seen = run(tmp_path, runtime(node(says, job={"backoffLimit": 0})))
     assert seen.events[-1].endswith("ended with exit code 1: ValueError: no column x")
@@ -256,7 +256,7 @@ def test_restarts_of_pods_that_restart_on_failure_count_until_they_reach_the_lim
     assert "BackoffLimitExceeded" in seen.events[-1]
 
 
-def test_the_failure_policy_starts_everything_again(tmp_path: Path) -> None:
+def test_the_failure_policy_restarts_all_jobs(tmp_path: Path) -> None:
     cache = replicated_job("cache", container("cache", 'echo up; echo >> "$DIR/ups"; sleep 1000'))
     # Ready when it is started, and ended with the job: so it is waited for until it has spoken.
     script = (
@@ -289,7 +289,7 @@ def test_a_sidecar_gates_the_trainer_and_ends_after_it(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in seen.lines] == ["gated", "stopped"]
 
 
-def test_a_sidecar_that_fails_again_and_again_fails_the_job(tmp_path: Path) -> None:
+def test_a_sidecar_that_keeps_failing_fails_the_job(tmp_path: Path) -> None:
     sidecar = container("cache", "echo the reason; exit 78", restartPolicy="Always")
     made = replicated_job(
         "node",
@@ -304,7 +304,7 @@ def test_a_sidecar_that_fails_again_and_again_fails_the_job(tmp_path: Path) -> N
     assert seen.events[-1].endswith("job-node-0-0/cache ended with exit code 78: the reason")
 
 
-def test_a_sidecar_that_is_given_up_takes_the_others_with_it(tmp_path: Path) -> None:
+def test_a_sidecar_that_is_given_up_ends_the_other_containers(tmp_path: Path) -> None:
     script = (
         'mkdir "$DIR/held" || echo two at once; trap \'rmdir "$DIR/held"; exit 0\' TERM; '
         "setsid sleep 1001 & sleep 1002 & wait"
@@ -400,7 +400,7 @@ def test_a_container_that_is_no_longer_live_is_restarted(tmp_path: Path) -> None
     assert "the livenessProbe failed: the container is stopped" in seen.of("node")
 
 
-def test_a_container_ends_with_its_program_whatever_that_leaves_behind(tmp_path: Path) -> None:
+def test_a_container_ends_with_its_program_and_leaves_no_process(tmp_path: Path) -> None:
     script = "setsid sleep 1001 & sleep 1002 & sleep 0.2; echo done"
     code, seen = run(tmp_path, runtime(node(script)), train_job(activeDeadlineSeconds=10))
     assert (code, seen.of("node")) == (0, ["done"])
@@ -436,7 +436,7 @@ def test_a_job_with_a_deadline_ends_by_it(tmp_path: Path) -> None:
     assert "DeadlineExceeded" in seen.events[-1]
 
 
-def test_long_lines_and_bytes_that_are_no_text_are_passed_on(tmp_path: Path) -> None:
+def test_long_lines_and_invalid_utf_8_are_logged(tmp_path: Path) -> None:
     script = r"head -c 200000 /dev/zero | tr '\0' x; echo; printf 'a\xffb\rprogress\n'"
     code, seen = run(tmp_path, runtime(node(script)))
     assert code == 0
@@ -444,7 +444,7 @@ def test_long_lines_and_bytes_that_are_no_text_are_passed_on(tmp_path: Path) -> 
     assert seen.of("node")[-2:] == ["a\ufffdb", "progress"]
 
 
-def test_the_same_file_may_bring_its_own_runtime(tmp_path: Path) -> None:
+def test_the_file_of_a_job_may_hold_its_runtime(tmp_path: Path) -> None:
     own = runtime(node("echo own"))
     code, seen = run(tmp_path, runtime(node("echo shipped")), None, own)
     assert (code, seen.of("node")) == (0, ["own"])
@@ -495,7 +495,7 @@ def unknown_field() -> Json:
         ({**train_job(), "spec": None}, runtime(node("x")), ["TrainJob job", "spec"]),
     ],
 )
-def test_what_is_wrong_with_the_files_is_named_before_anything_runs(
+def test_errors_in_the_files_are_named_before_anything_runs(
     tmp_path: Path, job: Json, made: Json, words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -563,7 +563,7 @@ def marked(word: str) -> list[psutil.Process]:
 
 @contextmanager
 def started(tmp_path: Path, name: str, made: Json) -> Iterator[subprocess.Popen[str]]:
-    """``cachectl run-local`` in a process of its own, whose containers are marked by the name."""
+    """``cachectl run-local`` as a process, whose containers are marked by the name."""
     process = subprocess.Popen(
         cachectl(
             write(tmp_path / "job.yaml", train_job(name)),
@@ -602,7 +602,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_no_file(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     name = f"stopped-{number.name.lower()}-{os.getpid()}"  # not what a failed run has left
-    # One that ignores the signal, one in a session of its own, one whose parent is gone.
+    # One that ignores the signal, one in another session, one without a parent.
     script = (
         "trap '' TERM; setsid sleep 1001 & (setsid sleep 1002 &) ; touch /cache/x; "
         "echo running; sleep 1003"
@@ -656,7 +656,7 @@ def test_a_run_that_is_told_to_end_while_a_sidecar_drains_starts_no_other_pod(
     assert marked(name) == []
 
 
-def test_a_run_whose_reader_has_gone_ends(tmp_path: Path) -> None:
+def test_a_run_ends_when_its_output_is_closed(tmp_path: Path) -> None:
     name = "unread"
     with started(tmp_path, name, runtime(node("yes a line"))) as process:
         assert next_line(process) == "a line"

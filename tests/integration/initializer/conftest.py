@@ -1,4 +1,4 @@
-"""What the tests of the initializer share: an API server, and pods that come up."""
+"""Fixtures of the initializer's tests: an API server, and pods that start."""
 
 from __future__ import annotations
 

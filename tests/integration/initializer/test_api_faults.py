@@ -1,4 +1,4 @@
-"""An API server that has its moments."""
+"""Transient failures of the API server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.stateful_sets import StatefulSets, running, starting
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 0], ids=["429", "500", "503", "cut-off"])
-def test_calls_that_fail_now_and_then_are_repeated(
+def test_calls_with_transient_failures_are_repeated(
     cluster: InitializerCluster, pods: StatefulSets, status: int
 ) -> None:
     for verb, resource in sorted(PERMISSIONS):
@@ -27,7 +27,7 @@ def test_calls_that_fail_now_and_then_are_repeated(
 
 
 @pytest.mark.parametrize("status", [500, 0], ids=["500", "cut-off"])
-def test_a_call_whose_answer_was_lost_has_had_its_effect_once(
+def test_a_call_with_a_lost_answer_has_its_effect_once(
     cluster: InitializerCluster, pods: StatefulSets, status: int
 ) -> None:
     for verb in ("create", "delete"):
@@ -43,9 +43,7 @@ def test_a_call_whose_answer_was_lost_has_had_its_effect_once(
     assert cluster.objects() == {}
 
 
-def test_as_long_as_the_server_asks_is_waited(
-    cluster: InitializerCluster, pods: StatefulSets
-) -> None:
+def test_retry_after_of_the_server_is_kept(cluster: InitializerCluster, pods: StatefulSets) -> None:
     cluster.server.faults.append(
         Fault(429, "get", "trainjobs", times=1, headers={"Retry-After": "2"})
     )
@@ -54,7 +52,7 @@ def test_as_long_as_the_server_asks_is_waited(
     assert time.monotonic() - began >= 2
 
 
-def test_a_server_that_never_answers_well_is_the_reason_at_the_deadline(
+def test_at_the_deadline_the_error_names_the_failing_server(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     fault = Fault(503, "create", "services", message="etcd is away")
@@ -66,7 +64,7 @@ def test_a_server_that_never_answers_well_is_the_reason_at_the_deadline(
     assert cluster.objects() == {}
 
 
-def test_a_watch_that_is_cut_off_goes_on_where_it_was(cluster: InitializerCluster) -> None:
+def test_a_broken_watch_resumes_where_it_broke(cluster: InitializerCluster) -> None:
     with StatefulSets(cluster.store, lambda name: starting()) as pods:
         running_ = cluster.begin()
         cluster.wait_for_calls("watch", "pods")
@@ -83,9 +81,7 @@ def test_a_watch_that_is_cut_off_goes_on_where_it_was(cluster: InitializerCluste
 
 
 @pytest.mark.parametrize("how", ["event", "status"])
-def test_a_watch_from_a_version_that_is_forgotten_lists_again(
-    cluster: InitializerCluster, how: str
-) -> None:
+def test_a_watch_from_an_expired_version_lists_again(cluster: InitializerCluster, how: str) -> None:
     with StatefulSets(cluster.store, lambda name: starting()) as pods:
         running_ = cluster.begin()
         for plural in ("pods", "statefulsets"):

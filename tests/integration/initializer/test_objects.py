@@ -1,4 +1,4 @@
-"""The objects of a cache: made, adopted from a former run, left to whose they are, removed."""
+"""The objects of a cache: created, adopted from an earlier run, or left to their owner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until
 
 
-def test_a_fresh_run_makes_the_cache_and_removes_it_when_it_is_told_to_end(
+def test_a_run_creates_the_cache_and_removes_it_when_told_to_end(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     running_ = cluster.begin().until_ready()
@@ -43,7 +43,7 @@ def test_a_fresh_run_makes_the_cache_and_removes_it_when_it_is_told_to_end(
     assert cluster.store.get("trainjobs", JOB, NAMESPACE) == cluster.job
 
 
-def test_without_a_dataset_of_the_job_the_cache_comes_up_empty(
+def test_without_a_dataset_of_the_job_the_cache_starts_empty(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     cluster.store.delete("trainjobs", JOB, NAMESPACE)
@@ -57,7 +57,7 @@ def test_without_a_dataset_of_the_job_the_cache_comes_up_empty(
     assert running_.end() is Ending.REMOVED
 
 
-def test_it_asks_for_what_its_role_allows_and_needs_all_of_it(cluster: InitializerCluster) -> None:
+def test_it_uses_exactly_the_rights_of_its_role(cluster: InitializerCluster) -> None:
     for plural, name in OBJECTS:
         cluster.make_planned(plural, name)
     cluster.store.delete("statefulsets", "train-1-cache", NAMESPACE)
@@ -76,7 +76,7 @@ def test_it_asks_for_what_its_role_allows_and_needs_all_of_it(cluster: Initializ
     assert cluster.server.verbs == PERMISSIONS
 
 
-def test_a_file_that_a_former_run_left_does_not_count_as_ready(cluster: InitializerCluster) -> None:
+def test_the_ready_file_of_an_earlier_run_does_not_count(cluster: InitializerCluster) -> None:
     cluster.ready_file.touch()
     with StatefulSets(cluster.store, lambda name: starting()):
         running_ = cluster.begin()
@@ -94,7 +94,7 @@ def test_variables_of_a_head_are_named_as_ignored(
     assert "HEAD_CPU, HEAD_MEM: ignored" in caplog.text
 
 
-def test_pods_that_come_up_one_after_the_other_are_reported_as_they_do(
+def test_each_pod_that_becomes_ready_is_logged(
     cluster: InitializerCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -115,7 +115,7 @@ def test_pods_that_come_up_one_after_the_other_are_reported_as_they_do(
 
 
 @each_object
-def test_an_object_of_a_former_run_is_adopted(
+def test_an_object_of_an_earlier_run_is_adopted(
     cluster: InitializerCluster, pods: StatefulSets, plural: str, name: str
 ) -> None:
     former = cluster.make_planned(plural, name)
@@ -126,7 +126,7 @@ def test_an_object_of_a_former_run_is_adopted(
 
 
 @each_object
-def test_an_object_that_a_former_run_planned_otherwise_is_replaced(
+def test_an_object_that_an_earlier_run_planned_differently_is_replaced(
     cluster: InitializerCluster, pods: StatefulSets, plural: str, name: str
 ) -> None:
     body = copy.deepcopy(cluster.planned()[plural, name].body)
@@ -174,7 +174,7 @@ def test_an_object_of_another_owner_is_named_with_its_owner_and_left_untouched(
 
 @pytest.mark.parametrize("ending", [True, False], ids=["being-deleted", "not-yet-deleted"])
 @each_object
-def test_what_a_former_job_of_that_name_left_is_waited_for(
+def test_objects_of_a_deleted_job_of_that_name_are_waited_for(
     cluster: InitializerCluster, pods: StatefulSets, plural: str, name: str, ending: bool
 ) -> None:
     cluster.store.collects_garbage = False
@@ -201,7 +201,7 @@ def test_what_a_former_job_of_that_name_left_is_waited_for(
     assert cluster.objects() == {}
 
 
-def test_what_a_former_job_left_may_not_stay_beyond_the_deadline(
+def test_objects_of_a_deleted_job_fail_the_run_at_the_deadline(
     cluster: InitializerCluster,
 ) -> None:
     cluster.store.collects_garbage = False
@@ -215,7 +215,7 @@ def test_what_a_former_job_left_may_not_stay_beyond_the_deadline(
 
 
 @pytest.mark.parametrize("ends", ["deadline", "signal"])
-def test_a_name_that_is_taken_by_nothing_to_be_seen_is_asked_for_now_and_then(
+def test_a_reserved_name_without_an_object_is_polled(
     cluster: InitializerCluster, ends: str
 ) -> None:
     cluster.server.faults.append(Fault(409, "create", "services", message="already exists"))

@@ -1,4 +1,4 @@
-"""What becomes of a run when its pods do not come up, or go away while the job trains."""
+"""Runs whose pods do not start, or go away while the job trains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.waiting import wait_until
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_pod_that_cannot_come_up_fails_the_run_at_once_with_its_own_reason(
+def test_a_pod_that_cannot_start_fails_the_run_at_once_with_its_reason(
     cluster: InitializerCluster, status: Json, error: type[CacheError], reason: str
 ) -> None:
     def states(name: str) -> Json:
@@ -65,7 +65,7 @@ def test_pods_that_pod_security_refuses_fail_the_run_at_once(cluster: Initialize
     assert cluster.objects() == {}
 
 
-def test_an_image_that_is_pulled_in_the_end_is_waited_for(cluster: InitializerCluster) -> None:
+def test_a_slow_image_pull_is_waited_for(cluster: InitializerCluster) -> None:
     with StatefulSets(cluster.store, lambda name: waiting("ErrImagePull", "throttled")) as pods:
         running_ = cluster.begin(CACHE_FAILURE_GRACE_S="1000")
         cluster.wait_for_calls("watch", "pods")
@@ -97,7 +97,7 @@ def test_at_the_deadline_the_reason_is_what_the_pods_wait_for(
     assert cluster.objects() == {}
 
 
-def test_pods_that_a_quota_holds_back_are_told_at_the_deadline(cluster: InitializerCluster) -> None:
+def test_at_the_deadline_the_error_names_the_quota(cluster: InitializerCluster) -> None:
     refusal = 'pods "train-1-cache-0" is forbidden: exceeded quota: q'
     with StatefulSets(cluster.store, lambda name: None, refusal=refusal):
         error = cluster.fail(CACHE_READY_DEADLINE_S="1")
@@ -105,7 +105,7 @@ def test_pods_that_a_quota_holds_back_are_told_at_the_deadline(cluster: Initiali
     assert refusal in str(error)
 
 
-def test_pods_of_a_former_job_of_that_name_are_not_taken_for_its_own(
+def test_pods_of_a_deleted_job_of_that_name_are_ignored(
     cluster: InitializerCluster,
 ) -> None:
     label = {"trainer-data-cache/train-job": JOB}
@@ -127,7 +127,7 @@ def test_pods_of_a_former_job_of_that_name_are_not_taken_for_its_own(
 # -- while the job trains --------------------------------------------------------------------------
 
 
-def test_a_cache_that_is_deleted_under_the_job_fails_the_run(
+def test_deleting_the_cache_of_a_job_fails_the_run(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     running_ = cluster.begin().until_ready()
@@ -139,7 +139,7 @@ def test_a_cache_that_is_deleted_under_the_job_fails_the_run(
     assert cluster.objects() == {}
 
 
-def test_a_cache_that_another_one_replaces_under_the_job_fails_the_run(
+def test_replacing_the_cache_of_a_job_fails_the_run(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     running_ = cluster.begin().until_ready()
@@ -178,7 +178,7 @@ def test_a_pod_that_fails_for_good_while_the_job_trains_fails_the_run(
     ],
     ids=["killed", "no-image", "still-no-image", "no-secret"],
 )
-def test_a_pod_that_is_away_while_the_job_trains_is_waited_for_and_is_not_called_ready(
+def test_a_missing_pod_of_a_training_job_is_waited_for_and_the_cache_is_not_ready(
     cluster: InitializerCluster,
     pods: StatefulSets,
     status: Json,
@@ -228,7 +228,7 @@ def test_a_pod_that_cannot_be_read_counts_as_the_end_of_the_job(
     assert cluster.objects() == {}
 
 
-def test_told_to_end_while_it_waits_for_a_call_it_removes_what_it_made(
+def test_a_signal_during_a_call_removes_the_objects(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     cluster.server.faults.append(Fault(503, "create", "statefulsets"))

@@ -54,7 +54,7 @@ class Program:
         return self
 
     def end(self, number: signal.Signals | None = None) -> tuple[int, str]:
-        """Exit code and last line, by itself or after a signal."""
+        """The exit code and the last line."""
         if number is not None:
             self.process.send_signal(number)
         output, errors = self.process.communicate(timeout=WAIT_S)
@@ -64,7 +64,7 @@ class Program:
 
 
 @pytest.mark.parametrize("writes", [1, 2, 3, 4])
-def test_a_run_after_a_crash_at_any_step_makes_what_is_missing_and_nothing_twice(
+def test_a_run_after_a_crash_at_any_step_creates_only_the_missing_objects(
     cluster: InitializerCluster, pods: StatefulSets, writes: int
 ) -> None:
     assert len(OBJECTS) == 4  # as many as it writes
@@ -161,7 +161,7 @@ def test_the_exit_code_of_a_pod_is_passed_on_and_its_reason_is_the_last_line(
     assert cluster.objects() == {}
 
 
-def test_bad_settings_are_told_together_before_the_cluster_is_asked(
+def test_all_bad_settings_are_named_before_any_call(
     cluster: InitializerCluster,
 ) -> None:
     with Program(cluster, CLUSTER_SIZE="many", STORAGE_URI="", CACHE_SQL="SELECT 1") as program:

@@ -1,4 +1,4 @@
-"""What the cluster refuses is named, and nothing is left behind."""
+"""A refusal of the cluster is named, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.stateful_sets import StatefulSets, exited
         *(("watch", plural) for plural in ("statefulsets", "pods")),
     ],
 )
-def test_a_permission_that_is_missing_is_named_and_nothing_is_left(
+def test_a_missing_permission_is_named_and_nothing_is_left(
     cluster: InitializerCluster, verb: str, resource: str
 ) -> None:
     assert cluster.server.permissions is not None
@@ -35,7 +35,7 @@ def test_a_permission_that_is_missing_is_named_and_nothing_is_left(
 
 
 @each_object
-def test_a_permission_to_look_at_what_is_there_already_is_named(
+def test_a_missing_permission_to_read_an_object_is_named(
     cluster: InitializerCluster, pods: StatefulSets, plural: str, name: str
 ) -> None:
     cluster.make_planned(plural, name)
@@ -46,7 +46,7 @@ def test_a_permission_to_look_at_what_is_there_already_is_named(
 
 
 @pytest.mark.parametrize("resource", ["serviceaccounts", "services", "statefulsets"])
-def test_what_may_not_be_deleted_is_named_and_the_failure_stays_the_reason(
+def test_an_object_that_cannot_be_deleted_is_logged_and_the_failure_stays_the_reason(
     cluster: InitializerCluster, resource: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cluster.server.permissions is not None
@@ -60,7 +60,7 @@ def test_what_may_not_be_deleted_is_named_and_the_failure_stays_the_reason(
     assert left == {resource}
 
 
-def test_what_may_not_be_deleted_at_the_end_of_the_job_is_the_reason_of_a_failure(
+def test_an_object_that_cannot_be_deleted_at_the_end_fails_the_run(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     assert cluster.server.permissions is not None
@@ -92,7 +92,7 @@ def test_an_object_that_is_not_valid_is_the_reason(
     assert cluster.objects() == {}
 
 
-def test_a_job_that_is_missing_is_named_and_nothing_is_touched(
+def test_a_missing_job_is_named_and_nothing_is_created(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     cluster.store.delete("trainjobs", JOB, NAMESPACE)
@@ -111,7 +111,7 @@ def test_a_job_that_is_being_deleted_gets_no_cache(
     assert cluster.objects() == {}
 
 
-def test_a_bad_setting_of_the_job_removes_what_a_former_run_made(
+def test_a_bad_setting_of_the_job_removes_the_objects_of_an_earlier_run(
     cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     for plural, name in OBJECTS:

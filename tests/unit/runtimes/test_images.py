@@ -1,4 +1,4 @@
-"""The Dockerfiles of runtimes/images: what a linter says, and what no linter knows."""
+"""The Dockerfiles of runtimes/images: a linter, and rules that it does not know."""
 
 import fnmatch
 import json
@@ -91,7 +91,7 @@ def test_hadolint_finds_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
-def test_what_the_linter_may_ignore_is_agreed_on(path: Path) -> None:
+def test_only_agreed_rules_of_the_linter_are_ignored(path: Path) -> None:
     ignored = re.findall(r"hadolint (?:global )?ignore=(\S+)", path.read_text("utf-8"))
     assert set(ignored) <= ALLOWED_IGNORES
 
@@ -145,7 +145,7 @@ def test_images_are_labelled_and_leave_health_to_the_pod(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
-def test_an_image_is_built_from_what_the_context_lets_in(path: Path) -> None:
+def test_an_image_copies_only_files_of_the_build_context(path: Path) -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     let_in = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert set(copied_for_the_wheel(path)) == BUILT_FROM

@@ -125,7 +125,7 @@ def test_other_names_stay(text: str) -> None:
     assert planned(container("node", text)).argv[-1] == text
 
 
-def test_services_outside_of_the_job_are_where_the_user_says() -> None:
+def test_services_outside_the_job_have_the_address_that_the_user_gives() -> None:
     text = "grpc://data-cache.other:50051 my-data-cache.other:50051 data-cache.other:500511"
     assert planned(container("node", text)).argv[-1] == (
         "grpc://127.0.0.1:4000 my-data-cache.other:50051 data-cache.other:500511"
@@ -169,7 +169,7 @@ def test_the_port_of_the_framework_becomes_a_free_one() -> None:
     assert found.environment["PET_MASTER_ADDR"] == "127.1.2.2"
 
 
-def test_the_environment_is_the_machines_then_the_manifests_then_what_was_asked_for() -> None:
+def test_extra_variables_override_the_manifests_and_these_the_machine() -> None:
     found = planned(container("node", "train", env=env(EXTRA="0", OWN="2"))).environment
     assert (found["PATH"], found["OWN"], found["EXTRA"]) == ("/bin", "2", "1")
     assert (found["HOME"], found["TMPDIR"]) == ("/home-of-pod", "/home-of-pod")
@@ -213,7 +213,7 @@ def test_what_cannot_be_run_is_named(node: Json, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_secrets_are_not_in_what_is_printed_of_a_process() -> None:
+def test_the_repr_of_a_process_shows_no_secret() -> None:
     node = container("node", "train", envFrom=[{"secretRef": {"name": "keys"}}])
     around = replace(AROUND, secrets={"keys": {"ID": "top-secret"}})
     found = planned(node, around=around)

@@ -85,7 +85,7 @@ def test_every_cache_pod_counts_as_the_runtime_says_and_trainers_as_the_job_says
     assert counts == {"dataset-initializer": (3, 3), "node": (4, 4)}
 
 
-def test_the_trainer_of_the_job_takes_the_place_of_the_runtimes() -> None:
+def test_the_trainer_of_the_job_replaces_that_of_the_runtime() -> None:
     trainer = {
         "image": "mine",
         "command": ["python"],
@@ -112,7 +112,7 @@ def test_torchrun_finds_its_variables() -> None:
     assert found["PET_MASTER_PORT"] == "29500"
 
 
-def test_without_a_trainer_in_the_job_there_are_no_variables_of_torchrun() -> None:
+def test_a_job_without_a_trainer_gets_no_variables_of_torchrun() -> None:
     assert environment(render(train_job(), two_jobs()), "node", "node") == {"MODE": "slow"}
 
 
