@@ -1,4 +1,4 @@
-"""The objects of a Kubernetes cluster in memory, and what happens to them, for tests.
+"""The objects of a Kubernetes cluster in memory, and their changes, for tests.
 
 Objects are JSON. The store knows what clients rely on: versions, names that are taken,
 preconditions, finalizers, owner references, selectors. It validates nothing and sets no defaults.
@@ -67,7 +67,7 @@ RESOURCES = (
 
 
 class ApiError(Exception):
-    """An answer that is no success."""
+    """An answer other than a success."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to an object.
+    """A change of an object.
 
     Attributes:
         type: ADDED, MODIFIED or DELETED.
@@ -115,7 +115,7 @@ _Key = tuple[str, str, str]  # plural, namespace, name
 
 
 class Store:
-    """The objects, and what happened to them; thread-safe. Objects go in and out as copies."""
+    """The objects and their changes; thread-safe. It takes and returns copies."""
 
     def __init__(self, resources: tuple[Resource, ...] = RESOURCES) -> None:
         self.changed = threading.Condition(threading.RLock())
@@ -207,7 +207,7 @@ class Store:
         preconditions: Mapping[str, str] | None = None,
         orphan: bool = False,
     ) -> Json:
-        """As the API does it: one with finalizers stays, marked, until they are gone."""
+        """Deletes as the API does: an object with finalizers is only marked until they are gone."""
         with self.changed:
             key = self._existing(plural, namespace, name)
             one = copy.deepcopy(self._objects[key])
@@ -228,7 +228,7 @@ class Store:
             return one
 
     def collect_garbage(self) -> None:
-        """Deletes every object whose owners are all gone, as the controller does in time."""
+        """Deletes every object whose owners are all gone, as the garbage collector does."""
         with self.changed:
             while True:
                 uids = {one["metadata"]["uid"] for one in self._objects.values()}
@@ -246,7 +246,7 @@ class Store:
                         self.delete(plural, name, namespace)
 
     def forget_changes(self) -> None:
-        """What happened so far cannot be watched any more."""
+        """Makes earlier changes unavailable to watches."""
         with self.changed:
             self._changes.clear()
             self._oldest = self._version

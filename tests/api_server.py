@@ -141,7 +141,7 @@ class ApiServer:
         return path
 
     def cut_connections(self) -> None:
-        """Breaks every connection off, watches among them."""
+        """Breaks every connection, also those of watches."""
         with self._lock:
             self.generation += 1
             cut, self._sockets = self._sockets, set()
@@ -153,7 +153,7 @@ class ApiServer:
 
     @property
     def verbs(self) -> set[tuple[str, str]]:
-        """What was asked for: verbs and resources."""
+        """The verbs and resources of the calls."""
         with self._lock:
             return {(call.verb, call.resource) for call in self.calls}
 
@@ -166,7 +166,7 @@ class ApiServer:
             self._sockets.discard(connection)
 
     def check(self, call: Call) -> Fault | None:
-        """The fault that strikes a call after it is carried out, if there is one.
+        """The fault of a call after its effect, if there is one.
 
         Raises:
             ApiError: it is not allowed, or a fault strikes it before.
@@ -202,12 +202,12 @@ class _HttpServer(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks is nothing to tell: tests break them."""
+        """Ignores broken connections: tests break them."""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What a request is about."""
+    """The parts of a request."""
 
     resource: Resource
     namespace: str

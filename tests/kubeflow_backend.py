@@ -22,7 +22,7 @@ import yaml
 
 import cache_runtimes
 from cache_runtimes.local import read_manifests, render
-from cache_runtimes.local.pods import pods
+from cache_runtimes.local.pods import Pod, pods
 from tests.api_objects import Store
 from tests.api_server import ApiServer
 from tests.manifests import is_runtime, read
@@ -115,7 +115,7 @@ class TrainerCluster:
         made = [pod for pod in pods(jobset, str) if pod.job["name"] in phases]
         for pod in made:
             body = {
-                "metadata": {"name": f"{pod.name}-x7f2k", "labels": dict(pod.labels)},
+                "metadata": {"name": f"{pod.name}-x7f2k", "labels": labels_of(pod)},
                 "spec": pod.spec,
                 "status": {"phase": phases[pod.job["name"]]},
             }
@@ -154,6 +154,18 @@ def trainer_cluster(folder: Path) -> Iterator[TrainerCluster]:
         store.create(_PLURALS[made["kind"]], made, NAMESPACE)
     with ApiServer(store) as api:
         yield TrainerCluster(api, folder)
+
+
+def labels_of(pod: Pod) -> dict[str, str]:
+    """The labels of its template, of the JobSet and of the Job."""
+    template = pod.job["template"]["spec"]["template"].get("metadata") or {}
+    return {
+        **(template.get("labels") or {}),
+        "jobset.sigs.k8s.io/jobset-name": pod.jobset,
+        "jobset.sigs.k8s.io/replicatedjob-name": pod.job["name"],
+        "jobset.sigs.k8s.io/job-index": "0",
+        "batch.kubernetes.io/job-completion-index": str(pod.index),
+    }
 
 
 def run_locally(file: Path, timeout_s: float = 150, **environment: str) -> Finished:

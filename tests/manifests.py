@@ -1,8 +1,7 @@
-"""Manifests, and what whoever reads any of them has against it: each rule with its source.
+"""Rules for manifests, each with its source.
 
-A rule takes one object and yields a line for each thing that is wrong. `FIELD_RULES` are those of
-every object, `POD_RULES` those of whatever has pods; the rules of training runtimes are in
-`tests.runtime_rules`.
+A rule takes one object and yields a line for each violation. `FIELD_RULES` apply to every object,
+`POD_RULES` to every object with pods; `tests.runtime_rules` has the rules of training runtimes.
 """
 
 from __future__ import annotations

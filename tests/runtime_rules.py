@@ -1,4 +1,4 @@
-"""The rules of training runtimes, restated from the webhooks and controllers that know them.
+"""The rules of training runtimes, restated from webhooks and controllers.
 
 Sources are files of kubeflow/trainer v2.3.0, kubernetes-sigs/jobset v0.12.0 and kubeflow/sdk 0.5.0,
 where nothing else is said.
@@ -36,7 +36,7 @@ _TORCHTUNE_MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3.3-70b", "qwen2.5-1.5b
 
 
 def problems(thing: Json) -> list[str]:
-    """Everything that any rule says of an object, with the name of the rule."""
+    """The violations of every rule, with the name of the rule."""
     rules = [*FIELD_RULES, *POD_RULES, *(RUNTIME_RULES if is_runtime(thing) else ())]
     return [f"{rule.__name__}: {problem}" for rule in rules for problem in rule(thing)]
 
@@ -215,7 +215,7 @@ def no_gang_waits_for_itself(runtime: Json) -> Iterator[str]:
         yield "podGroupPolicy with dependsOn: it would wait for ever"
 
 
-def the_world_is_one_number(runtime: Json) -> Iterator[str]:
+def the_number_of_cache_nodes_is_the_same_everywhere(runtime: Json) -> Iterator[str]:
     """``jobset.go``, SyncParallelCount: completions becomes parallelism; the nodes must know it."""
     for job in jobs(runtime):
         spec = job["template"]["spec"]
@@ -284,7 +284,7 @@ RUNTIME_RULES: tuple[Rule, ...] = (
     pod_failures_are_final,
     pods_that_stay_do_not_succeed,
     no_gang_waits_for_itself,
-    the_world_is_one_number,
+    the_number_of_cache_nodes_is_the_same_everywhere,
     hosts_are_pods_of_the_job,
     the_sdk_can_read_it,
     the_webhook_is_on,

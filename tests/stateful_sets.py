@@ -93,7 +93,7 @@ class StatefulSets:
         self._thread.join()
 
     def set_pod(self, name: str, namespace: str, status: Json) -> None:
-        """From now on the pod, which may have yet to be made, is as ``status`` says."""
+        """Sets the status of a pod, which may not exist yet."""
         with self._store.changed:
             self._store.changed.wait_for(lambda: self._is_made(name, namespace), timeout=10.0)
             pod = self._store.get("pods", name, namespace)

@@ -53,7 +53,7 @@ def start_export(
 
 
 def run_export(endpoint: str, folder: Path, index: int = 0) -> tuple[int, str, str]:
-    """Its exit code, and what it said."""
+    """Its exit code, output and errors."""
     with start_export(endpoint, folder, index) as process:
         output, errors = process.communicate(timeout=60)
     return process.returncode, output, errors
@@ -67,7 +67,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, cluster: LocalCluster) -> pa.Table:
-    """What the cache has, in several shards on two nodes."""
+    """The rows of the cache, in several shards on two nodes."""
     folder = tmp_path_factory.mktemp("source")
     code, _, errors = run_export(cluster.endpoint, folder / "out")
     assert code == 1
@@ -96,7 +96,7 @@ def test_the_rows_of_the_only_dataset_are_written_in_their_order(
     assert written.to_pylist() == rows.to_pylist()
 
 
-def test_pods_that_share_a_volume_write_one_whole_file_between_them(
+def test_pods_that_share_a_volume_write_one_complete_file(
     tmp_path: Path, cluster: LocalCluster, rows: pa.Table
 ) -> None:
     folder = tmp_path / "dataset/data"
@@ -112,7 +112,7 @@ def test_pods_that_share_a_volume_write_one_whole_file_between_them(
     assert pq.read_table(folder).to_pylist() == rows.to_pylist()
 
 
-def test_a_file_that_is_whole_is_left_to_those_who_read_it(
+def test_a_complete_file_is_not_replaced(
     tmp_path: Path, cluster: LocalCluster, rows: pa.Table
 ) -> None:
     assert run_export(cluster.endpoint, tmp_path)[0] == 0
@@ -124,7 +124,7 @@ def test_a_file_that_is_whole_is_left_to_those_who_read_it(
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_file_that_is_not_whole_has_another_name(
+def test_an_incomplete_file_has_another_name(
     tmp_path: Path, cluster: LocalCluster, rows: pa.Table
 ) -> None:
     folder = tmp_path / "dataset/data"

@@ -18,7 +18,7 @@ RUNTIME = read(MANIFESTS / "torch-distributed-shared-data-cache/runtime.yaml")
 JOB = job_named(RUNTIME, "dataset-initializer")
 
 
-def test_a_load_that_is_told_to_end_does_so_at_once() -> None:
+def test_a_load_ends_at_once_on_a_signal() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         environment = {**os.environ, "STORAGE_URI": "s3://warehouse/tpch/lineitem/"}
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
@@ -32,13 +32,13 @@ def test_a_load_that_is_told_to_end_does_so_at_once() -> None:
                 assert process.wait(WAIT_S) == -signal.SIGTERM
 
 
-def test_it_is_not_the_first_process_of_its_container_which_no_signal_ends() -> None:
+def test_it_is_not_the_first_process_of_its_container_which_signals_do_not_end() -> None:
     pod = pod_of(JOB)["spec"]
     assert container_named(pod_of(JOB), "dataset-initializer")["command"] == ["cachectl"]
     assert pod["shareProcessNamespace"] is True
 
 
-def test_its_end_by_a_signal_is_no_failure_of_the_job() -> None:
+def test_its_end_by_a_signal_does_not_fail_the_job() -> None:
     for code, action in ((65, "FailJob"), (78, "FailJob"), (143, "Ignore"), (1, "Count")):
         ended = ContainerExit("dataset-initializer", code, "")
         assert after_pod_failure(JOB["template"]["spec"], [ended]) == action

@@ -1,4 +1,4 @@
-"""What the initializer waits out: refusals of the API server that pass."""
+"""Transient refusals of the API server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cache_runtimes.initializer.cluster import (
     connect,
 )
 from cache_runtimes.initializer.plan import JOB_LABEL, Kind, Names
-from cache_runtimes.initializer.waiting import Pace, Watcher
+from cache_runtimes.initializer.watcher import Timing, Watcher
 from tests.api_server import ApiServer, Fault
 from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until
@@ -48,7 +48,7 @@ def lasting(seconds: float) -> Patience:
 @pytest.mark.parametrize(
     "reason", ["status unknown for quota: q, resources: services", "exceeded quota: q, used: 5"]
 )
-def test_an_object_that_a_quota_holds_back_is_made_once_there_is_room(
+def test_an_object_over_quota_is_created_once_there_is_room(
     server: ApiServer, cluster: Cluster, reason: str
 ) -> None:
     message = f'services "train-1-cache" is forbidden: {reason}'
@@ -65,16 +65,14 @@ def test_a_quota_without_room_is_the_reason_at_the_deadline(
         cluster.create(Kind.SERVICE, SERVICE, lasting(1.0))
 
 
-def test_a_permission_that_is_missing_is_not_waited_for(
-    server: ApiServer, cluster: Cluster
-) -> None:
+def test_a_missing_permission_is_not_waited_for(server: ApiServer, cluster: Cluster) -> None:
     server.faults.append(Fault(403, "create", "services", message="cannot create services"))
     with pytest.raises(ClusterError, match="not allowed to create services/train-1-cache"):
         cluster.create(Kind.SERVICE, SERVICE, lasting(WAIT_S))
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_while_the_job_trains_a_server_that_knows_the_initializer_no_more_is_asked_again(
+def test_while_the_job_trains_a_refused_watch_is_repeated(
     server: ApiServer, cluster: Cluster, status: int
 ) -> None:
     names = Names("train-1")
@@ -87,8 +85,8 @@ def test_while_the_job_trains_a_server_that_knows_the_initializer_no_more_is_ask
     failures: list[Exception] = []
 
     def run() -> None:
-        pace = Pace(failure_grace_s=0.0, progress_s=1.0)
-        with Watcher(cluster, names, made["metadata"]["uid"], pace, stop) as watcher:
+        timing = Timing(failure_grace_s=0.0, progress_s=1.0)
+        with Watcher(cluster, names, made["metadata"]["uid"], timing, stop) as watcher:
             try:
                 watcher.wait_until_ready(patience)
                 watcher.stay(told.append)

@@ -22,7 +22,7 @@ ALLOWED = {
 }
 
 
-def test_cache_pods_are_pulled_and_tolerate_as_the_pod_that_makes_them(
+def test_cache_pods_have_pull_secrets_and_tolerations_of_their_initializer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):

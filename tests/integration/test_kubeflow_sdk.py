@@ -86,7 +86,7 @@ def run_example(
 
 
 def variables(job: Json) -> dict[str, str]:
-    """What the initializer of a TrainJob is told."""
+    """The variables of a TrainJob's initializer."""
     return {item["name"]: item["value"] for item in job["spec"]["initializer"]["dataset"]["env"]}
 
 
@@ -228,9 +228,7 @@ def test_the_cache_is_a_step_of_the_job_whose_logs_can_be_read(
     assert trainer.api.store.find("trainjobs") == []
 
 
-def test_the_trainers_of_the_job_are_asked_for_as_the_sdk_says(
-    trainer: TrainerCluster, sdk_client: Any
-) -> None:
+def test_the_job_has_the_trainers_of_the_sdk_call(trainer: TrainerCluster, sdk_client: Any) -> None:
     sdk = import_sdk()
     name = sdk_client.train(
         runtime="torch-distributed-data-cache",

@@ -20,7 +20,6 @@ import pytest
 import cache_runtimes
 from cache_client import CacheClient
 from cache_runtimes.local import Console, read_manifests, render, run_local
-from cache_runtimes.local.kubelet import Backoff
 from cache_server import LocalCluster
 from tests.train_jobs import env, train_job, write
 
@@ -87,7 +86,7 @@ class Run:
             extra_environment={"DIR": str(self.folder)},
             console=Console(event=self.events.append, line=line),
             hosts=hosts,
-            backoff=Backoff(first_s=0.05, limit_s=0.2),
+            backoff_s=0.05,
         )
 
     def of(self, pod: str, word: str) -> list[str]:

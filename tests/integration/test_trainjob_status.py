@@ -130,7 +130,7 @@ def token(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_posted_is_what_trainers_api_takes_and_claims_nothing_of_the_training() -> None:
+def test_a_report_fits_trainers_api_and_says_nothing_of_the_training() -> None:
     body = status_of(HALF, now_s=0.0)
 
     parsed = TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
@@ -150,7 +150,7 @@ def test_what_is_posted_is_what_trainers_api_takes_and_claims_nothing_of_the_tra
     }
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_values_are_left_out() -> None:
     body: Any = status_of(LoadReport("t", 5, 0, 0, 0, None, None))
 
     names = [metric["name"] for metric in body["trainerStatus"]["metrics"]]
@@ -180,7 +180,7 @@ def test_reports_are_posted_over_tls_with_a_token_that_is_read_each_time(
     assert [given for _, given, _ in server.posts] == ["Bearer hush-hush", "Bearer another"]
 
 
-def test_a_server_that_is_not_the_one_to_trust_is_told_nothing(
+def test_an_untrusted_server_gets_no_report(
     certificate: tuple[Path, Path], token: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -193,7 +193,7 @@ def test_a_server_that_is_not_the_one_to_trust_is_told_nothing(
     assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
 
 
-def test_of_many_reports_the_latest_are_posted_and_the_last_one_for_sure(token: Path) -> None:
+def test_the_latest_reports_are_posted_and_always_the_last_one(token: Path) -> None:
     with receiver() as (server, url):
         with TrainJobStatus(url, token_file=token, interval_s=0.3) as status:
             for percent in range(100):
@@ -206,12 +206,14 @@ def test_of_many_reports_the_latest_are_posted_and_the_last_one_for_sure(token: 
     assert percents[-1] == "100"
 
 
-@pytest.mark.parametrize("fault", ["nobody", "no token", "500", "302", "no address", "bad token"])
-def test_what_goes_wrong_is_logged_once_without_the_token_and_harms_nobody(
+@pytest.mark.parametrize(
+    "fault", ["no server", "no token", "500", "302", "no address", "bad token"]
+)
+def test_a_failure_is_logged_once_without_the_token_and_harms_nothing(
     token: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with receiver() as (server, url):
-        if fault == "nobody":
+        if fault == "no server":
             with socket.create_server(("127.0.0.1", 0)) as gone:
                 url = f"http://127.0.0.1:{gone.getsockname()[1]}"
         elif fault == "no token":
@@ -239,7 +241,7 @@ def test_what_goes_wrong_is_logged_once_without_the_token_and_harms_nobody(
     assert [path for path, _, _ in server.posts if path == "/elsewhere"] == []
 
 
-def test_after_it_is_closed_nothing_is_posted_any_more_though_a_post_hung_meanwhile(
+def test_after_close_nothing_is_posted_though_a_post_hung_meanwhile(
     token: Path,
 ) -> None:
     with receiver() as (server, url):
@@ -257,7 +259,7 @@ def test_after_it_is_closed_nothing_is_posted_any_more_though_a_post_hung_meanwh
         assert server.percents() == ["50"]
 
 
-def test_what_was_not_sent_when_it_is_closed_is_not_sent_though_the_server_comes_back(
+def test_unsent_reports_are_dropped_at_close_though_the_server_comes_back(
     certificate: tuple[Path, Path], token: Path
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -275,7 +277,7 @@ def test_what_was_not_sent_when_it_is_closed_is_not_sent_though_the_server_comes
         assert server.posts == []
 
 
-def test_a_server_that_hangs_does_not_hold_whoever_closes(token: Path) -> None:
+def test_close_does_not_wait_for_a_server_that_hangs(token: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         status = TrainJobStatus(url, token_file=token, timeout_s=0.2)

@@ -82,11 +82,11 @@ def test_zenmls_mapping_makes_one_rank_of_a_pod() -> None:
         "LOCAL_RANK": "0",
     }
     assert find_rank_in({**PET, **added}) == Rank(3, 4)
-    # It says what the client finds by itself.
+    # The client finds the same without it.
     assert find_rank_in(PET) == Rank(3, 4)
 
 
-def test_zenmls_mapping_leaves_what_is_there() -> None:
+def test_zenmls_mapping_keeps_existing_variables() -> None:
     assert mapped({**PET, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).keys() == {
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -94,7 +94,7 @@ def test_zenmls_mapping_leaves_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("processes", ["auto", "gpu", "0"])
-def test_half_a_mapping_is_an_error_that_names_it(processes: str) -> None:
+def test_an_incomplete_mapping_is_an_error_that_names_it(processes: str) -> None:
     environ = {**PET, "PET_NPROC_PER_NODE": processes}
     added = mapped(environ)
     assert added["RANK"] == "3"
@@ -104,7 +104,7 @@ def test_half_a_mapping_is_an_error_that_names_it(processes: str) -> None:
 
 
 def pet_of_nodes(folder: Path, num_proc_per_node: int | None) -> dict[str, str]:
-    """What Trainer tells the pods of a step on two nodes."""
+    """The variables that Trainer gives to the pods of a step on two nodes."""
     job = train_job(
         "a1b2c3d4-train-trainer",
         FLAGSHIP,

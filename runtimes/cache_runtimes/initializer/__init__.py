@@ -1,25 +1,25 @@
-"""``python -m cache_runtimes.initializer``: makes a cache of the size that a TrainJob asks for.
+"""``python -m cache_runtimes.initializer``: creates a cache of the size that a TrainJob asks for.
 
-It runs as the dataset initializer of the runtime ``torch-distributed-with-cache``, which keeps the
-name and the contract of the ancestor's: `CLUSTER_SIZE` and the settings beside it come with the
-TrainJob. A job has one pod of it, which does three things in turn:
+It is the dataset initializer of the runtime ``torch-distributed-with-cache``, which keeps the name
+and the variables of Kubeflow Trainer's own data cache: a TrainJob sets ``CLUSTER_SIZE`` and the
+settings beside it. Each job has one pod of it, which does three things in turn:
 
-    make     ServiceAccount, Services and StatefulSet, owned by the TrainJob           `making`
-    wait     until every cache pod is ready; or fail with the reason of the pods        `waiting`
-    stay     ready itself, by a file; and remove what it made when it is told to end    `program`
+    create   ServiceAccount, Services and StatefulSet, owned by the TrainJob           `objects`
+    wait     until every cache pod is ready; fails with the reason of the pods         `watcher`
+    stay     ready while the cache is ready; removes the objects when told to end      `program`
 
-Parts: `settings` and `plan` and `verdict` are pure; `cluster` alone knows the Kubernetes client.
+`settings`, `plan` and `cache_health` are pure; only `cluster` knows the Kubernetes client.
 
-What it asks of the API server, all within the namespace of its job; a role needs no more:
+It needs these rights in the namespace of its job, and no others:
 
     trainjobs          get           (and update of their finalizers, which is never called:
-                                      OpenShift asks it of who makes objects that block deletion)
+                                      OpenShift requires it to create objects that block deletion)
     serviceaccounts    get create delete
     services           get create delete
     statefulsets       get create delete list watch
-    pods               get list watch    (get: of its own pod, where POD_NAME is set)
-    events             list              (only while pods are missing that should be there)
+    pods               get list watch    (get: its own pod, where POD_NAME is set)
+    events             list              (only while pods are missing)
 
-Nothing of the environment of this pod is passed on to the cache pods, and no secret is read: they
-get `spec.initializer.dataset` of the TrainJob as it stands there.
+Cache pods get `spec.initializer.dataset` of the TrainJob, and nothing from the environment of this
+pod. It reads no Secret.
 """

@@ -1,9 +1,11 @@
-"""``python -m cache_runtimes.initializer``: the only place here that reads environment and signals.
+"""``python -m cache_runtimes.initializer``: reads the environment and signals; no arguments.
 
-It takes no arguments. Exit codes: 143 after SIGTERM or SIGINT, with everything removed, or, by an
-eviction of its pod, with the cache left for the pod that comes in its place; 78 (EX_CONFIG) for
-settings and 65 (EX_DATAERR) for data, its own or of a cache pod that exited so; 1 for the rest.
-Never 0. The last line on standard error is the reason.
+Exit codes, never 0; the last line on standard error is the reason:
+
+- 143 after SIGTERM or SIGINT: every object is removed, or left for the next pod after an eviction
+- 78 (EX_CONFIG): a bad setting, of this pod or of a cache pod
+- 65 (EX_DATAERR): bad data, of this pod or of a cache pod
+- 1: any other error
 """
 
 from __future__ import annotations
@@ -47,19 +49,19 @@ def main() -> None:
             sys.exit(EXIT_CONFIG)
         sys.exit(EXIT_DATA if isinstance(error, LoadError) else EXIT_FAILURE)
     print(f"initializer: {ending.value}", file=sys.stderr)
-    # Never 0: whoever deletes this pod, its Job would count it as done, and not replace it.
+    # Never 0: the Job would count a deleted pod as finished, and not replace it.
     sys.exit(EXIT_TERMINATED)
 
 
 def _stop_on_signals() -> threading.Event:
-    """An event that is set by the first signal.
+    """An event that the first signal sets.
 
-    A thread waits for it, and no handler does: a handler that sets an event may run while the main
-    thread holds the lock of that event. Threads that start later block the signals too.
+    A thread sets it, not a handler: a handler may run while the main thread holds the lock of that
+    event. Threads that start later block the signals too.
     """
     stop = threading.Event()
     for number in _SIGNALS:
-        # The first process of a container is sent no signal that it leaves to the default.
+        # The kernel sends the first process of a container no signal without a handler.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 

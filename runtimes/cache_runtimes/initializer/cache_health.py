@@ -1,7 +1,6 @@
-"""What StatefulSet, pods and events say of a cache: how far it is, and whether it can get there.
+"""The health of a cache, from its StatefulSet, pods and events. Pure.
 
-Pure: objects as the API has them in, words out. What has to last for a while before it counts is
-timed by whoever asks.
+It reads objects as the API gives them. The caller times problems that count only after a while.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ EXIT_DATA = 65  # EX_DATAERR, of `cache-server`: the data or the query is bad
 EXIT_CONFIG = 78  # EX_CONFIG: a setting is bad
 _OWN_REASON = {EXIT_DATA: LoadError, EXIT_CONFIG: ConfigError}
 
-_HOPELESS = ("InvalidImageName",)
-# They may pass: a registry that throttles, a kubelet that has not seen a secret yet.
-_STUCK = (
+_PERMANENT_REASONS = ("InvalidImageName",)
+# A registry may throttle, and a kubelet may not know a Secret yet.
+_TRANSIENT_REASONS = (
     *("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError"),
     *("RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError"),
 )
-# What keeps an object from being made: a quota may be raised, or be so new that nobody counted yet,
-# an account be made, a server that has just started learn its rules; the rest (Pod Security, a
-# webhook, a limit range, a field that is not valid) stays as it is.
+# Why admission refuses an object. A quota, a missing account or a server that has just started may
+# let it through later; Pod Security, a webhook, a limit range or an invalid field does not.
 _REFUSED = re.compile(r"is forbidden:|denied (the )?request|is invalid:")
 _MAY_PASS = re.compile(
     r"exceeded quota|status unknown for quota|error looking up service account|being terminated"
@@ -34,39 +32,33 @@ _MAY_PASS = re.compile(
 )
 
 
-class Hope(Enum):
-    """Whether something may still become good."""
+class Severity(Enum):
+    """Whether a problem may end."""
 
-    WAITING = "passes, or needs a person"
-    STUCK = "may pass within moments, else never"
-    NONE = "never"
+    PENDING = "ends, or an administrator ends it"
+    TRANSIENT = "ends within moments, or never"
+    PERMANENT = "never ends"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a pod from being ready.
+    """A reason why a pod is not ready.
 
     Attributes:
-        about: the pod, or what should have made it, and in which way; the same for as long as the
-            problem lasts, whichever words it is told in.
-        text: for a person, in one line.
-        raises: the error that it comes to.
+        about: identifies the problem while it lasts, also when its text changes.
+        text: for people, in one line.
+        raises: the class of the error.
     """
 
     about: tuple[str, str]
     text: str
-    hope: Hope
+    severity: Severity
     raises: type[CacheError] = NodeUnavailableError
 
 
 @dataclass(frozen=True)
 class CacheHealth:
-    """A cache as it is now.
-
-    Attributes:
-        ready: pods, of ``wanted``.
-        problems: the worst first.
-    """
+    """A cache as it is now: ``ready`` of ``wanted`` pods, and its problems, the worst first."""
 
     ready: int
     wanted: int
@@ -74,7 +66,7 @@ class CacheHealth:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every pod is."""
+        """Whether every pod is ready."""
         return self.ready >= self.wanted
 
     def __str__(self) -> str:
@@ -82,42 +74,37 @@ class CacheHealth:
         return f"{self.ready} of {self.wanted} cache pods ready{told}"
 
 
-def judge(stateful_set: Json, pods: Iterable[Json], events: Iterable[Json]) -> CacheHealth:
-    """What is known of a StatefulSet.
-
-    Args:
-        pods: any; those that are not its own are passed over.
-        events: the same.
-    """
+def assess(stateful_set: Json, pods: Iterable[Json], events: Iterable[Json]) -> CacheHealth:
+    """The health of a StatefulSet; other pods and events are ignored."""
     own = sorted(pods_of(stateful_set, pods), key=lambda pod: _ordinal(pod["metadata"]["name"]))
     wanted = stateful_set["spec"].get("replicas", 1)
     problems = [problem for pod in own for problem in _pod_problems(pod)]
     if len(own) < wanted:
         problems += _refusals(stateful_set, events)
-    problems.sort(key=_badness)
+    problems.sort(key=_rank)
     ready = (stateful_set.get("status") or {}).get("readyReplicas") or 0
     return CacheHealth(ready, wanted, tuple(problems))
 
 
 def pods_of(stateful_set: Json, pods: Iterable[Json]) -> list[Json]:
-    """The pods of this StatefulSet and not of one of the same name before it."""
+    """The pods of this StatefulSet, not of an earlier one with its name."""
     uid = stateful_set["metadata"]["uid"]
     return [pod for pod in pods if any(owner["uid"] == uid for owner in _owners(pod))]
 
 
 def lacks_pods(stateful_set: Json, pods: Iterable[Json]) -> bool:
-    """Whether pods are not even made; only then do its events tell why."""
+    """Whether pods do not exist yet; only then do its events say why."""
     wanted: int = stateful_set["spec"].get("replicas", 1)
     return len(pods_of(stateful_set, pods)) < wanted
 
 
 def may_pass(message: str) -> bool:
-    """Whether an admission that says this may let the same object through later."""
+    """Whether an admission with this message may let the same object through later."""
     return _MAY_PASS.search(message) is not None
 
 
 def is_disrupted(pod: Json) -> str | None:
-    """Why a pod is taken from its node (eviction, preemption, ...), if it is."""
+    """The reason of a disruption such as an eviction or a preemption, if there is one."""
     for condition in (pod.get("status") or {}).get("conditions") or ():
         if condition["type"] == "DisruptionTarget" and condition["status"] == "True":
             return str(condition.get("reason") or "DisruptionTarget")
@@ -132,13 +119,13 @@ def _pod_problems(pod: Json) -> Iterator[Problem]:
         *(status.get("containerStatuses") or ()),
     ):
         yield from _container_problems(pod, container)
-    if status.get("phase") == "Failed":  # evicted, its node lost, ...: it is made again
+    if status.get("phase") == "Failed":  # such as evicted: the StatefulSet makes it again
         text = f"pod {name} failed: {_words(status.get('reason'), status.get('message'))}"
-        yield Problem((name, "phase"), text, Hope.WAITING)
+        yield Problem((name, "phase"), text, Severity.PENDING)
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             said = _words(condition.get("reason"), condition.get("message"))
-            yield Problem((name, "scheduling"), f"pod {name}: {said}", Hope.WAITING)
+            yield Problem((name, "scheduling"), f"pod {name}: {said}", Severity.PENDING)
 
 
 def _container_problems(pod: Json, container: Json) -> Iterator[Problem]:
@@ -153,18 +140,19 @@ def _container_problems(pod: Json, container: Json) -> Iterator[Problem]:
         text = f"pod {name} exited with {code}: {said}"
         error = _OWN_REASON.get(code) if container["name"] == CONTAINER else None
         if error is not None:
-            yield Problem((uid, "exit"), text, Hope.NONE, error)
+            yield Problem((uid, "exit"), text, Severity.PERMANENT, error)
         else:
             why = ended.get("reason")
             why = f" ({why})" if why not in (None, "Error", said) else ""
             restarts = container.get("restartCount", 0)
-            yield Problem((uid, "exit"), f"{text}{why}, restarts: {restarts}", Hope.WAITING)
+            yield Problem((uid, "exit"), f"{text}{why}, restarts: {restarts}", Severity.PENDING)
     waiting = state.get("waiting") or {}
     reason = waiting.get("reason")
-    if reason in (*_HOPELESS, *_STUCK):
+    if reason in (*_PERMANENT_REASONS, *_TRANSIENT_REASONS):
         text = f"pod {name}: {_words(reason, waiting.get('message'))}"
-        hope = Hope.NONE if reason in _HOPELESS else Hope.STUCK
-        yield Problem((uid, f"start of {container['name']}"), text, hope)
+        permanent = reason in _PERMANENT_REASONS
+        severity = Severity.PERMANENT if permanent else Severity.TRANSIENT
+        yield Problem((uid, f"start of {container['name']}"), text, severity)
 
 
 def _refusals(stateful_set: Json, events: Iterable[Json]) -> Iterator[Problem]:
@@ -179,14 +167,14 @@ def _refusals(stateful_set: Json, events: Iterable[Json]) -> Iterator[Problem]:
     for event in sorted(own, key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or "")[-1:]:
         message = _words(event.get("message"))
         refused = bool(_REFUSED.search(message)) and not may_pass(message)
-        hope = Hope.NONE if refused else Hope.WAITING
-        yield Problem((uid, "create"), f"a pod cannot be made: {message}", hope)
+        severity = Severity.PERMANENT if refused else Severity.PENDING
+        yield Problem((uid, "create"), f"a pod cannot be made: {message}", severity)
 
 
-def _badness(problem: Problem) -> int:
+def _rank(problem: Problem) -> int:
     if problem.raises is not NodeUnavailableError:
-        return 0  # its own reason says more than what others make of it
-    return {Hope.NONE: 1, Hope.STUCK: 2, Hope.WAITING: 3}[problem.hope]
+        return 0  # the container's own reason says the most
+    return {Severity.PERMANENT: 1, Severity.TRANSIENT: 2, Severity.PENDING: 3}[problem.severity]
 
 
 def _owners(one: Json) -> list[Json]:

@@ -1,7 +1,7 @@
-"""The API of the cluster: the only module here that knows the Kubernetes client.
+"""The API of the cluster; the only importer of the Kubernetes client here.
 
-Objects go in and come out as the JSON of the API. Calls that the server throttles or fails are
-repeated until a deadline; what it refuses is an error that names the call.
+Objects are the JSON of the API. A call that the server throttles or fails is repeated until a
+deadline; a refused call is an error that names the call.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterError(CacheError):
-    """The cluster refuses something, or lacks it, or has something else in its place."""
+    """The cluster refuses a call, lacks an object, or has another object in its place."""
 
 
 class StoppedError(Exception):
-    """The call or the wait was given up because the program was told to end."""
+    """The program was told to end during a call or a wait."""
 
 
 class WatchExpiredError(Exception):
-    """The server no longer knows what came after a version: list again."""
+    """The server no longer knows the changes since a version: list again."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,19 @@ class Patience:
 
     @classmethod
     def lasting(cls, seconds: float, stop: threading.Event) -> Patience:
-        """From now on."""
+        """A patience that starts now."""
         return cls(time.monotonic() + seconds, stop)
 
     @property
     def left_s(self) -> float:
-        """Until it is over; at least 0."""
+        """Seconds until its end; at least 0."""
         return max(0.0, self.until - time.monotonic())
 
     def pause(self, seconds: float) -> None:
         """Waits.
 
         Raises:
-            StoppedError: meanwhile or before.
+            StoppedError: the program was told to end.
         """
         if self.stop.wait(min(seconds, self.left_s)):
             raise StoppedError
@@ -103,17 +103,17 @@ class Patience:
 
 @dataclass(frozen=True)
 class Page:
-    """Objects, and the version of the cluster in which they were so."""
+    """Listed objects, and the version of the list."""
 
     items: list[Json]
     version: str
 
 
 def connect(kubeconfig: str | None) -> ApiClient:
-    """A client with the settings of the files ``kubeconfig``; None: of the pod this runs in.
+    """A client with the settings of the files ``kubeconfig``, or of this pod where it is None.
 
     Raises:
-        ConfigError: there are no such settings.
+        ConfigError: no settings are found.
     """
     configuration = Configuration()
     try:
@@ -121,13 +121,13 @@ def connect(kubeconfig: str | None) -> ApiClient:
             config.load_kube_config(kubeconfig, client_configuration=configuration)
         else:
             config.load_incluster_config(client_configuration=configuration)
-            # HTTPS_PROXY of this pod is there for the source. The client would ask it for the API
-            # server too, whatever NO_PROXY says.
+            # HTTPS_PROXY of this pod is for the source. The client would use it for the API server
+            # too, and ignores NO_PROXY.
             configuration.proxy = None
     except config.ConfigException as error:
-        place = f"KUBECONFIG={kubeconfig!r}" if kubeconfig else "this is no pod of a cluster"
-        raise ConfigError(f"no way to the API server: {place}: {error}") from None
-    configuration.retries = False  # they are made here, by status, and are logged
+        place = f"KUBECONFIG={kubeconfig!r}" if kubeconfig else "this is not a pod of a cluster"
+        raise ConfigError(f"cannot reach the API server: {place}: {error}") from None
+    configuration.retries = False  # this module repeats calls by their status, and logs it
     return ApiClient(configuration)
 
 
@@ -135,8 +135,7 @@ class Cluster:
     """One namespace of a cluster. Threads may share it.
 
     Args:
-        watch_timeout_s: a watch is renewed so often, so that a connection that died silently is
-            not waited for.
+        watch_timeout_s: a watch is renewed after it, in case its connection died silently.
     """
 
     def __init__(self, api: ApiClient, namespace: str, *, watch_timeout_s: int = 60) -> None:
@@ -167,16 +166,16 @@ class Cluster:
         }
 
     def get(self, kind: Kind, name: str, patience: Patience) -> Json | None:
-        """An object as it is now; None where there is none."""
+        """An object as it is now; None where it does not exist."""
         call = _Call("get", kind, name, self.namespace)
         return self._carry_out(
             call, patience, partial(self._read[kind], name, self.namespace), _NOT_FOUND
         )
 
     def create(self, kind: Kind, body: Json, patience: Patience) -> Json | None:
-        """The object as it was made; None where there is one of its name.
+        """The created object; None where its name exists.
 
-        That one may be of this very call: its answer may have been lost, and the call repeated.
+        This call may have created that one: it is repeated when an answer is lost.
         """
         call = _Call("create", kind, body["metadata"]["name"], self.namespace)
         return self._carry_out(
@@ -184,10 +183,10 @@ class Cluster:
         )
 
     def delete(self, kind: Kind, name: str, uid: str, patience: Patience) -> bool:
-        """Asks for the end of the object ``uid``, and in time of what it owns.
+        """Deletes the object ``uid``, and later the objects that it owns.
 
         Returns:
-            False: there is no such object, or another one of its name.
+            False: the object does not exist, or another object has its name.
         """
         call = _Call("delete", kind, name, self.namespace)
         options = V1DeleteOptions(
@@ -197,7 +196,7 @@ class Cluster:
         return self._carry_out(call, patience, send, _NOT_FOUND, _CONFLICT) is not None
 
     def list(self, kind: Kind, selectors: Mapping[str, str], patience: Patience) -> Page:
-        """The objects that ``selectors`` (``field_selector``, ``label_selector``) let through."""
+        """The objects of ``selectors`` (``field_selector``, ``label_selector``)."""
         call = _Call("list", kind, None, self.namespace)
         send = partial(self._list[kind], self.namespace, **selectors)
         answer = self._carry_out(call, patience, send)
@@ -207,14 +206,14 @@ class Cluster:
     def watch(
         self, kind: Kind, selectors: Mapping[str, str], version: str
     ) -> Iterator[tuple[str, Json]]:
-        """What happens after ``version``: ADDED, MODIFIED, DELETED or BOOKMARK, and the object.
+        """The changes after ``version``: ADDED, MODIFIED, DELETED or BOOKMARK, and the object.
 
-        Ends by itself after a while.
+        It ends after ``watch_timeout_s``.
 
         Raises:
             WatchExpiredError: list again.
-            ClusterError: refused.
-            OSError: cut off, or refused for now.
+            ClusterError: the server refuses the watch.
+            OSError: the connection broke, or the server refuses the watch for now.
         """
         call = _Call("watch", kind, None, self.namespace)
         events = Watch(return_type="object").stream(
@@ -243,9 +242,9 @@ class Cluster:
         """The answer to a call, or None if its status is one of ``none_at``.
 
         Raises:
-            StoppedError: before there was an answer.
-            NotReadyError: no answer in time, only failures that might have passed.
-            ClusterError: refused.
+            StoppedError: the program was told to end before an answer.
+            NotReadyError: no answer in time, only transient failures.
+            ClusterError: the server refuses the call.
         """
         retrying = Retrying(
             retry=retry_if_exception(_is_transient),
@@ -272,7 +271,7 @@ class Cluster:
 
 
 def _answer(send: Callable[..., Any], patience: Patience) -> Json:
-    """What the server answers, and not the client's models of it."""
+    """The JSON that the server answers, not the client's models."""
     timeout_s = max(_LEAST_TIMEOUT_S, min(_CALL_TIMEOUT_S, patience.left_s))
     timeouts_s = (min(_CONNECT_TIMEOUT_S, timeout_s), timeout_s)
     answer = send(_preload_content=False, _request_timeout=timeouts_s)
@@ -300,7 +299,7 @@ class _Call:
         error = _failure_of(state)
         reason = _message(error) if isinstance(error, ApiException) else str(error)
         pause_s = state.next_action.sleep if state.next_action is not None else 0.0
-        logger.warning("again in %.1f s: %s failed: %s", pause_s, self, reason)
+        logger.warning("repeating in %.1f s: %s failed: %s", pause_s, self, reason)
 
 
 def _of_train_jobs(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,7 +320,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds: what the server asks for, or ever more."""
+    """Seconds before the next attempt: the larger of the back-off and the server's request."""
     asked = getattr(_failure_of(state), "headers", None) or {}
     try:
         asked_s = float(asked.get("Retry-After", 0))
@@ -335,7 +334,7 @@ def _failure_of(state: RetryCallState) -> BaseException | None:
 
 
 def _message(error: ApiException) -> str:
-    """What the server said, in one line."""
+    """The message of the server, in one line."""
     try:
         said = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):

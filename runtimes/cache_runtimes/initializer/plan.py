@@ -1,12 +1,12 @@
-"""A TrainJob and the settings -> the objects that its cache is made of; pure.
+"""A TrainJob and the settings -> the objects of its cache. Pure.
 
-    ServiceAccount  <job>-cache           of the cache pods; without a token of the cluster
-    Service         <job>-cache           headless: names for the pods, ready or not
-    Service         <job>-cache-service   where clients go: to the coordinator, pod 0
+    ServiceAccount  <job>-cache           of the cache pods; without a token
+    Service         <job>-cache           headless: a name for each pod, ready or not
+    Service         <job>-cache-service   for clients: the coordinator, pod 0
     StatefulSet     <job>-cache           the pods
 
-Each is owned by the TrainJob, so that it cannot outlive it, and says by an annotation what it was
-planned to be, so that a later run knows its own work again.
+The TrainJob owns them, so they end with it. An annotation holds a hash of the plan, by which a
+later run recognizes them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
 class Kind(StrEnum):
-    """The kinds of objects that the initializer deals with."""
+    """The kinds of objects that the initializer handles."""
 
     TRAIN_JOB = "TrainJob"
     SERVICE_ACCOUNT = "ServiceAccount"
@@ -47,56 +47,52 @@ class Kind(StrEnum):
 
     @property
     def plural(self) -> str:
-        """As the API and its permissions name it."""
+        """Its name in the API and in roles."""
         return f"{self.lower()}s"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """An object that should be there.
-
-    Attributes:
-        body: as it is sent; nothing else refers to it.
-    """
+    """A planned object; ``body`` is what is sent, and is not shared."""
 
     kind: Kind
     body: Json
 
     @property
     def name(self) -> str:
-        """Within its namespace."""
+        """Its name in the namespace."""
         return str(self.body["metadata"]["name"])
 
     @property
     def fingerprint(self) -> str:
-        """What two plans of the same object have in common."""
+        """The hash of its plan."""
         return str(self.body["metadata"]["annotations"][PLAN_ANNOTATION])
 
 
 @dataclass(frozen=True)
 class Names:
-    """Of the objects of one TrainJob."""
+    """The names of the objects of one TrainJob."""
 
     train_job: str
 
     @property
     def cache(self) -> str:
-        """Of ServiceAccount, headless Service and StatefulSet."""
+        """The ServiceAccount, the headless Service and the StatefulSet."""
         return f"{self.train_job}-cache"
 
     @property
     def service(self) -> str:
-        """Of the Service that clients use."""
+        """The Service that clients use."""
         return f"{self.train_job}-cache-service"
 
     @property
     def coordinator(self) -> str:
-        """Of the pod."""
+        """The coordinator's pod."""
         return f"{self.cache}-0"
 
     @property
     def removed_in_order(self) -> tuple[tuple[Kind, str], ...]:
-        """All objects, the pods first: what they use goes after them."""
+        """All objects: the pods first, then the objects that they use."""
         return (
             (Kind.STATEFUL_SET, self.cache),
             (Kind.SERVICE, self.service),
@@ -108,15 +104,15 @@ class Names:
 def plan_objects(
     settings: Settings, train_job: Json, own_pod: Json | None = None
 ) -> tuple[Planned, ...]:
-    """The objects of the cache of ``train_job``, in the order in which they are made.
+    """The objects of the cache of ``train_job``, in the order of their creation.
 
     Args:
-        own_pod: of the initializer, if it is known. The cache pods may be where it may be, and
-            their image is pulled as its was, which is the same.
+        own_pod: of the initializer, if it is known. The cache pods get its tolerations and pull
+            secrets: they have the same image.
 
     Raises:
-        ConfigError: the TrainJob's settings of the dataset are not what this pod was given, or
-            contradict what a cache pod sets itself.
+        ConfigError: the TrainJob's dataset differs from the one that this pod got, or sets a
+            variable of the cache pods.
     """
     names = Names(settings.train_job)
     account: Json = {"apiVersion": "v1", "automountServiceAccountToken": False}
@@ -137,7 +133,7 @@ def plan_objects(
             "template": {
                 "metadata": {
                     "labels": _labels(names),
-                    # As far as an autoscaler asks: a cache pod that moves reads its part again.
+                    # For autoscalers: a cache pod that moves loads its part again.
                     "annotations": {
                         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                         "karpenter.sh/do-not-disrupt": "true",
@@ -145,12 +141,12 @@ def plan_objects(
                 },
                 "spec": {
                     **_pod_spec(settings, names, _environment(settings, names, train_job)),
-                    **_allowed_as(own_pod),
+                    **_permissions_of(own_pod),
                 },
             },
         },
     }
-    made = (
+    objects = (
         (Kind.SERVICE_ACCOUNT, names.cache, account),
         (Kind.SERVICE, names.cache, _service({"clusterIP": "None"}, _selector(names))),
         (
@@ -160,7 +156,7 @@ def plan_objects(
         ),
         (Kind.STATEFUL_SET, names.cache, pods),
     )
-    return tuple(_owned(kind, name, body, names, train_job) for kind, name, body in made)
+    return tuple(_owned(kind, name, body, names, train_job) for kind, name, body in objects)
 
 
 def _owned(kind: Kind, name: str, body: Json, names: Names, train_job: Json) -> Planned:
@@ -208,8 +204,8 @@ def _service(more: Json, selector: Json) -> Json:
         {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
         for name, port in (("flight", FLIGHT_PORT), ("control", CONTROL_PORT))
     ]
-    # Nodes find each other before they are ready, and a client that comes while rows are loaded
-    # again is told how far that is, where it would find nobody.
+    # Nodes must find each other before they are ready, and a client must find the coordinator while
+    # it loads rows again.
     return {
         "apiVersion": "v1",
         "spec": {**more, "publishNotReadyAddresses": True, "selector": selector, "ports": ports},
@@ -217,7 +213,7 @@ def _service(more: Json, selector: Json) -> Json:
 
 
 def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
-    """``env`` and ``envFrom`` of a cache pod: what every one has, and the TrainJob's dataset."""
+    """``env`` and ``envFrom`` of a cache pod: the common variables and the TrainJob's dataset."""
     own: list[Json] = [
         {"name": "TRAIN_JOB_NAME", "value": names.train_job},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
@@ -234,13 +230,13 @@ def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
     dataset = (train_job["spec"].get("initializer") or {}).get("dataset") or {}
     theirs: list[Json] = list(dataset.get("env") or ())
     if dataset.get("storageUri") and "STORAGE_URI" not in {each["name"] for each in theirs}:
-        # As Trainer does it: a variable of the dataset comes before its storageUri.
+        # As Trainer does: a variable of the dataset overrides its storageUri.
         theirs.insert(0, {"name": "STORAGE_URI", "value": dataset["storageUri"]})
     secret = dataset.get("secretRef")
     _check_dataset(settings, theirs, {variable["name"] for variable in own}, secret)
     if settings.iam_role is not None:
-        # Their ServiceAccount is that role. As a setting of the store, each would assume it again,
-        # which a role need not allow to itself. Empty, it counts as absent also in a Secret.
+        # The ServiceAccount of the pods has the role. As a setting of the store, each pod would
+        # assume it again, which a role may forbid. An empty value also overrides a Secret.
         theirs = [variable for variable in theirs if variable["name"] != "IAM_ROLE"]
         theirs.append({"name": "IAM_ROLE", "value": ""})
     return {"env": own + theirs, **({"envFrom": [{"secretRef": secret}]} if secret else {})}
@@ -249,37 +245,37 @@ def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
 def _check_dataset(
     settings: Settings, theirs: list[Json], own: set[str], secret: Mapping[str, Any] | None
 ) -> None:
-    """Whether the cache pods would load what this pod was told: they may not, or load nothing."""
+    """Refuses a dataset that differs from the one that this pod got."""
     set_by_job = {variable["name"]: variable for variable in theirs}
     problems = [
         f"spec.initializer.dataset.env must not set {name}, which every cache pod sets itself"
         for name in sorted(set_by_job.keys() & own)
     ]
-    # A Secret, which is not read, may say who reads and where the store is.
+    # This program does not read the Secret, which may hold credentials and the store's address.
     asked = settings.dataset.keys() if secret is None else settings.what_to_cache
     elsewhere = asked - set_by_job.keys()
     if elsewhere:
         problems.append(
-            f"{', '.join(sorted(elsewhere))}: set in this pod, but not by spec.initializer.dataset "
-            "of the TrainJob, which is what the cache pods get; what is in a Secret, and is no "
-            "credential, needs a variable with `valueFrom` there"
+            f"{', '.join(sorted(elsewhere))}: set in this pod, but not in spec.initializer.dataset "
+            "of the TrainJob, which the cache pods get; set it there, by `valueFrom` if it is in a "
+            "Secret and no credential"
         )
-    otherwise = [
+    different = [
         name
         for name, value in sorted(settings.dataset.items())
         if name in set_by_job and not _comes_to(set_by_job[name], value)
     ]
-    if otherwise:  # none is quoted: some are secrets
+    if different:  # not quoted: some are secrets
         problems.append(
-            f"{', '.join(otherwise)}: set in this pod otherwise than by spec.initializer.dataset "
-            "of the TrainJob, which is what the cache pods get"
+            f"{', '.join(different)}: this pod and spec.initializer.dataset of the TrainJob, which "
+            "the cache pods get, have different values"
         )
     if problems:
         raise ConfigError("bad settings: " + "; ".join(problems))
 
 
 def _comes_to(variable: Json, value: str) -> bool:
-    """Whether a variable may have this value; what Kubernetes fills in is not known here."""
+    """Whether a variable may have this value; Kubernetes fills in some values later."""
     plain = variable.get("value") or ""
     return "valueFrom" in variable or "$" in plain or plain == value
 
@@ -318,14 +314,14 @@ def _pod_spec(settings: Settings, names: Names, environment: Json) -> Json:
     }
 
 
-def _allowed_as(pod: Json | None) -> Json:
-    """What of a pod lets it onto a node and its image into it, and demands nothing."""
+def _permissions_of(pod: Json | None) -> Json:
+    """The fields that let a pod onto a node and pull its image, and demand nothing."""
     spec = (pod or {}).get("spec") or {}
     return {name: spec[name] for name in ("imagePullSecrets", "tolerations") if spec.get(name)}
 
 
 def _one_zone(names: Names) -> Json:
-    """Towards the pods of the JobSet: this one, and the trainers, which come after it."""
+    """An affinity to the pods of the JobSet: the initializer, and later the trainers."""
     term = {
         "topologyKey": "topology.kubernetes.io/zone",
         "labelSelector": {"matchLabels": {_JOBSET_LABEL: names.train_job}},
@@ -369,7 +365,7 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
         **_probes(settings),
         "volumeMounts": [
             {"name": "cache", "mountPath": "/cache"},
-            # What is fetched before it is read lies on disk, not in the room for shards.
+            # For fetched files: on disk, not in the memory of the shards.
             {"name": "scratch", "mountPath": "/cache/.scratch"},
             {"name": "tmp", "mountPath": "/tmp"},
         ],

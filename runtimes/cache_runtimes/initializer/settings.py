@@ -1,27 +1,25 @@
-"""What the environment of the initializer says; pure.
+"""The settings of the initializer, from its environment. Pure.
 
     variable                          default       meaning
-    TRAIN_JOB_NAME                    required      whose cache this is
-    POD_NAMESPACE                     the pod's     where the job is
-    POD_NAME                          none          this pod: what the cache pods are allowed as it
-                                                    is; tells its eviction from the job's end
+    TRAIN_JOB_NAME                    required      the job of the cache
+    POD_NAMESPACE                     the pod's     the namespace of the job
+    POD_NAME                          none          this pod: cache pods get its tolerations and
+                                                    pull secrets; shows whether it is evicted
     CACHE_IMAGE                       required      of the cache pods
-    CLUSTER_SIZE                      3             the ancestor's head counts, and is no node here
+    CLUSTER_SIZE                      3             cache pods + 1: Trainer's own cache has a head
     WORKER_CPU, WORKER_MEM            2, 2Gi        of each cache pod, requests and limits
-    HEAD_CPU, HEAD_MEM                none          accepted: there is no head
-    IAM_ROLE                          none          of AWS, for the ServiceAccount of the pods, and
-                                                    for nothing else: they are it, or are not
+    HEAD_CPU, HEAD_MEM                none          ignored: there is no head
+    IAM_ROLE                          none          of AWS, for the ServiceAccount of the pods only
     READINESS_INITIAL_DELAY_SECONDS   5             of the readiness probe of a cache pod
     READINESS_PERIOD_SECONDS          10
     READINESS_TIMEOUT_SECONDS         5
     READINESS_FAILURE_THRESHOLD       3
     CACHE_READY_DEADLINE_S            1800          for the whole cache, from the start
-    CACHE_READY_FILE                  /tmp/ready    there while the cache is ready
+    CACHE_READY_FILE                  /tmp/ready    exists while the cache is ready
     CACHE_FAILURE_GRACE_S             30            see `Settings.failure_grace_s`
     CACHE_PROGRESS_S                  5             the longest silence of the log while it waits
 
-The variables of the dataset are those of `cache_protocol.spec.job_settings`. An empty variable
-counts as absent.
+`cache_protocol.spec.job_settings` has the variables of the dataset. An empty variable is absent.
 """
 
 from __future__ import annotations
@@ -61,12 +59,11 @@ class Settings:
 
     Attributes:
         num_nodes: cache pods.
-        memory_bytes: what ``memory``, a Kubernetes quantity, comes to.
-        failure_grace_s: a container that cannot start (its image cannot be pulled, its settings
-            cannot be read) may do so this long: registries and the kubelet's caches have moments.
-        dataset: the variables of the dataset that this environment has; never shown, since some
-            are secrets.
-        head_variables: those of the ancestor's head that were given.
+        memory_bytes: ``memory``, a Kubernetes quantity, in bytes.
+        failure_grace_s: how long a container may fail to start (its image cannot be pulled, its
+            settings cannot be read) before the run fails.
+        dataset: the variables of the dataset in this environment; not shown, some are secrets.
+        head_variables: the ignored variables of a head.
     """
 
     train_job: str
@@ -88,20 +85,20 @@ class Settings:
 
     @property
     def what_to_cache(self) -> frozenset[str]:
-        """The variables of ``dataset`` that are about the table, not about access to its store."""
+        """The variables of ``dataset`` for the table, without those for access to its store."""
         return frozenset(self.dataset) - frozenset(OF_ACCESS)
 
     @property
     def shard_bytes(self) -> int:
-        """The part of a pod's memory that its shards may take."""
+        """The part of a pod's memory for shards."""
         return shard_bytes(self.memory_bytes)
 
 
 def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) -> Settings:
-    """The settings that ``environ`` has.
+    """Reads the settings from ``environ``.
 
     Args:
-        own_namespace: of this pod, as its service account says it; POD_NAMESPACE comes first.
+        own_namespace: of this pod, from its service account; POD_NAMESPACE overrides it.
 
     Raises:
         ConfigError: quoting every bad setting and every bad variable of the dataset.

@@ -1,160 +1,122 @@
-"""One pod: init containers, sidecars, containers, restarts in place, probes."""
+"""One pod: sidecars, containers, restarts in place, probes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_runtimes.local.containers import RunningContainer
 from cache_runtimes.local.pods import Pod, Process
-from cache_runtimes.local.policies import ContainerExit, is_sidecar, restarts_in_place
-from cache_runtimes.local.probes import probe
+from cache_runtimes.local.policies import ContainerExit, restarts_in_place
 
 Json = dict[str, Any]
+Task = asyncio.Task[Any]
 
 _DEFAULT_GRACE_S = 30.0
-_MIN_GRACE_S = 2.0  # after a hook that took it all: minimumGracePeriodInSeconds
-# Until a container is ready it is asked so often; a kubelet waits periodSeconds.
+_MIN_GRACE_S = 2.0  # after a hook that took all of it: minimumGracePeriodInSeconds
+# The pause after a probe that failed; a kubelet waits periodSeconds.
 _MAX_WAIT_FOR_READY_S = 0.5
+_MAX_DELAY_S = 10.0
+_DIRECT = (("grpc.enable_http_proxy", 0),)  # no proxy knows this machine's loopback addresses
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Seconds before something is started again: they double up to a limit.
-
-    A cluster waits longer (10 s up to 5 min): on one machine nobody else is disturbed.
-    """
-
-    first_s: float = 0.5
-    limit_s: float = 10.0
-
-    def delay_s(self, failures: int) -> float:
-        """Before the next start after ``failures`` of them."""
-        return float(min(self.limit_s, self.first_s * 2 ** max(0, min(failures - 1, 30))))
+def delay_s(failures: int, first_s: float) -> float:
+    """Seconds before the next start: they double. A cluster waits from 10 s up to 5 min."""
+    return min(_MAX_DELAY_S, first_s * 2.0 ** min(failures - 1, 30))
 
 
-@dataclass(frozen=True)
-class Events:
-    """Whom a pod tells what happens in it.
+@dataclass
+class PodRun:
+    """Runs one pod, once, in one event loop.
 
     Attributes:
-        log: the container and a line of it.
-        restarted: a container was started again in place; it may raise to give the pod up.
-        changed: the pod may have become ready, or no longer be it.
+        log: gets a container and one of its lines.
+        restarted: called before a restart in place; may raise to give the pod up.
+        changed: called when `is_ready` may have changed.
     """
 
+    pod: Pod
+    processes: Mapping[str, Process] = field(repr=False)
     log: Callable[[str, str], None]
     restarted: Callable[[ContainerExit], None]
     changed: Callable[[], None]
-
-
-class PodRun:
-    """Runs one pod, once. All in one event loop."""
-
-    def __init__(
-        self, pod: Pod, processes: Mapping[str, Process], events: Events, backoff: Backoff
-    ) -> None:
-        self._pod = pod
-        self._processes = processes
-        self._events = events
-        self._backoff = backoff
-        self._ready: dict[str, bool] = {}
+    backoff_s: float
+    _ready: set[str] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
         """Whether all containers run and every readiness probe succeeds."""
-        sidecars = filter(is_sidecar, self._pod.spec.get("initContainers") or ())
-        wanted = [*sidecars, *self._pod.spec["containers"]]
-        return all(self._ready.get(container["name"], False) for container in wanted)
+        return self._ready == self.processes.keys()
 
     async def run(self) -> list[ContainerExit]:
-        """Runs the pod to its end; how its containers ended, or the init container that failed.
+        """Runs the pod to its end; how its containers ended.
 
-        Cancelled, it stops every container within terminationGracePeriodSeconds, and is not done
-        before they have ended, however often it is cancelled.
+        When cancelled, it stops every container within terminationGracePeriodSeconds. It returns
+        after they have ended, however often it is cancelled.
         """
-        sidecars: list[asyncio.Task[ContainerExit]] = []
+        sidecars = self.pod.spec.get("initContainers") or []
+        tasks: list[asyncio.Task[ContainerExit]] = []
         try:
-            for container in self._pod.spec.get("initContainers") or ():
+            for container in (*sidecars, *self.pod.spec["containers"]):
                 started = asyncio.Event()
-                if is_sidecar(container):
-                    sidecars.append(asyncio.create_task(self._supervise(container, started)))
-                    await _until_started(started, sidecars[-1])
-                    continue
-                ended = await self._supervise(container, started)
-                if ended.code != 0:
-                    return [ended]
-            return await self._run_beside(sidecars)
+                tasks.append(asyncio.create_task(self._supervise(container, started)))
+                if len(tasks) <= len(sidecars):
+                    waiting = asyncio.create_task(started.wait())
+                    try:
+                        await first_done((waiting, tasks[-1]))
+                    finally:
+                        waiting.cancel()
+            await all_done(tasks[len(sidecars) :], beside=tasks)
+            return [task.result() for task in tasks[len(sidecars) :]]
         finally:
-            await to_the_end(self._stop_sidecars(sidecars))
+            await to_the_end(self._stop_all(tasks))
 
-    async def _stop_sidecars(self, sidecars: list[asyncio.Task[ContainerExit]]) -> None:
-        """Stops them one after the other, the last one first; then raises what one failed by."""
-        for task in reversed(sidecars):
+    async def _stop_all(self, tasks: list[asyncio.Task[ContainerExit]]) -> None:
+        """Stops containers one by one, the last one first; then raises the error of one."""
+        for task in reversed(tasks):
             task.cancel()
             await asyncio.wait((task,))
-        self._ready.clear()
-        for task in sidecars:
+        for task in tasks:
             if not task.cancelled():
                 task.result()
 
-    async def _run_beside(self, sidecars: list[asyncio.Task[ContainerExit]]) -> list[ContainerExit]:
-        """Runs the containers to their end; a sidecar that is given up is the end of all."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(self._supervise(container, asyncio.Event()))
-                for container in self._pod.spec["containers"]
-            ]
-            pending = {*tasks, *sidecars}
-            while not all(task.done() for task in tasks):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        return [task.result() for task in tasks]
-
     async def _supervise(self, container: Json, started: asyncio.Event) -> ContainerExit:
-        """Runs a container, again and again where its policy says so."""
+        """Runs a container, and restarts it in place as its policy says."""
         failures = 0
         while True:
             ended = await self._run_once(container, started)
-            if not restarts_in_place(container, self._pod.spec, ended.code):
+            if not restarts_in_place(container, self.pod.spec, ended.code):
                 return ended
             failures += 1
-            self._events.restarted(ended)
-            await asyncio.sleep(self._backoff.delay_s(failures))
+            self.restarted(ended)
+            await asyncio.sleep(delay_s(failures, self.backoff_s))
 
     async def _run_once(self, container: Json, started: asyncio.Event) -> ContainerExit:
         name = container["name"]
-        process = self._processes[name]
-
-        def log(line: str) -> None:
-            self._events.log(name, line)
-
+        process = self.processes[name]
         try:
-            running = await RunningContainer.start(process, log)
+            running = await RunningContainer.start(process, partial(self.log, name))
         except OSError as error:
             return ContainerExit(name, 128, f"cannot start {process.argv[0]!r}: {error}")
         ended = asyncio.create_task(running.wait())
-        probes = asyncio.create_task(self._probe(process.container, running, started))
+        probes = asyncio.create_task(self._probe(container, running, started))
         try:
-            await asyncio.wait((ended, probes), return_when=asyncio.FIRST_COMPLETED)
-            if probes.done():
-                probes.result()
+            await first_done((ended, probes))
             code = await ended
         finally:
-            await to_the_end(self._end(process.container, running, ended, probes))
+            await to_the_end(self._end(container, running, ended, probes))
         return ContainerExit(name, code, running.last_line)
 
     async def _end(
-        self,
-        container: Json,
-        running: RunningContainer,
-        ended: asyncio.Task[int],
-        probes: asyncio.Task[None],
+        self, container: Json, running: RunningContainer, ended: Task, probes: Task
     ) -> None:
-        """Leaves nothing of a container, whether it has ended or has to be stopped."""
+        """Ends a container and its probes, whether it has ended or must be stopped."""
         for task in (ended, probes):
             task.cancel()
         await asyncio.wait((ended, probes))
@@ -162,109 +124,106 @@ class PodRun:
             if ended.cancelled() or ended.exception() is not None:
                 await self._stop(container, running)
         finally:
-            self._set_ready(container["name"], None)
+            self._set_ready(container, False)
         if not probes.cancelled():
             probes.result()
 
     async def _stop(self, container: Json, running: RunningContainer) -> None:
-        """The hook before the stop, then the stop, within the pod's grace.
+        """The preStop hook, then the stop, within the pod's grace.
 
         ``killContainer`` of pkg/kubelet/kuberuntime/kuberuntime_container.go.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._grace_s
+        grace_s = float(self.pod.spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S))
         hook = (container.get("lifecycle") or {}).get("preStop")
-        if hook is not None and running.is_alive:
-            await self._before_stop(hook, container["name"], running)
-        await running.stop(max(_MIN_GRACE_S, deadline - loop.time()))
-
-    async def _before_stop(self, hook: Json, name: str, running: RunningContainer) -> None:
-        if "sleep" in hook:
-            await running.ends_within(min(float(hook["sleep"]["seconds"]), self._grace_s))
-            return
-        try:
-            code = await running.execute(hook["exec"]["command"], self._grace_s)
-        except OSError as error:
-            self._events.log(name, f"the preStop hook failed: {error}")
-            return
-        if code != 0:
-            how = "did not end in time" if code is None else f"ended with exit code {code}"
-            self._events.log(name, f"the preStop hook {how}")
-
-    @property
-    def _grace_s(self) -> float:
-        return float(self._pod.spec.get("terminationGracePeriodSeconds", _DEFAULT_GRACE_S))
+        pause_s = min(float(hook["sleep"]["seconds"]), grace_s) if hook else 0.0
+        if pause_s:
+            await running.ends_within(pause_s)
+        await running.stop(max(_MIN_GRACE_S, grace_s - pause_s))
 
     async def _probe(
         self, container: Json, running: RunningContainer, started: asyncio.Event
     ) -> None:
-        name = container["name"]
-        try:
-            if "startupProbe" in container:
-                self._set_ready(name, False)
-                if not await self._startup(container, running):
-                    self._events.log(name, "the startup probe failed: the container is stopped")
-                    await self._stop(container, running)
-                    return
-            started.set()
-            if "readinessProbe" not in container:
-                self._set_ready(name, True)
-            async with asyncio.TaskGroup() as group:
-                if "readinessProbe" in container:
-                    self._set_ready(name, False)
-                    group.create_task(self._readiness(container, running))
-                if "livenessProbe" in container:
-                    group.create_task(self._liveness(container, running))
-        except BaseExceptionGroup as error:
-            raise error.exceptions[0] from None
+        async def give_up(probe: str) -> None:
+            self.log(container["name"], f"the {probe} failed: the container is stopped")
+            await self._stop(container, running)
 
-    async def _startup(self, container: Json, running: RunningContainer) -> bool:
-        wanted = container["startupProbe"]
-        period_s = float(wanted.get("periodSeconds", 10))
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
-        deadline = loop.time() + period_s * int(wanted.get("failureThreshold", 3))
-        while not await self._ask(wanted, container, running):
-            if loop.time() >= deadline:
-                return False
-            await asyncio.sleep(min(period_s, _MAX_WAIT_FOR_READY_S))
-        return True
+        async def watch_readiness() -> None:
+            async for succeeds in self._results(container["readinessProbe"]):
+                self._set_ready(container, succeeds)
 
-    async def _readiness(self, container: Json, running: RunningContainer) -> None:
-        wanted = container["readinessProbe"]
-        period_s = float(wanted.get("periodSeconds", 10))
-        failures = 0
-        await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
+        async def watch_liveness() -> None:
+            results = self._results(container["livenessProbe"])
+            while await anext(results):
+                pass
+            await give_up("livenessProbe")
+
+        startup = container.get("startupProbe")
+        if startup and not await anext(self._results(startup)):
+            await give_up("startupProbe")
+            return
+        started.set()
+        self._set_ready(container, not container.get("readinessProbe"))
+        async with asyncio.TaskGroup() as group:
+            if container.get("readinessProbe"):
+                group.create_task(watch_readiness())
+            if container.get("livenessProbe"):
+                group.create_task(watch_liveness())
+
+    async def _results(self, probe: Json) -> AsyncIterator[bool]:
+        """Asks again and again: True at a success, False after failureThreshold periods."""
+        address = f"{self.pod.address}:{probe['grpc']['port']}"
+        service = probe["grpc"].get("service") or ""
+        timeout_s = float(probe.get("timeoutSeconds", 1))
+        period_s = float(probe.get("periodSeconds", 10))
+        patience_s = period_s * (int(probe.get("failureThreshold", 3)) - 1)
+        now = asyncio.get_running_loop().time
+        failing_since: float | None = None
         while True:
-            is_ready = await self._ask(wanted, container, running)
-            failures = 0 if is_ready else failures + 1
-            if is_ready or failures >= int(wanted.get("failureThreshold", 3)):
-                self._set_ready(container["name"], is_ready)
-            await asyncio.sleep(period_s if is_ready else min(period_s, _MAX_WAIT_FOR_READY_S))
+            if await is_serving(address, service, timeout_s):
+                failing_since = None
+                yield True
+                await asyncio.sleep(period_s)
+                continue
+            failing_since = now() if failing_since is None else failing_since
+            if now() - failing_since >= patience_s:
+                yield False
+            await asyncio.sleep(min(period_s, _MAX_WAIT_FOR_READY_S))
 
-    async def _liveness(self, container: Json, running: RunningContainer) -> None:
-        wanted = container["livenessProbe"]
-        failures = 0
-        await asyncio.sleep(float(wanted.get("initialDelaySeconds", 0)))
-        while failures < int(wanted.get("failureThreshold", 3)):
-            await asyncio.sleep(float(wanted.get("periodSeconds", 10)))
-            failures = 0 if await self._ask(wanted, container, running) else failures + 1
-        self._events.log(container["name"], "the liveness probe failed: the container is stopped")
-        await self._stop(container, running)
+    def _set_ready(self, container: Json, ready: bool) -> None:
+        (self._ready.add if ready else self._ready.discard)(container["name"])
+        self.changed()
 
-    async def _ask(self, wanted: Json, container: Json, running: RunningContainer) -> bool:
-        return await probe(wanted, container, self._pod.address, running.execute)
 
-    def _set_ready(self, name: str, ready: bool | None) -> None:
-        if ready is None:
-            self._ready.pop(name, None)
-        else:
-            self._ready[name] = ready
-        self._events.changed()
+async def is_serving(address: str, service: str, timeout_s: float) -> bool:
+    """Whether the gRPC health service at ``address`` calls a service healthy."""
+    async with grpc.aio.insecure_channel(address, _DIRECT) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(request, timeout=timeout_s)  # type: ignore[attr-defined]
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def first_done(tasks: Iterable[Task]) -> set[Task]:
+    """Waits until one of the tasks is done, and raises its error; the others."""
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return pending
+
+
+async def all_done(tasks: Iterable[Task], *, beside: Iterable[Task]) -> None:
+    """Waits until ``tasks`` are done; raises an error of any task, also ``beside`` them."""
+    tasks = tuple(tasks)
+    pending = {*tasks, *beside}
+    while not all(task.done() for task in tasks):
+        pending = await first_done(pending)
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Waits until ``work`` is done; whoever is cancelled meanwhile, is so afterwards."""
+    """Waits until ``work`` is done; raises a cancellation only after that."""
     task = asyncio.create_task(work)
     cancelled = False
     while not task.done():
@@ -275,13 +234,3 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     task.result()
     if cancelled:
         raise asyncio.CancelledError
-
-
-async def _until_started(started: asyncio.Event, task: asyncio.Task[ContainerExit]) -> None:
-    waiting = asyncio.create_task(started.wait())
-    try:
-        await asyncio.wait((waiting, task), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-    if task.done():
-        task.result()

@@ -1,4 +1,4 @@
-"""What the tests of the initializer share: an API server, and pods that come up."""
+"""Fixtures of the initializer's tests: an API server, and pods that start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.api_server import ApiServer
-from tests.initializer_world import World
+from tests.initializer_cluster import InitializerCluster
 from tests.stateful_sets import StatefulSets
 
 
@@ -19,13 +19,13 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def cluster(tmp_path: Path) -> Iterator[InitializerCluster]:
     with ApiServer() as server:
-        yield World(server, tmp_path)
+        yield InitializerCluster(server, tmp_path)
 
 
 @pytest.fixture
-def pods(world: World) -> Iterator[StatefulSets]:
+def pods(cluster: InitializerCluster) -> Iterator[StatefulSets]:
     """A controller that brings every pod up."""
-    with StatefulSets(world.store) as controller:
+    with StatefulSets(cluster.store) as controller:
         yield controller

@@ -1,4 +1,4 @@
-"""An API server that has its moments."""
+"""Transient failures of the API server."""
 
 from __future__ import annotations
 
@@ -9,91 +9,93 @@ import pytest
 from cache_protocol.errors import NotReadyError
 from cache_runtimes.initializer.program import Ending
 from tests.api_server import Fault
-from tests.initializer_world import NAMESPACE, OBJECTS, PERMISSIONS, World
+from tests.initializer_cluster import NAMESPACE, OBJECTS, PERMISSIONS, InitializerCluster
 from tests.stateful_sets import StatefulSets, running, starting
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 0], ids=["429", "500", "503", "cut-off"])
-def test_calls_that_fail_now_and_then_are_repeated(
-    world: World, pods: StatefulSets, status: int
+def test_calls_with_transient_failures_are_repeated(
+    cluster: InitializerCluster, pods: StatefulSets, status: int
 ) -> None:
     for verb, resource in sorted(PERMISSIONS):
         headers = {"Retry-After": "0"} if status == 429 else {}
-        world.server.faults.append(Fault(status, verb, resource, times=1, headers=headers))
-    running_ = world.begin().until_ready()
-    assert {plural for plural, _ in world.objects()} > {"statefulsets", "services"}
+        cluster.server.faults.append(Fault(status, verb, resource, times=1, headers=headers))
+    running_ = cluster.begin().until_ready()
+    assert {plural for plural, _ in cluster.objects()} > {"statefulsets", "services"}
     assert running_.end() is Ending.REMOVED
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
 @pytest.mark.parametrize("status", [500, 0], ids=["500", "cut-off"])
-def test_a_call_whose_answer_was_lost_has_had_its_effect_once(
-    world: World, pods: StatefulSets, status: int
+def test_a_call_with_a_lost_answer_has_its_effect_once(
+    cluster: InitializerCluster, pods: StatefulSets, status: int
 ) -> None:
     for verb in ("create", "delete"):
         for plural, name in OBJECTS:
-            world.server.faults.append(Fault(status, verb, plural, name, times=1, carried_out=True))
-    running_ = world.begin().until_ready()
-    assert set(world.objects()) >= set(OBJECTS)
-    created = [change for change in world.server.calls if change.verb == "create"]
+            cluster.server.faults.append(
+                Fault(status, verb, plural, name, times=1, carried_out=True)
+            )
+    running_ = cluster.begin().until_ready()
+    assert set(cluster.objects()) >= set(OBJECTS)
+    created = [change for change in cluster.server.calls if change.verb == "create"]
     assert len(created) == 2 * len(OBJECTS)
     assert running_.end() is Ending.REMOVED
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
-def test_as_long_as_the_server_asks_is_waited(world: World, pods: StatefulSets) -> None:
-    world.server.faults.append(
+def test_retry_after_of_the_server_is_kept(cluster: InitializerCluster, pods: StatefulSets) -> None:
+    cluster.server.faults.append(
         Fault(429, "get", "trainjobs", times=1, headers={"Retry-After": "2"})
     )
     began = time.monotonic()
-    world.begin().until_ready().end()
+    cluster.begin().until_ready().end()
     assert time.monotonic() - began >= 2
 
 
-def test_a_server_that_never_answers_well_is_the_reason_at_the_deadline(
-    world: World, pods: StatefulSets
+def test_at_the_deadline_the_error_names_the_failing_server(
+    cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     fault = Fault(503, "create", "services", message="etcd is away")
-    world.server.faults.append(fault)
-    error = world.fail(CACHE_READY_DEADLINE_S="2")
+    cluster.server.faults.append(fault)
+    error = cluster.fail(CACHE_READY_DEADLINE_S="2")
     assert isinstance(error, NotReadyError)
     assert "create services/train-1-cache" in str(error)
     assert "etcd is away" in str(error)
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
-def test_a_watch_that_is_cut_off_goes_on_where_it_was(world: World) -> None:
-    with StatefulSets(world.store, lambda name: starting()) as pods:
-        running_ = world.begin()
-        world.wait_for_calls("watch", "pods")
-        world.server.cut_connections()
+def test_a_broken_watch_resumes_where_it_broke(cluster: InitializerCluster) -> None:
+    with StatefulSets(cluster.store, lambda name: starting()) as pods:
+        running_ = cluster.begin()
+        cluster.wait_for_calls("watch", "pods")
+        cluster.server.cut_connections()
         pods.set_pod("train-1-cache-0", NAMESPACE, running())
         for resource in ("pods", "statefulsets"):  # until they have seen all that happened
-            world.wait_for_calls("watch", resource, world.count("watch", resource) + 3)
-        world.store.forget_changes()
-        world.server.cut_connections()
+            cluster.wait_for_calls("watch", resource, cluster.count("watch", resource) + 3)
+        cluster.store.forget_changes()
+        cluster.server.cut_connections()
         pods.set_pod("train-1-cache-1", NAMESPACE, running())
         running_.until_ready()
-        assert world.count("list", "pods") == world.count("list", "statefulsets") == 1
+        assert cluster.count("list", "pods") == cluster.count("list", "statefulsets") == 1
         running_.end()
 
 
 @pytest.mark.parametrize("how", ["event", "status"])
-def test_a_watch_from_a_version_that_is_forgotten_lists_again(world: World, how: str) -> None:
-    with StatefulSets(world.store, lambda name: starting()) as pods:
-        running_ = world.begin()
+def test_a_watch_from_an_expired_version_lists_again(cluster: InitializerCluster, how: str) -> None:
+    with StatefulSets(cluster.store, lambda name: starting()) as pods:
+        running_ = cluster.begin()
         for plural in ("pods", "statefulsets"):
-            world.wait_for_calls("watch", plural)
+            cluster.wait_for_calls("watch", plural)
         if how == "status":
-            world.server.faults += [
+            cluster.server.faults += [
                 Fault(410, "watch", plural, times=1) for plural in ("pods", "statefulsets")
             ]
-        with world.store.changed:  # what happens between is never told
-            world.server.cut_connections()
+        with cluster.store.changed:  # what happens between is never told
+            cluster.server.cut_connections()
             for index in range(2):
                 pods.set_pod(f"train-1-cache-{index}", NAMESPACE, running())
-            world.store.forget_changes()
+            cluster.store.forget_changes()
         running_.until_ready()
         for plural in ("pods", "statefulsets"):
-            world.wait_for_calls("list", plural, 2)
+            cluster.wait_for_calls("list", plural, 2)
         running_.end()

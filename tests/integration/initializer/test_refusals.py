@@ -1,4 +1,4 @@
-"""What the cluster refuses is named, and nothing is left behind."""
+"""A refusal of the cluster is named, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cache_protocol.errors import ConfigError, LoadError
 from cache_runtimes.initializer.cluster import ClusterError
 from tests.api_server import Fault
-from tests.initializer_world import JOB, NAMESPACE, OBJECTS, World, each_object
+from tests.initializer_cluster import JOB, NAMESPACE, OBJECTS, InitializerCluster, each_object
 from tests.stateful_sets import StatefulSets, exited
 
 
@@ -20,99 +20,103 @@ from tests.stateful_sets import StatefulSets, exited
         *(("watch", plural) for plural in ("statefulsets", "pods")),
     ],
 )
-def test_a_permission_that_is_missing_is_named_and_nothing_is_left(
-    world: World, verb: str, resource: str
+def test_a_missing_permission_is_named_and_nothing_is_left(
+    cluster: InitializerCluster, verb: str, resource: str
 ) -> None:
-    assert world.server.permissions is not None
-    world.server.permissions.remove((verb, resource))
+    assert cluster.server.permissions is not None
+    cluster.server.permissions.remove((verb, resource))
     never_made = 'pods "train-1-cache-0" is forbidden: exceeded quota: q'
-    with StatefulSets(world.store, lambda name: None, refusal=never_made):
-        error = world.fail()
+    with StatefulSets(cluster.store, lambda name: None, refusal=never_made):
+        error = cluster.fail()
     assert isinstance(error, ClusterError)
     assert str(error).startswith(f"not allowed to {verb} {resource}")
     assert "team-a" in str(error)
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
 @each_object
-def test_a_permission_to_look_at_what_is_there_already_is_named(
-    world: World, pods: StatefulSets, plural: str, name: str
+def test_a_missing_permission_to_read_an_object_is_named(
+    cluster: InitializerCluster, pods: StatefulSets, plural: str, name: str
 ) -> None:
-    world.make_planned(plural, name)
-    assert world.server.permissions is not None
-    world.server.permissions.remove(("get", plural))
-    error = world.fail()
+    cluster.make_planned(plural, name)
+    assert cluster.server.permissions is not None
+    cluster.server.permissions.remove(("get", plural))
+    error = cluster.fail()
     assert str(error).startswith(f"not allowed to get {plural}/{name}")
 
 
 @pytest.mark.parametrize("resource", ["serviceaccounts", "services", "statefulsets"])
-def test_what_may_not_be_deleted_is_named_and_the_failure_stays_the_reason(
-    world: World, resource: str, caplog: pytest.LogCaptureFixture
+def test_an_object_that_cannot_be_deleted_is_logged_and_the_failure_stays_the_reason(
+    cluster: InitializerCluster, resource: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert world.server.permissions is not None
-    world.server.permissions.remove(("delete", resource))
-    with StatefulSets(world.store, lambda name: exited(65, "cache-server: LoadError: no table")):
-        error = world.begin().error()
+    assert cluster.server.permissions is not None
+    cluster.server.permissions.remove(("delete", resource))
+    with StatefulSets(cluster.store, lambda name: exited(65, "cache-server: LoadError: no table")):
+        error = cluster.begin().error()
     assert isinstance(error, LoadError)
     assert "no table" in str(error)
     assert f"not allowed to delete {resource}/train-1-cache" in caplog.text
-    left = {plural for plural, _ in world.objects() if plural != "pods"}
+    left = {plural for plural, _ in cluster.objects() if plural != "pods"}
     assert left == {resource}
 
 
-def test_what_may_not_be_deleted_at_the_end_of_the_job_is_the_reason_of_a_failure(
-    world: World, pods: StatefulSets
+def test_an_object_that_cannot_be_deleted_at_the_end_fails_the_run(
+    cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
-    assert world.server.permissions is not None
-    world.server.permissions.remove(("delete", "services"))
-    running_ = world.begin().until_ready()
+    assert cluster.server.permissions is not None
+    cluster.server.permissions.remove(("delete", "services"))
+    running_ = cluster.begin().until_ready()
     with pytest.raises(ClusterError, match="left behind: not allowed to delete services"):
         running_.end()
-    assert {plural for plural, _ in world.objects()} == {"services"}
+    assert {plural for plural, _ in cluster.objects()} == {"services"}
 
 
 def test_an_admission_that_refuses_an_object_is_the_reason(
-    world: World, pods: StatefulSets
+    cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     refusal = 'admission webhook "policy.example" denied the request: no such image'
-    world.server.faults.append(Fault(403, "create", "statefulsets", message=refusal))
-    error = world.fail()
+    cluster.server.faults.append(Fault(403, "create", "statefulsets", message=refusal))
+    error = cluster.fail()
     assert refusal in str(error)
     assert "create statefulsets/train-1-cache" in str(error)
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
-def test_an_object_that_is_not_valid_is_the_reason(world: World, pods: StatefulSets) -> None:
-    world.server.faults.append(Fault(422, "create", "services", message="spec.ports: Invalid"))
-    error = world.fail()
+def test_an_object_that_is_not_valid_is_the_reason(
+    cluster: InitializerCluster, pods: StatefulSets
+) -> None:
+    cluster.server.faults.append(Fault(422, "create", "services", message="spec.ports: Invalid"))
+    error = cluster.fail()
     assert "422" in str(error)
     assert "spec.ports: Invalid" in str(error)
-    assert world.objects() == {}
+    assert cluster.objects() == {}
 
 
-def test_a_job_that_is_missing_is_named_and_nothing_is_touched(
-    world: World, pods: StatefulSets
+def test_a_missing_job_is_named_and_nothing_is_created(
+    cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
-    world.store.delete("trainjobs", JOB, NAMESPACE)
-    error = world.fail()
+    cluster.store.delete("trainjobs", JOB, NAMESPACE)
+    error = cluster.fail()
     assert isinstance(error, ClusterError)
-    assert str(error) == "there is no trainjobs/train-1 in namespace team-a"
-    assert world.server.verbs == {("get", "trainjobs")}
+    assert str(error) == "trainjobs/train-1 in namespace team-a does not exist"
+    assert cluster.server.verbs == {("get", "trainjobs")}
 
 
-def test_a_job_that_is_being_deleted_gets_no_cache(world: World, pods: StatefulSets) -> None:
-    world.store.patch("trainjobs", JOB, {"metadata": {"finalizers": ["x"]}}, NAMESPACE)
-    world.store.delete("trainjobs", JOB, NAMESPACE)
-    assert "is being deleted" in str(world.fail())
-    assert world.objects() == {}
+def test_a_job_that_is_being_deleted_gets_no_cache(
+    cluster: InitializerCluster, pods: StatefulSets
+) -> None:
+    cluster.store.patch("trainjobs", JOB, {"metadata": {"finalizers": ["x"]}}, NAMESPACE)
+    cluster.store.delete("trainjobs", JOB, NAMESPACE)
+    assert "is being deleted" in str(cluster.fail())
+    assert cluster.objects() == {}
 
 
-def test_a_bad_setting_of_the_job_removes_what_a_former_run_made(
-    world: World, pods: StatefulSets
+def test_a_bad_setting_of_the_job_removes_the_objects_of_an_earlier_run(
+    cluster: InitializerCluster, pods: StatefulSets
 ) -> None:
     for plural, name in OBJECTS:
-        world.make_planned(plural, name)
-    error = world.fail(CACHE_REPLICAS="2")  # of this pod, and not of the job
+        cluster.make_planned(plural, name)
+    error = cluster.fail(CACHE_REPLICAS="2")  # of this pod, and not of the job
     assert isinstance(error, ConfigError)
     assert "CACHE_REPLICAS" in str(error)
-    assert world.objects() == {}
+    assert cluster.objects() == {}

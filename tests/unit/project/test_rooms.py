@@ -54,11 +54,10 @@ PURE_MODULES = (
     "protos/cache_protocol/cli/sizes.py",
     "runtimes/cache_runtimes/initializer/plan.py",
     "runtimes/cache_runtimes/initializer/cache_health.py",
-    "runtimes/cache_runtimes/local/handlers.py",
-    "runtimes/cache_runtimes/local/patches.py",
     "runtimes/cache_runtimes/local/pods.py",
     "runtimes/cache_runtimes/local/policies.py",
     "runtimes/cache_runtimes/local/render.py",
+    "runtimes/cache_runtimes/local/supported.py",
 )
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
@@ -79,7 +78,7 @@ PURE_IMPORTS = (
     "cache_protocol.spec.values",
     "cache_protocol.storage.row_index",
     *("cache_runtimes.initializer.plan", "cache_runtimes.initializer.settings"),
-    *("cache_runtimes.local.patches", "cache_runtimes.local.render"),
+    *("cache_runtimes.local.render", "cache_runtimes.local.supported"),
     "cache_client.routing",
     *("cache_server.node.desired", "cache_server.shards.version_key"),
     "cache_protocol.spec.secret_settings",
@@ -117,7 +116,7 @@ _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordination", "local", "node", "plan", "rpc", "server", "web")
 _KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
-_RUN_PODS = ("containers", "controller", "kubelet", "probes", "run")
+_RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),
     Barrier("cache_client", "cache_server"),
@@ -189,7 +188,7 @@ BARRIERS = (
         "kubernetes.client",
         ("runtimes/cache_runtimes/initializer/cluster.py",),
     ),
-    Barrier("runtimes/cache_runtimes", "grpc", ("runtimes/cache_runtimes/local/probes.py",)),
+    Barrier("runtimes/cache_runtimes", "grpc", ("runtimes/cache_runtimes/local/kubelet.py",)),
     Barrier(
         "runtimes", "asyncio", tuple(f"runtimes/cache_runtimes/local/{n}.py" for n in _RUN_PODS)
     ),

@@ -14,7 +14,7 @@ from cache_runtimes.initializer.cluster import connect
 
 @pytest.fixture
 def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """What a pod of a cluster is given."""
+    """The files and variables of a pod."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
     files = {"token": "SERVICE_TOKEN_FILENAME", "ca.crt": "SERVICE_CERT_FILENAME"}
@@ -24,7 +24,7 @@ def pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_proxy_for_the_source_does_not_stand_before_the_api_server(
+def test_the_api_server_is_reached_past_the_proxy_of_the_source(
     pod: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
@@ -34,7 +34,9 @@ def test_a_proxy_for_the_source_does_not_stand_before_the_api_server(
     assert not isinstance(api.rest_client.pool_manager, urllib3.ProxyManager)
 
 
-def test_without_a_token_there_is_no_way_and_the_reason_is_told(pod: Path) -> None:
+def test_without_a_token_the_error_names_the_reason(pod: Path) -> None:
     (pod / "token").unlink()
-    with pytest.raises(ConfigError, match="this is no pod of a cluster: Service token file does"):
+    with pytest.raises(
+        ConfigError, match="this is not a pod of a cluster: Service token file does"
+    ):
         connect(None)

@@ -1,4 +1,4 @@
-"""The initializer's pure parts: settings, the planned objects, and what pods say."""
+"""The initializer's pure parts: settings, planned objects, and the health of a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kubernetes.client import (
 from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
 from cache_protocol.spec.job_settings import spec_from_env
 from cache_protocol.storage.memory_budget import shard_bytes
-from cache_runtimes.initializer.cache_health import Hope, is_disrupted, judge, lacks_pods
+from cache_runtimes.initializer.cache_health import Severity, assess, is_disrupted, lacks_pods
 from cache_runtimes.initializer.plan import (
     JOB_LABEL,
     PLAN_ANNOTATION,
@@ -72,14 +72,14 @@ def container_of(train_job: Json = TRAIN_JOB, **changes: str) -> Json:
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_without_a_size_the_defaults_are_the_ancestors() -> None:
+def test_the_default_sizes_are_those_of_trainers_cache() -> None:
     settings = settings_of()
     assert (settings.num_nodes, settings.cpu, settings.memory) == (2, "2", "2Gi")
     assert settings.ready_deadline_s == 1800
 
 
 @pytest.mark.parametrize(("size", "num_nodes"), [("1", 1), ("2", 1), ("3", 2), ("9", 8)])
-def test_the_cluster_size_counts_the_head_of_the_ancestor(size: str, num_nodes: int) -> None:
+def test_the_cluster_size_counts_the_head_of_trainers_cache(size: str, num_nodes: int) -> None:
     assert settings_of(CLUSTER_SIZE=size).num_nodes == num_nodes
 
 
@@ -115,7 +115,7 @@ def test_a_bad_setting_is_quoted(variable: str, value: str) -> None:
     assert repr(value) in str(caught.value)
 
 
-def test_all_bad_settings_are_told_at_once() -> None:
+def test_all_bad_settings_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         from_env({"CLUSTER_SIZE": "x", "WORKER_MEM": "y", "STORAGE_URI": "s3:/z"})
     for name in ("TRAIN_JOB_NAME", "POD_NAMESPACE", "CACHE_IMAGE"):
@@ -124,19 +124,19 @@ def test_all_bad_settings_are_told_at_once() -> None:
         assert quoted in str(caught.value)
 
 
-def test_without_a_dataset_there_is_nothing_to_be_wrong_with_it() -> None:
+def test_an_absent_dataset_is_not_an_error() -> None:
     assert settings_of(STORAGE_URI="").dataset == {}
     with pytest.raises(ConfigError, match="STORAGE_URI is missing"):
         settings_of(STORAGE_URI="", CACHE_REPLICAS="2")
 
 
-def test_the_namespace_of_the_service_account_stands_in_for_the_variable() -> None:
+def test_the_namespace_of_the_service_account_is_the_default() -> None:
     environ = {k: v for k, v in ENVIRON.items() if k != "POD_NAMESPACE"}
     assert from_env(environ, own_namespace="team-b").namespace == "team-b"
     assert from_env(ENVIRON, own_namespace="team-b").namespace == "team-a"
 
 
-def test_the_head_of_the_ancestor_is_accepted_and_known_to_be_given() -> None:
+def test_variables_of_a_head_are_accepted_and_recorded() -> None:
     assert settings_of(HEAD_CPU="1", HEAD_MEM="1Gi").head_variables == ("HEAD_CPU", "HEAD_MEM")
 
 
@@ -152,7 +152,7 @@ def test_the_process_keeps_a_quarter_of_the_memory_and_at_least_a_gibibyte(
 # -- the planned objects ---------------------------------------------------------------------------
 
 
-def test_the_objects_are_those_of_the_contract_in_the_order_they_need_each_other() -> None:
+def test_the_objects_are_planned_in_the_order_of_their_dependencies() -> None:
     assert [(one.kind, one.name) for one in plan_objects(settings_of(), TRAIN_JOB)] == [
         (Kind.SERVICE_ACCOUNT, "train-1-cache"),
         (Kind.SERVICE, "train-1-cache"),
@@ -219,7 +219,7 @@ def test_pods_spread_over_machines_within_the_zone_of_the_job() -> None:
     assert wanted == {"jobset.sigs.k8s.io/jobset-name": "train-1"}
 
 
-def test_what_lets_the_pod_of_the_initializer_be_where_it_is_the_cache_pods_have_too() -> None:
+def test_cache_pods_get_tolerations_and_pull_secrets_of_the_initializer() -> None:
     allowed = {
         "imagePullSecrets": [{"name": "registry"}],
         "tolerations": [{"key": "training", "operator": "Exists"}],
@@ -238,7 +238,7 @@ def test_a_pod_has_no_token_of_the_cluster() -> None:
     assert account["automountServiceAccountToken"] is False
 
 
-def test_rows_lie_in_memory_beside_what_the_process_needs() -> None:
+def test_the_volume_for_rows_leaves_memory_for_the_process() -> None:
     container = container_of(WORKER_CPU="500m", WORKER_MEM="8Gi")
     wanted = {"cpu": "500m", "memory": "8Gi"}
     assert container["resources"] == {"requests": wanted, "limits": wanted}
@@ -247,7 +247,7 @@ def test_rows_lie_in_memory_beside_what_the_process_needs() -> None:
     assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
 
 
-def test_the_pods_are_a_cache_of_the_size_that_the_job_asks() -> None:
+def test_the_cache_has_the_size_of_the_job() -> None:
     stateful_set = planned(CLUSTER_SIZE="5")[Kind.STATEFUL_SET, "train-1-cache"].body
     assert stateful_set["spec"]["replicas"] == 4
     assert stateful_set["spec"]["podManagementPolicy"] == "Parallel"
@@ -283,7 +283,7 @@ def test_pods_find_each_other_before_they_are_ready_and_clients_find_the_coordin
     assert ports == {"flight": 50051, "control": 50052}
 
 
-def test_probes_ask_over_grpc_and_the_readiness_is_the_ancestors() -> None:
+def test_probes_use_grpc_and_the_readiness_settings_of_trainers_cache() -> None:
     container = container_of(
         READINESS_INITIAL_DELAY_SECONDS="1",
         READINESS_PERIOD_SECONDS="2",
@@ -299,7 +299,7 @@ def test_probes_ask_over_grpc_and_the_readiness_is_the_ancestors() -> None:
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
-def test_the_dataset_of_the_job_is_taken_over_as_it_stands_and_no_secret_is_copied() -> None:
+def test_cache_pods_get_the_dataset_of_the_job_and_no_secret_is_copied() -> None:
     env = [
         {"name": "REGION", "value": "eu-west-1"},
         {"name": "CLUSTER_SIZE", "value": "3"},
@@ -321,7 +321,7 @@ def test_the_dataset_of_the_job_is_taken_over_as_it_stands_and_no_secret_is_copi
     assert "the-id" not in json.dumps(container)
 
 
-def test_a_storage_uri_among_the_variables_comes_before_the_field_as_in_trainer() -> None:
+def test_a_storage_uri_in_env_overrides_the_field_as_in_trainer() -> None:
     theirs = {"name": "STORAGE_URI", "value": "s3://other/"}
     env = container_of(job_with(env=[theirs]), STORAGE_URI="s3://other/")["env"]
     assert [variable for variable in env if variable["name"] == "STORAGE_URI"] == [theirs]
@@ -360,10 +360,10 @@ def test_a_setting_that_a_cache_pod_sets_itself_is_an_error() -> None:
     ],
     ids=lambda given: " ".join(given),
 )
-def test_a_secret_may_say_who_reads_and_where_the_store_is(given: dict[str, str]) -> None:
+def test_a_secret_may_hold_credentials_and_the_address_of_the_store(given: dict[str, str]) -> None:
     job = job_with(secretRef={"name": "keys"})
     assert container_of(job, **given)["envFrom"] == [{"secretRef": {"name": "keys"}}]
-    with pytest.raises(ConfigError, match="is what the cache pods get"):
+    with pytest.raises(ConfigError, match="which the cache pods get"):
         container_of(**given)
 
 
@@ -375,7 +375,7 @@ def test_a_secret_may_say_who_reads_and_where_the_store_is(given: dict[str, str]
     ],
     ids=lambda given: " ".join(given),
 )
-def test_a_secret_is_no_excuse_for_what_is_to_be_cached(given: dict[str, str]) -> None:
+def test_a_secret_may_not_hold_what_to_cache(given: dict[str, str]) -> None:
     (name,) = given
     with pytest.raises(ConfigError, match=rf"{name}.*spec\.initializer\.dataset"):
         container_of(job_with(secretRef={"name": "keys"}), **given)
@@ -383,13 +383,13 @@ def test_a_secret_is_no_excuse_for_what_is_to_be_cached(given: dict[str, str]) -
     assert theirs in container_of(job_with(env=[theirs]), **given)["env"]
 
 
-def test_a_secret_is_no_excuse_for_another_place_of_the_table() -> None:
+def test_a_secret_may_not_hold_another_storage_uri() -> None:
     job = job_with(storageUri=None, secretRef={"name": "keys"})
     with pytest.raises(ConfigError, match=r"STORAGE_URI.*spec\.initializer\.dataset"):
         planned(job)
 
 
-def test_a_setting_that_this_pod_was_given_otherwise_is_an_error_that_tells_no_secret() -> None:
+def test_a_setting_that_differs_from_the_job_is_an_error_without_its_value() -> None:
     env = [
         {"name": "REGION", "value": "eu-west-1"},
         {"name": "SECRET_ACCESS_KEY", "value": "hush-one"},
@@ -403,7 +403,7 @@ def test_a_setting_that_this_pod_was_given_otherwise_is_an_error_that_tells_no_s
     assert "hush" not in repr(settings_of(**keys))
 
 
-def test_a_value_that_kubernetes_makes_of_others_is_not_compared() -> None:
+def test_a_value_that_kubernetes_fills_in_is_not_compared() -> None:
     env = [{"name": "REGION", "value": "$(WHERE)"}, {"name": "CACHE_SQL", "value": "SELECT '$$1'"}]
     assert container_of(job_with(env=env), REGION="eu-west-1", CACHE_SQL="SELECT '$1'")
 
@@ -424,7 +424,7 @@ def test_the_role_is_optional(role: str | None) -> None:
     [{"env": [{"name": "IAM_ROLE", "value": ROLE}]}, {"secretRef": {"name": "keys"}}],
     ids=["variable", "secret"],
 )
-def test_pods_that_are_a_role_do_not_assume_it_once_more(dataset: Json) -> None:
+def test_pods_with_a_role_do_not_assume_it_again(dataset: Json) -> None:
     env = container_of(job_with(**dataset), IAM_ROLE=ROLE)["env"]
     assert [each for each in env if each["name"] == "IAM_ROLE"] == [
         {"name": "IAM_ROLE", "value": ""}
@@ -435,7 +435,7 @@ def test_pods_that_are_a_role_do_not_assume_it_once_more(dataset: Json) -> None:
     assert {"name": "ROLE_ARN", "value": ROLE} in again
 
 
-def test_a_plan_is_known_again_and_another_one_is_not_the_same() -> None:
+def test_equal_plans_have_equal_fingerprints() -> None:
     assert planned() == planned()
     key = (Kind.STATEFUL_SET, "train-1-cache")
     assert planned()[key].fingerprint != planned(CLUSTER_SIZE="4")[key].fingerprint
@@ -482,37 +482,42 @@ def refusal(message: str, uid: str = "uid-of-the-set") -> Json:
 
 
 @pytest.mark.parametrize(
-    ("status", "hope", "error", "text"),
+    ("status", "severity", "error", "text"),
     [
-        (waits("ErrImagePull"), Hope.STUCK, NodeUnavailableError, "why ErrImagePull"),
-        (waits("ImagePullBackOff"), Hope.STUCK, NodeUnavailableError, "ImagePullBackOff"),
-        (waits("InvalidImageName"), Hope.NONE, NodeUnavailableError, "InvalidImageName"),
-        (waits("CreateContainerConfigError"), Hope.STUCK, NodeUnavailableError, "ConfigError"),
-        (ended(65), Hope.NONE, LoadError, "exited with 65: cache: last"),
-        (ended(78), Hope.NONE, ConfigError, "exited with 78: cache: last"),
-        (ended(65, said=""), Hope.NONE, LoadError, "exited with 65: Error"),
-        (ended(1), Hope.WAITING, NodeUnavailableError, "exited with 1: cache: last"),
-        (ended(65, name="sidecar"), Hope.WAITING, NodeUnavailableError, "exited with 65"),
+        (waits("ErrImagePull"), Severity.TRANSIENT, NodeUnavailableError, "why ErrImagePull"),
+        (waits("ImagePullBackOff"), Severity.TRANSIENT, NodeUnavailableError, "ImagePullBackOff"),
+        (waits("InvalidImageName"), Severity.PERMANENT, NodeUnavailableError, "InvalidImageName"),
+        (
+            waits("CreateContainerConfigError"),
+            Severity.TRANSIENT,
+            NodeUnavailableError,
+            "ConfigError",
+        ),
+        (ended(65), Severity.PERMANENT, LoadError, "exited with 65: cache: last"),
+        (ended(78), Severity.PERMANENT, ConfigError, "exited with 78: cache: last"),
+        (ended(65, said=""), Severity.PERMANENT, LoadError, "exited with 65: Error"),
+        (ended(1), Severity.PENDING, NodeUnavailableError, "exited with 1: cache: last"),
+        (ended(65, name="sidecar"), Severity.PENDING, NodeUnavailableError, "exited with 65"),
     ],
 )
-def test_a_container_tells_whether_there_is_hope(
-    status: Json, hope: Hope, error: type[CacheError], text: str
+def test_the_state_of_a_container_has_a_severity(
+    status: Json, severity: Severity, error: type[CacheError], text: str
 ) -> None:
-    (problem,) = judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[status])], ()).problems
-    assert (problem.hope, problem.raises) == (hope, error)
+    (problem,) = assess(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[status])], ()).problems
+    assert (problem.severity, problem.raises) == (severity, error)
     assert "train-1-cache-1" in problem.text
     assert text in problem.text
 
 
 @pytest.mark.parametrize("reason", ["ContainerCreating", "PodInitializing", "CrashLoopBackOff"])
-def test_what_every_pod_goes_through_is_no_problem(reason: str) -> None:
+def test_a_starting_pod_is_no_problem(reason: str) -> None:
     pods = [pod(0), pod(1, containerStatuses=[waits(reason)])]
-    assert judge(STATEFUL_SET, pods, ()).problems == ()
+    assert assess(STATEFUL_SET, pods, ()).problems == ()
 
 
-def test_a_container_that_is_ready_again_is_forgiven_how_it_ended() -> None:
+def test_a_container_that_is_ready_again_is_no_problem() -> None:
     again = {**ended(65), "ready": True}
-    assert judge(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[again])], ()).problems == ()
+    assert assess(STATEFUL_SET, [pod(0), pod(1, containerStatuses=[again])], ()).problems == ()
 
 
 def test_an_unschedulable_pod_waits_and_says_why() -> None:
@@ -520,58 +525,60 @@ def test_an_unschedulable_pod_waits_and_says_why() -> None:
         "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
         "message": "0/3 nodes are available",
     }  # fmt: skip
-    verdict = judge(STATEFUL_SET, [pod(0), pod(1, conditions=[condition])], ())
-    assert [problem.hope for problem in verdict.problems] == [Hope.WAITING]
-    assert str(verdict) == (
+    health = assess(STATEFUL_SET, [pod(0), pod(1, conditions=[condition])], ())
+    assert [problem.severity for problem in health.problems] == [Severity.PENDING]
+    assert str(health) == (
         "1 of 2 cache pods ready; pod train-1-cache-1: Unschedulable: 0/3 nodes are available"
     )
 
 
 @pytest.mark.parametrize(
-    ("message", "hope"),
+    ("message", "severity"),
     [
-        ('pods "p" is forbidden: violates PodSecurity "restricted:latest": x', Hope.NONE),
-        ('admission webhook "w" denied the request: no', Hope.NONE),
-        ("ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no", Hope.NONE),
-        ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Hope.NONE),
-        ('Pod "p" is invalid: spec.containers[0].image: Required value', Hope.NONE),
-        ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Hope.WAITING),
-        ('pods "p" is forbidden: status unknown for quota: q, resources: cpu', Hope.WAITING),
-        ('pods "p" is forbidden: not yet ready to handle request', Hope.WAITING),
-        ('pods "p" is forbidden: error looking up service account a/b: x', Hope.WAITING),
-        ('failed calling webhook "w": connection refused', Hope.WAITING),
+        ('pods "p" is forbidden: violates PodSecurity "restricted:latest": x', Severity.PERMANENT),
+        ('admission webhook "w" denied the request: no', Severity.PERMANENT),
+        ("ValidatingAdmissionPolicy 'x' with binding 'y' denied request: no", Severity.PERMANENT),
+        ('pods "p" is forbidden: maximum memory usage per Container is 1Gi', Severity.PERMANENT),
+        ('Pod "p" is invalid: spec.containers[0].image: Required value', Severity.PERMANENT),
+        ('pods "p" is forbidden: exceeded quota: q, requested: cpu=2', Severity.PENDING),
+        ('pods "p" is forbidden: status unknown for quota: q, resources: cpu', Severity.PENDING),
+        ('pods "p" is forbidden: not yet ready to handle request', Severity.PENDING),
+        ('pods "p" is forbidden: error looking up service account a/b: x', Severity.PENDING),
+        ('failed calling webhook "w": connection refused', Severity.PENDING),
     ],
 )
-def test_a_refused_pod_has_hope_only_where_the_reason_may_pass(message: str, hope: Hope) -> None:
-    (problem,) = judge(STATEFUL_SET, [pod(0)], [refusal(message)]).problems
-    assert (problem.hope, message in problem.text) == (hope, True)
+def test_a_refused_pod_is_permanent_unless_the_reason_may_pass(
+    message: str, severity: Severity
+) -> None:
+    (problem,) = assess(STATEFUL_SET, [pod(0)], [refusal(message)]).problems
+    assert (problem.severity, message in problem.text) == (severity, True)
 
 
-def test_refusals_do_not_count_once_the_pods_are_there_or_of_another_set() -> None:
+def test_old_refusals_and_those_of_other_sets_are_ignored() -> None:
     event = refusal('pods "p" is forbidden: violates PodSecurity')
-    assert judge(STATEFUL_SET, [pod(0), pod(1)], [event]).problems == ()
-    assert judge(STATEFUL_SET, [pod(0)], [{**event, "involvedObject": {}}]).problems == ()
+    assert assess(STATEFUL_SET, [pod(0), pod(1)], [event]).problems == ()
+    assert assess(STATEFUL_SET, [pod(0)], [{**event, "involvedObject": {}}]).problems == ()
 
 
-def test_pods_of_a_former_set_of_that_name_are_passed_over() -> None:
+def test_pods_of_an_earlier_set_of_that_name_are_ignored() -> None:
     former = pod(0, owner="uid-of-another", containerStatuses=[ended(65)])
-    assert judge(STATEFUL_SET, [former, pod(1)], ()).problems == ()
+    assert assess(STATEFUL_SET, [former, pod(1)], ()).problems == ()
     assert lacks_pods(STATEFUL_SET, [former, pod(1)])
     assert not lacks_pods(STATEFUL_SET, [pod(0), pod(1)])
 
 
 def test_the_pods_own_reason_comes_first() -> None:
     pods = [pod(0, containerStatuses=[ended(1)]), pod(1, containerStatuses=[ended(78)])]
-    assert [p.raises for p in judge(STATEFUL_SET, pods, ()).problems] == [
+    assert [p.raises for p in assess(STATEFUL_SET, pods, ()).problems] == [
         ConfigError,
         NodeUnavailableError,
     ]
 
 
 def test_a_cache_is_ready_when_every_pod_is() -> None:
-    assert not judge(STATEFUL_SET, (), ()).is_ready
-    assert judge({**STATEFUL_SET, "status": {"readyReplicas": 2}}, (), ()).is_ready
-    assert not judge({**STATEFUL_SET, "status": {}}, (), ()).is_ready
+    assert not assess(STATEFUL_SET, (), ()).is_ready
+    assert assess({**STATEFUL_SET, "status": {"readyReplicas": 2}}, (), ()).is_ready
+    assert not assess({**STATEFUL_SET, "status": {}}, (), ()).is_ready
 
 
 def test_an_eviction_is_told_from_a_plain_deletion() -> None:

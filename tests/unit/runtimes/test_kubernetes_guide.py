@@ -1,4 +1,4 @@
-"""docs/kubernetes.md says what is so."""
+"""The code, tables and commands of docs/kubernetes.md are right."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from cache_protocol.spec.job_settings import VARIABLES
 from cache_runtimes.initializer.settings import from_env
 from cache_runtimes.local import read_manifests, render
 from cache_runtimes.local.pods import pods
+from tests.kubeflow_backend import labels_of
 from tests.manifests import env_of, job_named, memory_bytes, pod_of, read
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,13 +37,13 @@ def test_its_train_job_renders_with_the_shipped_runtime(tmp_path: Path) -> None:
     ]
 
 
-def test_its_table_of_variables_is_whole() -> None:
+def test_its_table_names_every_variable() -> None:
     named = set(re.findall(r"`([A-Z][A-Z_]+)`", section("What to cache")))
     assert set(VARIABLES) <= named
     assert named - set(VARIABLES) == {"CACHE_SQ"}  # the slip of the pen that it shows
 
 
-def test_the_sizes_it_names_have_the_defaults_that_it_says() -> None:
+def test_its_defaults_of_sizes_are_right() -> None:
     rows = re.findall(r"^\| `([A-Z_]+)` \| (\S+) \|", GUIDE, flags=re.MULTILINE)
     told = {"TRAIN_JOB_NAME": "train-1", "POD_NAMESPACE": "team-a", "CACHE_IMAGE": "server:1"}
     defaults = from_env(told)
@@ -65,7 +66,7 @@ def test_the_runtimes_it_names_are_shipped() -> None:
 
 
 def guide_jobset(folder: Path) -> Any:
-    """Of its TrainJob."""
+    """The JobSet of its TrainJob."""
     (block,) = [text for text in blocks("yaml") if "kind: TrainJob" in text]
     file = folder / "job.yaml"
     file.write_text(block, encoding="utf-8")
@@ -74,7 +75,7 @@ def guide_jobset(folder: Path) -> Any:
 
 
 def commands() -> list[list[str]]:
-    """Of its console blocks, as a shell splits them."""
+    """The words of its console commands, as a shell splits them."""
     lines = "".join(blocks("console")).replace("\\\n", "").splitlines()
     return [shlex.split(line, comments=True) for line in lines]
 
@@ -85,12 +86,12 @@ def test_the_logs_it_shows_are_those_of_the_coordinating_pod(tmp_path: Path) -> 
     found = [
         pod.name
         for pod in pods(guide_jobset(tmp_path), lambda number: f"127.0.0.{number}")
-        if wanted.items() <= pod.labels.items()
+        if wanted.items() <= labels_of(pod).items()
     ]
     assert found == ["lineitem-dataset-initializer-0-0"]
 
 
-def test_the_commands_it_gives_leave_the_variables_of_a_pod_to_the_pod(tmp_path: Path) -> None:
+def test_its_commands_expand_variables_in_the_pod_only(tmp_path: Path) -> None:
     (words,) = [words for words in commands() if words[:2] == ["kubectl", "exec"]]
     assert words[3:6] == ["--", "sh", "-c"]
     cache = guide_jobset(tmp_path)["spec"]["replicatedJobs"][0]
@@ -102,6 +103,6 @@ def test_the_commands_it_gives_leave_the_variables_of_a_pod_to_the_pod(tmp_path:
     assert "$" not in shown  # a reader's shell fills in nothing
 
 
-def test_its_code_is_code() -> None:
+def test_its_python_compiles() -> None:
     for block in blocks("python"):
         compile(block, "docs/kubernetes.md", "exec")

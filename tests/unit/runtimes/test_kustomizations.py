@@ -98,7 +98,7 @@ def build(folder: Path) -> dict[str, Json]:
 
 
 def customised(folder: Path, **fields: Any) -> dict[str, Json]:
-    """What a kustomization of a user's own builds, whose folders are given from runtimes/ on."""
+    """What a user's kustomization builds; its folders are relative to runtimes/."""
     for kind in ("resources", "components"):
         fields[kind] = [os.path.relpath(MANIFESTS / name, folder) for name in fields.get(kind, ())]
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
@@ -111,7 +111,7 @@ def only(built: dict[str, Json]) -> Json:
 
 
 @pytest.mark.parametrize("folder", OBJECTS)
-def test_a_kustomization_builds_its_objects_and_no_rule_has_anything_against_them(
+def test_a_kustomization_builds_objects_that_keep_every_rule(
     folder: str,
 ) -> None:
     built = build(MANIFESTS / folder)
@@ -161,7 +161,7 @@ def test_before_kubernetes_1_35_the_kubelet_restarts_cache_pods(
             assert pod_of(job_named(built, other))["spec"]["restartPolicy"] == "Never"
 
 
-def test_the_gang_is_scheduled_by_whom_the_overlay_names() -> None:
+def test_the_overlay_names_the_scheduler_of_the_gang() -> None:
     folder = MANIFESTS / "overlays" / f"{CACHE}-colocated"
     volcano = only(build(folder.with_name(f"{folder.name}-volcano")))
     assert volcano["spec"]["podGroupPolicy"] == {"volcano": {}}

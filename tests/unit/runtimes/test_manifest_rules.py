@@ -1,4 +1,4 @@
-"""Each rule of `tests.manifests` and `tests.runtime_rules` is seen to bite."""
+"""Each rule of `tests.manifests` and `tests.runtime_rules` finds its violation."""
 
 import copy
 from typing import Any
@@ -31,7 +31,7 @@ GONE = object()
 
 
 def changed(thing: Json, path: str, value: Any) -> Json:
-    """A copy with a value put at a path, or without what is there."""
+    """A copy with another value at a path, or without it."""
     thing = copy.deepcopy(thing)
     *steps, last = path.split()
     place: Any = thing
@@ -162,9 +162,24 @@ BITES: list[tuple[str, Json, str, Any]] = [
     ),
     ("no_gang_waits_for_itself", FLAGSHIP, "spec podGroupPolicy", {"coscheduling": {}}),
     ("no_gang_waits_for_itself", FLAGSHIP, "spec podGroupPolicy", {"volcano": {}}),
-    ("the_world_is_one_number", FLAGSHIP, f"{CACHE} env CACHE_WORLD_SIZE value", "4"),
-    ("the_world_is_one_number", FLAGSHIP, f"{CACHE_JOB} template spec parallelism", 4),
-    ("the_world_is_one_number", FLAGSHIP, f"{CACHE_JOB} template spec completions", GONE),
+    (
+        "the_number_of_cache_nodes_is_the_same_everywhere",
+        FLAGSHIP,
+        f"{CACHE} env CACHE_WORLD_SIZE value",
+        "4",
+    ),
+    (
+        "the_number_of_cache_nodes_is_the_same_everywhere",
+        FLAGSHIP,
+        f"{CACHE_JOB} template spec parallelism",
+        4,
+    ),
+    (
+        "the_number_of_cache_nodes_is_the_same_everywhere",
+        FLAGSHIP,
+        f"{CACHE_JOB} template spec completions",
+        GONE,
+    ),
     ("hosts_are_pods_of_the_job", FLAGSHIP, f"{SPEC} network subdomain", "cache"),
     (
         "hosts_are_pods_of_the_job",
@@ -190,10 +205,10 @@ RULES = {rule.__name__: rule for rule in (*FIELD_RULES, *POD_RULES, *RUNTIME_RUL
     BITES,
     ids=[f"{rule}-{path.split()[-1]}" for rule, _, path, _ in BITES],
 )
-def test_a_rule_bites(rule: str, thing: Json, path: str, value: Any) -> None:
+def test_a_rule_finds_its_violation(rule: str, thing: Json, path: str, value: Any) -> None:
     assert list(RULES[rule](thing)) == []
     assert list(RULES[rule](changed(thing, path, value))) != []
 
 
-def test_every_rule_is_seen_to_bite() -> None:
+def test_every_rule_has_a_violation_here() -> None:
     assert RULES.keys() == {rule for rule, *_ in BITES}

@@ -1,4 +1,4 @@
-"""The manifests of runtimes/: no rule has anything against them, and they fit each other."""
+"""The manifests of runtimes/ keep every rule and fit each other."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ CACHE = read(MANIFESTS / "shared/stateful-set.yaml")
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_rule_has_anything_against_a_manifest(path: Path) -> None:
+def test_a_manifest_keeps_every_rule(path: Path) -> None:
     assert problems(read(path)) == []
 
 
@@ -103,7 +103,7 @@ def test_only_the_pod_that_makes_a_cache_has_a_token(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
-def test_pods_are_not_moved_and_say_why_they_failed(path: Path) -> None:
+def test_autoscalers_do_not_move_pods_and_failed_pods_show_their_log(path: Path) -> None:
     for name, pod in pods(read(path)):
         if name != "model-initializer":
             assert pod["metadata"]["annotations"] == {
@@ -175,7 +175,7 @@ def test_a_cache_that_is_a_replicated_job_is_the_same_in_every_runtime(path: Pat
 
 
 @pytest.mark.parametrize("path", IN_JOB, ids=name_of)
-def test_what_follows_from_the_end_of_a_cache_process(path: Path) -> None:
+def test_the_exit_code_of_a_cache_process_decides_what_follows(path: Path) -> None:
     job = job_named(read(path), "dataset-initializer")["template"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
@@ -186,7 +186,7 @@ def test_what_follows_from_the_end_of_a_cache_process(path: Path) -> None:
         assert after_pod_failure(job, [ended]) == action
 
 
-def test_what_follows_from_the_end_of_the_initializer_that_stays() -> None:
+def test_the_exit_code_of_the_initializer_that_stays_decides_what_follows() -> None:
     job = job_named(WITH_CACHE, "dataset-initializer")["template"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
@@ -252,14 +252,14 @@ def test_trainer_and_sidecar_see_the_shards_at_one_path() -> None:
     assert reads == {**writes, "readOnly": True}
 
 
-def test_the_initializer_makes_pods_of_its_own_image() -> None:
+def test_the_initializer_creates_pods_of_its_image() -> None:
     container = container_named(
         pod_of(job_named(WITH_CACHE, "dataset-initializer")), "dataset-initializer"
     )
     assert env_of(container)["CACHE_IMAGE"] == container["image"]
 
 
-def test_the_role_of_the_initializer_is_all_that_it_asks_and_no_more() -> None:
+def test_the_role_of_the_initializer_holds_exactly_the_rights_that_it_uses() -> None:
     folder = MANIFESTS / "torch-distributed-with-cache"
     role = read(folder / "cluster-role.yaml")
     granted = {

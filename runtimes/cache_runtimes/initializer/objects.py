@@ -1,4 +1,4 @@
-"""Makes the planned objects, and removes them: only ever those of one TrainJob."""
+"""Creates and removes the planned objects of one TrainJob, and never those of others."""
 
 from __future__ import annotations
 
@@ -17,69 +17,65 @@ from cache_runtimes.initializer.plan import (
     Planned,
 )
 
-_LOOK_AGAIN_S = 0.5
+_POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
 
-class _Whose(Enum):
-    """Of whom an object is that was found under a planned name."""
+class _Owner(Enum):
+    """The owner of an object that has a planned name."""
 
-    OURS = "of this TrainJob"
-    FORMER = "of a TrainJob of the same name that is gone"
-    ANOTHER = "of somebody else"
+    THIS_JOB = "of this TrainJob"
+    DELETED_JOB = "of a deleted TrainJob of the same name"
+    OTHER = "of another owner"
 
 
-def make(cluster: Cluster, planned: Planned, owner_uid: str, patience: Patience) -> Json:
-    """The object as the cluster has it: made now, or by a former run of the same TrainJob.
+def create_or_adopt(cluster: Cluster, planned: Planned, owner_uid: str, patience: Patience) -> Json:
+    """Creates an object, or adopts the one of an earlier run; as the cluster has it.
 
-    One that a former run planned otherwise is replaced. That cannot come from the TrainJob, whose
-    initializer is immutable, only from another version of this program; and then no trainer has
-    begun, or the pods would have had to be rolled anyway. So it is one rule for all kinds, which
-    needs no permission to change anything.
+    An object that an earlier run planned differently is replaced. The initializer of a TrainJob is
+    immutable, so only another version of this program plans differently. Replacing needs no right
+    to change objects.
 
-    What is left of a former TrainJob of that name is waited for: the garbage collector removes it.
+    The garbage collector removes the objects of a deleted TrainJob of the same name; this waits
+    for it.
 
     Raises:
-        ClusterError: the name is taken by an object of somebody else, which is left as it is.
-        NotReadyError: what has to go first did not go in time.
+        ClusterError: an object of another owner has the name; it is left as it is.
+        NotReadyError: an object that must go first did not go in time.
         StoppedError: the program was told to end.
     """
-    said = ""
+    logged = ""
     while True:
         made = cluster.create(planned.kind, planned.body, patience)
         if made is not None:
-            logger.info("made %s/%s", planned.kind.plural, planned.name)
+            logger.info("created %s/%s", planned.kind.plural, planned.name)
             return made
         found = cluster.get(planned.kind, planned.name, patience)
         if found is not None and _is_as_planned(found, planned, owner_uid):
-            logger.info("adopted %s/%s of a former run", planned.kind.plural, planned.name)
+            logger.info("adopted %s/%s of an earlier run", planned.kind.plural, planned.name)
             return found
-        if found is None:  # it went just now, or its name is held by something else
-            reason = f"{planned.kind.plural}/{planned.name}, there for one call and not for another"
+        if found is None:  # it went just now, or the server reserves its name
+            reason = f"{planned.kind.plural}/{planned.name}, which exists for create, not for get"
         else:
-            reason = _make_way(cluster, planned, found, owner_uid, patience)
-        if reason != said:
+            reason = _end_conflict(cluster, planned, found, owner_uid, patience)
+        if reason != logged:
             logger.info("waiting for the end of %s", reason)
-            said = reason
+            logged = reason
         if not patience.left_s:
             raise NotReadyError(f"still there at the deadline: {reason}")
-        patience.pause(_LOOK_AGAIN_S)
+        patience.pause(_POLL_S)
 
 
-def remove(
+def remove_all(
     cluster: Cluster, names: Names, owner_uid: str, patience: Patience
 ) -> tuple[CacheError, ...]:
-    """Removes what belongs to the TrainJob ``owner_uid``, and nothing else.
-
-    Returns:
-        Why something is left, one for each object; the others are removed all the same.
-    """
+    """Removes the objects of the TrainJob ``owner_uid``; an error for each that is left."""
     failures: list[CacheError] = []
     for kind, name in names.removed_in_order:
         try:
             found = cluster.get(kind, name, patience)
-            if found is None or _whose(found, names.train_job, owner_uid) is not _Whose.OURS:
+            if found is None or _owner(found, names.train_job, owner_uid) is not _Owner.THIS_JOB:
                 continue
             if _is_ending(found) or cluster.delete(kind, name, found["metadata"]["uid"], patience):
                 logger.info("removed %s/%s", kind.plural, name)
@@ -98,47 +94,47 @@ def _is_as_planned(found: Json, planned: Planned, owner_uid: str) -> bool:
     )
 
 
-def _make_way(
+def _end_conflict(
     cluster: Cluster, planned: Planned, found: Json, owner_uid: str, patience: Patience
 ) -> str:
-    """What ``found`` is, which ends or is ended now.
+    """Deletes ``found`` if this job owns it; what is waited for.
 
     Raises:
-        ClusterError: it is somebody else's.
+        ClusterError: it has another owner.
     """
     kind, name = planned.kind, planned.name
     uid = found["metadata"]["uid"]
-    (owner,) = _owners(planned.body)
-    whose = _whose(found, owner["name"], owner_uid)
-    if whose is _Whose.ANOTHER:
+    (job,) = _owners(planned.body)
+    owner = _owner(found, job["name"], owner_uid)
+    if owner is _Owner.OTHER:
         raise ClusterError(
-            f"{kind.plural}/{name} in namespace {cluster.namespace} is there already, "
+            f"{kind.plural}/{name} in namespace {cluster.namespace} already exists, "
             f"{_owned_by(found)}, and is left as it is"
         )
-    if whose is _Whose.OURS and not _is_ending(found):
-        logger.info("replacing %s/%s, which a former run planned otherwise", kind.plural, name)
+    if owner is _Owner.THIS_JOB and not _is_ending(found):
+        logger.info("replacing %s/%s, which an earlier run planned differently", kind.plural, name)
         cluster.delete(kind, name, uid, patience)
-    return f"{kind.plural}/{name} (uid {uid}), {whose.value}"
+    return f"{kind.plural}/{name} (uid {uid}), {owner.value}"
 
 
-def _whose(found: Json, train_job: str, owner_uid: str) -> _Whose:
+def _owner(found: Json, train_job: str, owner_uid: str) -> _Owner:
     owners = _owners(found)
     if any(owner["uid"] == owner_uid for owner in owners):
-        return _Whose.OURS
+        return _Owner.THIS_JOB
     if owners and all(
         owner["kind"] == Kind.TRAIN_JOB
         and owner["apiVersion"].partition("/")[0] == TRAINER_GROUP
         and owner["name"] == train_job
         for owner in owners
     ):
-        return _Whose.FORMER  # the name is taken by our job, so that one must be gone
-    return _Whose.ANOTHER
+        return _Owner.DELETED_JOB  # this job has its name now
+    return _Owner.OTHER
 
 
 def _owned_by(found: Json) -> str:
     owners: Iterable[Json] = _owners(found)
     named = [f"{owner['kind']}/{owner['name']} (uid {owner['uid']})" for owner in owners]
-    return f"owned by {', '.join(named)}" if named else "owned by nobody"
+    return f"owned by {', '.join(named)}" if named else "without an owner"
 
 
 def _is_ending(found: Json) -> bool:

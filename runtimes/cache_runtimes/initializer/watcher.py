@@ -1,8 +1,9 @@
-"""Waits on a StatefulSet and its pods by watching them, and says what it sees."""
+"""Watches a StatefulSet and its pods until they are ready, and after that."""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from cache_protocol.errors import NotReadyError
-from cache_runtimes.initializer.cache_health import CacheHealth, Hope, judge, lacks_pods
+from cache_runtimes.initializer.cache_health import CacheHealth, Severity, assess, lacks_pods
 from cache_runtimes.initializer.cluster import (
     Cluster,
     ClusterError,
@@ -25,19 +26,14 @@ _TICK_S = 0.25  # a signal is noticed within it
 _EVENTS_EVERY_S = 2.0
 _FIRST_BACK_OFF_S = 0.1
 _MAX_BACK_OFF_S = 8.0
-_FOREVER = float("inf")
+_FOREVER = math.inf
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How patient the wait is, and how talkative.
-
-    Attributes:
-        failure_grace_s: how long something that may pass within moments may last.
-        progress_s: the longest silence of the log.
-    """
+class Timing:
+    """How long a watcher accepts a transient problem, and the longest silence of its log."""
 
     failure_grace_s: float
     progress_s: float
@@ -57,53 +53,49 @@ class _Changed:
 
 
 @dataclass
-class _View:
-    """What is known of the cluster by now."""
+class _Snapshot:
+    """The last known objects of the cluster."""
 
     objects: dict[Kind, dict[str, Json]] = field(default_factory=dict)
 
-    def take(self, news: _Listed | _Changed) -> None:
-        if isinstance(news, _Listed):
-            self.objects[news.kind] = {one["metadata"]["name"]: one for one in news.items}
-        elif news.type == "DELETED":
-            self.objects[news.kind].pop(news.one["metadata"]["name"], None)
+    def apply(self, update: _Listed | _Changed) -> None:
+        if isinstance(update, _Listed):
+            self.objects[update.kind] = {one["metadata"]["name"]: one for one in update.items}
+        elif update.type == "DELETED":
+            self.objects[update.kind].pop(update.one["metadata"]["name"], None)
         else:
-            self.objects[news.kind][news.one["metadata"]["name"]] = news.one
+            self.objects[update.kind][update.one["metadata"]["name"]] = update.one
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every kind has been listed."""
         return {Kind.STATEFUL_SET, Kind.POD} <= self.objects.keys()
 
 
 class Watcher:
-    """Watches one StatefulSet and its pods; a context manager.
-
-    Args:
-        stop: ends every wait when it is set.
-    """
+    """Watches one StatefulSet and its pods; a context manager. ``stop`` ends every wait."""
 
     def __init__(
         self,
         cluster: Cluster,
         names: Names,
         stateful_set_uid: str,
-        pace: Pace,
+        timing: Timing,
         stop: threading.Event,
     ) -> None:
         self._cluster = cluster
         self._name = names.cache
         self._uid = stateful_set_uid
-        self._pace = pace
+        self._timing = timing
         self._stop = stop
         self._closed = threading.Event()
         self._is_used = False
-        self._news: queue.SimpleQueue[_Listed | _Changed | Exception] = queue.SimpleQueue()
-        self._view = _View()
+        self._updates: queue.SimpleQueue[_Listed | _Changed | Exception] = queue.SimpleQueue()
+        self._snapshot = _Snapshot()
         self._events: list[Json] = []
         self._events_due = 0.0
-        self._log = _Log(pace.progress_s)
-        self._stuck_since: dict[tuple[str, str], float] = {}
+        self._log = _Log(timing.progress_s)
+        self._transient_since: dict[tuple[str, str], float] = {}
         of_job = {"label_selector": f"{JOB_LABEL}={names.train_job}"}
         by_name = {"field_selector": f"metadata.name={names.cache}"}
         self._threads = [
@@ -119,83 +111,83 @@ class Watcher:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # They are not waited for: each ends with its request, or with the process.
+        # Not joined: each thread ends with its request, or with the process.
         self._closed.set()
 
     def wait_until_ready(self, patience: Patience) -> None:
-        """Returns once every pod is ready.
+        """Waits until every pod is ready.
 
         Raises:
-            CacheError: they cannot become ready, by their own reasons: LoadError and ConfigError
-                as a pod exited, NodeUnavailableError for the rest.
-            NotReadyError: at the deadline; with what they wait for.
-            ClusterError: the StatefulSet is gone, or the cluster refuses to be asked.
+            LoadError, ConfigError: a cache process exited by one.
+            NodeUnavailableError: pods cannot become ready for another reason.
+            NotReadyError: at the deadline; names what the pods wait for.
+            ClusterError: the StatefulSet is gone, or the cluster refuses the watch.
             StoppedError: the program was told to end.
         """
         began = time.monotonic()
-        for verdict in self._verdicts(patience, self._pace.failure_grace_s):
-            if verdict is not None and verdict.is_ready:
+        for health in self._health_changes(patience, self._timing.failure_grace_s):
+            if health is not None and health.is_ready:
                 logger.info("the cache is ready after %.1f s", time.monotonic() - began)
                 return
             if not patience.left_s:
                 waited_s = time.monotonic() - began
-                told = verdict if verdict is not None else "its state could not be read"
+                state = health if health is not None else "its state could not be read"
                 raise NotReadyError(
                     f"the cache is not ready after {waited_s:.0f} s, see CACHE_READY_DEADLINE_S: "
-                    f"{told}"
+                    f"{state}"
                 )
 
     def stay(self, tell: Callable[[bool], None]) -> NoReturn:
-        """Watches on, and never returns.
+        """Keeps watching, and never returns.
 
-        A pod that is away is waited for, however long its image cannot be pulled: the others serve
-        on, and trainers wait. So is a cluster that refuses to be asked, as while a role is made
-        anew: what is known of the cache counts until then.
+        It waits for a missing pod without a limit: the other pods serve, and trainers wait. It also
+        waits while the cluster refuses the watch, such as while a role is replaced; the last known
+        health counts until then.
 
         Args:
-            tell: is told whether every pod is ready, first and at every change.
+            tell: called with whether every pod is ready, first and at every change.
 
         Raises:
-            As `wait_until_ready`, but for the deadline, a refusal to be asked and what may pass.
+            As `wait_until_ready`, without the deadline, the refused watch and transient problems.
         """
         self._is_used = True
         was_ready: bool | None = None
-        for verdict in self._verdicts(Patience(_FOREVER, self._stop), _FOREVER):
-            if verdict is not None and verdict.is_ready is not was_ready:
-                was_ready = verdict.is_ready
+        for health in self._health_changes(Patience(_FOREVER, self._stop), _FOREVER):
+            if health is not None and health.is_ready is not was_ready:
+                was_ready = health.is_ready
                 tell(was_ready)
-        raise AssertionError("verdicts have no end")
+        raise AssertionError("health changes have no end")
 
-    def _verdicts(self, patience: Patience, grace_s: float) -> Iterator[CacheHealth | None]:
-        """The state after every change, and now and then; None before it is known.
+    def _health_changes(self, patience: Patience, grace_s: float) -> Iterator[CacheHealth | None]:
+        """The health after every change and every tick; None before it is known.
 
         Raises:
-            As `wait_until_ready`; what may pass, after it has lasted ``grace_s``.
+            As `wait_until_ready`; a transient problem counts after ``grace_s``.
         """
         while True:
-            self._take_news(min(_TICK_S, patience.left_s))
-            verdict = self._verdict(patience) if self._view.is_whole else None
-            if verdict is not None:
-                self._log.tell(verdict)
-                self._raise_failure(verdict, grace_s)
-            yield verdict
+            self._apply_updates(min(_TICK_S, patience.left_s))
+            health = self._health(patience) if self._snapshot.is_complete else None
+            if health is not None:
+                self._log.tell(health)
+                self._raise_failure(health, grace_s)
+            yield health
             if self._stop.is_set():
                 raise StoppedError
 
-    def _take_news(self, timeout_s: float) -> None:
-        """What came meanwhile; waits for the first."""
+    def _apply_updates(self, timeout_s: float) -> None:
+        """Waits for an update, and applies all there are."""
         try:
-            news = self._news.get(timeout=timeout_s)
+            update = self._updates.get(timeout=timeout_s)
             while True:
-                if isinstance(news, Exception):
-                    raise news
-                self._view.take(news)
-                news = self._news.get_nowait()
+                if isinstance(update, Exception):
+                    raise update
+                self._snapshot.apply(update)
+                update = self._updates.get_nowait()
         except queue.Empty:
             pass
 
-    def _verdict(self, patience: Patience) -> CacheHealth:
-        found = self._view.objects[Kind.STATEFUL_SET].get(self._name)
+    def _health(self, patience: Patience) -> CacheHealth:
+        found = self._snapshot.objects[Kind.STATEFUL_SET].get(self._name)
         if (
             found is None
             or found["metadata"]["uid"] != self._uid
@@ -204,13 +196,13 @@ class Watcher:
             raise ClusterError(
                 f"{Kind.STATEFUL_SET.plural}/{self._name} was deleted while the job needs it"
             )
-        pods = list(self._view.objects[Kind.POD].values())
+        pods = list(self._snapshot.objects[Kind.POD].values())
         if lacks_pods(found, pods):
             self._read_events(patience)
-        return judge(found, pods, self._events)
+        return assess(found, pods, self._events)
 
     def _read_events(self, patience: Patience) -> None:
-        """Why pods are not made is told by events alone. They are many, so they are not watched."""
+        """Reads why pods are not created: only events say it, and they are too many to watch."""
         now = time.monotonic()
         if now < self._events_due:
             return
@@ -225,13 +217,16 @@ class Watcher:
             logger.warning("%s", error)
         self._events_due = time.monotonic() + _EVENTS_EVERY_S
 
-    def _raise_failure(self, verdict: CacheHealth, grace_s: float) -> None:
+    def _raise_failure(self, health: CacheHealth, grace_s: float) -> None:
         now = time.monotonic()
-        stuck = {problem.about for problem in verdict.problems if problem.hope is Hope.STUCK}
-        self._stuck_since = {about: self._stuck_since.get(about, now) for about in stuck}
-        for problem in verdict.problems:
-            since = self._stuck_since.get(problem.about, now)
-            if problem.hope is Hope.NONE or (problem.hope is Hope.STUCK and now - since >= grace_s):
+        self._transient_since = {
+            problem.about: self._transient_since.get(problem.about, now)
+            for problem in health.problems
+            if problem.severity is Severity.TRANSIENT
+        }
+        for problem in health.problems:
+            since = self._transient_since.get(problem.about, math.inf)
+            if problem.severity is Severity.PERMANENT or now - since >= grace_s:
                 raise problem.raises(problem.text)
 
     # -- in threads --------------------------------------------------------------------------------
@@ -242,10 +237,10 @@ class Watcher:
         except StoppedError:
             pass
         except Exception as error:
-            self._news.put(error)
+            self._updates.put(error)
 
     def _watch_on(self, kind: Kind, selectors: dict[str, str]) -> None:
-        """Lists, and watches from there; after a break from where it broke, if that is known."""
+        """Lists, then watches from that version; resumes a broken watch where it broke."""
         version: str | None = None
         back_off_s = _FIRST_BACK_OFF_S
         while not self._closed.is_set():
@@ -253,15 +248,15 @@ class Watcher:
                 if version is None:
                     page = self._cluster.list(kind, selectors, Patience(_FOREVER, self._closed))
                     version = page.version
-                    self._news.put(_Listed(kind, page.items))
+                    self._updates.put(_Listed(kind, page.items))
                 for happened, one in self._cluster.watch(kind, selectors, version):
                     version = one["metadata"]["resourceVersion"]
                     back_off_s = _FIRST_BACK_OFF_S
                     if happened != "BOOKMARK":
-                        self._news.put(_Changed(kind, happened, one))
+                        self._updates.put(_Changed(kind, happened, one))
                     if self._closed.is_set():
                         return
-                continue  # it ended by itself
+                continue  # the watch reached its time limit
             except WatchExpiredError as error:
                 logger.info("listing %s again: %s", kind.plural, error)
                 version = None
@@ -277,22 +272,22 @@ class Watcher:
 
 
 class _Log:
-    """Says what is new at once, and what is not now and then."""
+    """Logs a change at once, and an unchanged state from time to time."""
 
     def __init__(self, progress_s: float) -> None:
         self._progress_s = progress_s
-        self._said: tuple[Any, ...] = ()
-        self._said_at = 0.0
+        self._logged: tuple[Any, ...] = ()
+        self._logged_at = 0.0
 
-    def tell(self, verdict: CacheHealth) -> None:
-        # Not by the words of the problems: some count up.
+    def tell(self, health: CacheHealth) -> None:
+        # Without the texts of the problems: some count restarts.
         state = (
-            verdict.ready,
-            verdict.wanted,
-            *((problem.about, problem.hope) for problem in verdict.problems),
+            health.ready,
+            health.wanted,
+            *((problem.about, problem.severity) for problem in health.problems),
         )
         now = time.monotonic()
-        due = not verdict.is_ready and now - self._said_at >= self._progress_s
-        if state != self._said or due:
-            logger.info("%s", verdict)
-            self._said, self._said_at = state, now
+        due = not health.is_ready and now - self._logged_at >= self._progress_s
+        if state != self._logged or due:
+            logger.info("%s", health)
+            self._logged, self._logged_at = state, now

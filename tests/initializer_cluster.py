@@ -1,7 +1,6 @@
-"""A TrainJob on an API server, and the runs of an initializer for it.
+"""A TrainJob on an API server, and the runs of its initializer.
 
-Runs here are threads of this process; those that a signal or a crash ends are real programs, in
-`test_program.py`.
+Runs are threads of this process; `test_program.py` runs real programs for signals and crashes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tests.waiting import wait_until
 WAIT_S = 20.0
 JOB, NAMESPACE = "train-1", "team-a"
 URI = "s3://bucket/tpch/lineitem/"
-# What the shipped role allows, and no more.
+# Exactly the rights of the shipped role.
 PERMISSIONS = {
     ("get", "trainjobs"),
     *(
@@ -47,8 +46,8 @@ each_object = pytest.mark.parametrize(
 Json = dict[str, Any]
 
 
-class World:
-    """An API server with a TrainJob, and what an initializer of it is told."""
+class InitializerCluster:
+    """An API server with a TrainJob, and the environment of its initializer."""
 
     def __init__(self, server: ApiServer, folder: Path) -> None:
         self.server = server
@@ -83,7 +82,7 @@ class World:
         return {(one.kind.plural, one.name): one for one in plan}
 
     def make_planned(self, plural: str, name: str, **changes: str) -> Json:
-        """As a former run of the same TrainJob would have made it."""
+        """Creates an object as an earlier run of the TrainJob does."""
         return self.store.create(plural, self.planned(**changes)[plural, name].body)
 
     def objects(self) -> dict[tuple[str, str], Json]:
@@ -98,12 +97,12 @@ class World:
         return {key: one["metadata"]["uid"] for key, one in self.objects().items()}
 
     def count(self, verb: str, resource: str) -> int:
-        """How many such calls there were so far."""
+        """The number of such calls so far."""
         calls = [(call.verb, call.resource) for call in list(self.server.calls)]
         return calls.count((verb, resource))
 
     def wait_for_calls(self, verb: str, resource: str, times: int = 1) -> None:
-        """Until there were so many."""
+        """Waits until there were so many."""
         wait_until(
             lambda: self.count(verb, resource) >= times, WAIT_S, f"{times} x {verb} {resource}"
         )
@@ -121,8 +120,8 @@ class World:
 class Run:
     """A run in a thread of this process."""
 
-    def __init__(self, world: World, changes: dict[str, str]) -> None:
-        self.world = world
+    def __init__(self, cluster: InitializerCluster, changes: dict[str, str]) -> None:
+        self.cluster = cluster
         self.stop = threading.Event()
         self._changes = changes
         self._ending: Ending | None = None
@@ -132,8 +131,8 @@ class Run:
 
     def _run(self) -> None:
         try:
-            settings = from_env(self.world.environ(**self._changes))
-            api = connect(str(self.world.kubeconfig))
+            settings = from_env(self.cluster.environ(**self._changes))
+            api = connect(str(self.cluster.kubeconfig))
             cluster = Cluster(api, settings.namespace, watch_timeout_s=1)
             self._ending = run(settings, cluster, self.stop)
         except Exception as error:
@@ -141,24 +140,24 @@ class Run:
 
     def until_ready(self) -> Run:
         wait_until(
-            lambda: self.world.ready_file.exists() or not self._thread.is_alive(), WAIT_S, "ready"
+            lambda: self.cluster.ready_file.exists() or not self._thread.is_alive(), WAIT_S, "ready"
         )
         if self._error is not None:
             raise self._error
         return self
 
     def end(self) -> Ending:
-        """After it is told to end."""
+        """Tells it to end; how it ended."""
         self.stop.set()
         self._join()
         if self._error is not None:
             raise self._error
         assert self._ending is not None
-        assert not self.world.ready_file.exists()
+        assert not self.cluster.ready_file.exists()
         return self._ending
 
     def error(self) -> CacheError:
-        """After it has ended by itself."""
+        """The error of a run that has ended."""
         self._join()
         assert isinstance(self._error, CacheError), (self._error, self._ending)
         return self._error
