@@ -73,7 +73,8 @@ def test_every_source_without_its_library_names_its_extra(tmp_path: Path) -> Non
         "from cache_server import tables\n"
         "found = []\n"
     ) + "".join(
-        f"try:\n    tables.pin({table})\nexcept RequestError as error:\n    found.append(str(error))\n"
+        f"try:\n    tables.pin({table})\n"
+        "except RequestError as error:\n    found.append(str(error))\n"
         for _, _, table in SOURCES.values()
     )
     line = run_without(tmp_path, tuple(SOURCES), "-c", f"{program}sys.exit('; '.join(found))")
