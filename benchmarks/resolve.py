@@ -49,8 +49,8 @@ def resolve(stack: str, extra: str, directory: Path) -> tuple[dict[str, str], st
     constraints = directory / "constraints.txt"
     constraints.write_text("".join(re.findall(r"^torch==.*\n", pins, re.MULTILINE)))
     command = [
-        environment / "bin/python", "-m", "pip", "install", "--quiet", "--dry-run",
-        "--only-binary=:all:", "--report", report, "--constraint", constraints,
+        str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--dry-run",
+        "--only-binary=:all:", "--report", str(report), "--constraint", str(constraints),
         f"{ROOT}[{extra}]", stack,
     ]  # fmt: skip
     done = subprocess.run(
