@@ -50,7 +50,7 @@ def resolve(stack: str, extra: str, directory: Path) -> tuple[dict[str, str], st
     constraints.write_text("".join(re.findall(r"^torch==.*\n", pins, re.MULTILINE)))
     command = [
         str(environment / "bin/python"), "-m", "pip", "install", "--quiet", "--dry-run",
-        "--only-binary=:all:", "--report", str(report), "--constraint", str(constraints),
+        "--prefer-binary", "--report", str(report), "--constraint", str(constraints),
         f"{ROOT}[{extra}]", stack,
     ]  # fmt: skip
     done = subprocess.run(
