@@ -15,6 +15,11 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Beside the first one, with pins that never meet its own.
+PROTO := $(VENV)-proto
+PROTO_STAMP := $(PROTO)/.installed
+FLOOR := $(VENV)-floor
+FLOOR_STAMP := $(FLOOR)/.installed
 PEERS ?= .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 
@@ -22,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check format docs bench bench-quick proto venv clean
+.PHONY: help demo test floor soak check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,14 +38,18 @@ demo: $(STAMP)  ## cache a real table on two local nodes and train from it with 
 test: $(STAMP)  ## run the whole test suite
 	$(BIN)/pytest $(PYTEST_ARGS) $(ARGS)
 
+floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
+	SERVER_PYTHON=$(abspath $(BIN)/python) $(FLOOR)/bin/pytest $(PYTEST_ARGS) $(ARGS) \
+		tests/floor tests/unit/client tests/unit/protocol
+
 soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)
 
-check: $(STAMP)  ## lint, formatting, types, generated code
+check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python protos/generate.py --check
+	$(PROTO)/bin/python protos/generate.py --check
 
 format: $(STAMP)  ## sort imports and format
 	$(BIN)/ruff check --fix-only .
@@ -60,12 +69,24 @@ bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 2 minut
 	for name in shuffle load resume throughput stores size ranks scale; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
-proto: $(STAMP)  ## regenerate the code under protos/
-	$(BIN)/python protos/generate.py
+proto: $(PROTO_STAMP)  ## regenerate the code under protos/
+	$(PROTO)/bin/python protos/generate.py
 
 venv: $(STAMP)  ## make the virtual environment
 
-# What is measured beside this project, apart from it: its pins never meet ours.
+$(PROTO_STAMP): protos/requirements.txt
+	$(PYTHON) -m venv $(PROTO)
+	$(PROTO)/bin/python -m pip install $(PIP_ARGS) --only-binary :all: -r $<
+	@touch $@
+
+$(FLOOR_STAMP): tests/floor/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install $(PIP_ARGS) --only-binary :all: -r $<
+	$(FLOOR)/bin/python -m pip install --no-deps -e .
+	$(FLOOR)/bin/python -m pip check
+	@touch $@
+
+# What is measured beside this project.
 $(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install $(PIP_ARGS) -c constraints.txt torch
@@ -78,5 +99,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-clean:  ## remove the virtual environment and everything built
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove the virtual environments and everything built
+	rm -rf $(VENV) $(PROTO) $(FLOOR) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -24,6 +24,7 @@ from cache_protocol.errors import (
     NotReadyError,
     RequestError,
     StaleVersionError,
+    missing_package,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.wire.load_progress import LoadReport
@@ -60,7 +61,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    try:
+        module = import_module(f"{__name__}.{_NEED_TORCH[name]}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(missing_package(error, name, "client")) from None
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

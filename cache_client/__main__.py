@@ -33,7 +33,14 @@ from cache_client.display import (
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.sizes import size
 from cache_protocol.cli.version_option import version_option
-from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    LoadError,
+    RequestError,
+    checked,
+    missing_package,
+)
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.wire.trainjob_status import TrainJobStatus
@@ -323,9 +330,7 @@ def run_local(
         import cache_runtimes as shipped
         from cache_runtimes import local
     except ImportError as error:
-        raise ConfigError(
-            f"run-local needs {error.name}: pip install 'trainer-data-cache[server,kubernetes]'"
-        ) from None
+        raise ConfigError(missing_package(error, "run-local", "server,kubernetes")) from None
     manifests = local.read_manifests(train_job, runtimes or shipped.MANIFESTS)
     jobset = local.render(manifests.train_job, manifests.runtime)
     if render:

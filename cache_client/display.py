@@ -20,6 +20,7 @@ from rich.text import Text
 from cache_client.client import DatasetInfo
 from cache_client.forecast import LoadForecast, TableForecast
 from cache_protocol.cli.sizes import size
+from cache_protocol.storage.layout import numpy_dtype
 
 _MAX_NAMES = 6  # of columns on one line
 _FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
@@ -294,5 +295,5 @@ def _shortest(value: object, dtype: pa.DataType) -> object:
     if isinstance(value, list):
         return [_shortest(item, dtype.value_type) for item in value]
     if isinstance(value, float) and dtype in (pa.float16(), pa.float32()):
-        return float(str(dtype.to_pandas_dtype()(value)))
+        return float(str(numpy_dtype(dtype).type(value)))
     return value

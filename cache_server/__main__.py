@@ -20,7 +20,14 @@ import typer
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.version_option import version_option
-from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError, checked
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    LoadError,
+    RequestError,
+    checked,
+    missing_package,
+)
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
@@ -193,7 +200,10 @@ def serve(
         # DataFusion's allocator reads this when it is imported. By default it returns freed memory
         # to the kernel after 10 ms, and the same load soon needs it again.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))
-    from cache_server.server import CacheServer
+    try:
+        from cache_server.server import CacheServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
     server = CacheServer(config, load=spec, environ=os.environ, on_load_failure=stop.fail)
     line = {

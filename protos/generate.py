@@ -1,12 +1,11 @@
 """Regenerates the code beside ``protos/cache/v1/*.proto``, or checks that it is up to date.
 
-Run it as a program, from anywhere::
+``make proto`` and ``make check`` run it in the environment of ``protos/requirements.txt``::
 
     python protos/generate.py            # rewrite what differs, remove what has no source
     python protos/generate.py --check    # write nothing; exit 1 and name what differs
 
-The generated code is committed, so that an installation needs no compiler. Its text depends on the
-versions of grpcio-tools and mypy-protobuf: use the ones that ``constraints.txt`` pins.
+The generated code is committed, so that an installation needs no compiler.
 """
 
 import argparse

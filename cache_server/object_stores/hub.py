@@ -22,7 +22,7 @@ from tenacity import (
     stop_after_delay,
 )
 
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, missing_package
 from cache_protocol.wire.backoff import backoff
 from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import (
@@ -85,6 +85,7 @@ class HubClient:
                 f"the hf store has no option {', '.join(map(repr, unknown))}; it has "
                 f"{', '.join(SETTINGS)}"
             )
+        _check_packages()
         self._base = location.base
         names = ("access_token", "session_token", "hf_token")
         self._token = next((settings[name] for name in names if name in settings), None)
@@ -221,6 +222,19 @@ class HubClient:
             return self._absent(name, uri)
         text = f"status code: {status}" if status else f"{name}: {error}"
         return store_error(OSError(text), uri, self._place, self._secret)
+
+
+def _check_packages() -> None:
+    """Raises a `RequestError` where nothing reads ``hf://`` paths."""
+    try:
+        import fsspec
+
+        fsspec.get_filesystem_class(SCHEME)
+    except ImportError as error:
+        # fsspec does not name the package that a filesystem needs.
+        error.name = error.name or "huggingface_hub"
+        message = missing_package(error, f"store {SCHEME}://", "hub")
+        raise RequestError(f"{message} on every node") from None
 
 
 def from_env() -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import cast
 
 import pyarrow as pa
 
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, missing_package
 from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
 from cache_protocol.spec.secret_settings import CATALOG_PREFIX
 from cache_server.source.pinned import Pin, PinnedTable, Split
@@ -89,7 +89,5 @@ def _module(format: str) -> ModuleType:
     try:
         return import_module(kind.module)
     except ModuleNotFoundError as error:
-        raise RequestError(
-            f"format {format} needs the package {error.name!r} on every node: "
-            f"pip install 'trainer-data-cache[{kind.extra}]'"
-        ) from None
+        message = missing_package(error, f"format {format}", kind.extra)
+        raise RequestError(f"{message} on every node") from None

@@ -131,6 +131,18 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
     )
 
 
+def missing_package(error: ImportError, what: str, extra: str) -> str:
+    """The message for a package that an extra of this distribution brings.
+
+    Args:
+        error: raised by the import.
+        what: needs the package.
+        extra: its name; several are separated by commas.
+    """
+    package = (error.name or "").partition(".")[0]
+    return f"{what} needs the package {package!r}: pip install 'trainer-data-cache[{extra}]'"
+
+
 def checked(
     problems: list[str], make: Callable[[], _T], refusal: type[ValueError] = ConfigError
 ) -> _T | None:

@@ -227,6 +227,16 @@ def is_scalar(dtype: pa.DataType) -> bool:
     return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))
 
 
+def numpy_dtype(scalar: pa.DataType) -> np.dtype[np.generic]:
+    """The numpy dtype of an integer or float type.
+
+    ``to_pandas_dtype`` needs pandas before pyarrow 26.
+    """
+    unsigned = pa.types.is_unsigned_integer(scalar)
+    kind = "f" if pa.types.is_floating(scalar) else "u" if unsigned else "i"
+    return np.dtype(f"{kind}{scalar.bit_width // 8}")
+
+
 def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
     groups: dict[pa.DataType, list[str]] = {}
     order: list[pa.DataType | pa.Field] = []
@@ -261,7 +271,7 @@ def _packed(value_type: pa.DataType, names: Iterable[str]) -> StoredColumn:
         nullable=False,
         metadata={COLUMNS_KEY: json.dumps(columns).encode()},
     )
-    dtype = np.dtype(value_type.to_pandas_dtype())
+    dtype = numpy_dtype(value_type)
     return StoredColumn("packed", columns, field, dtype, len(columns))
 
 
@@ -276,5 +286,5 @@ def _single(field: pa.Field) -> StoredColumn:
         nullable=False,
         metadata=field.metadata,
     )
-    dtype = np.dtype(value_type.to_pandas_dtype())
+    dtype = numpy_dtype(value_type)
     return StoredColumn("matrix", (field.name,), flat, dtype, width, shape)

@@ -7,28 +7,28 @@ Ranges are half-open. Sizes are bytes, durations seconds. Arrow data never trave
 messages, only in Arrow Flight streams.
 """
 
-from collections import abc as _abc
-from google.protobuf import descriptor as _descriptor
-from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
-import builtins as _builtins
+import builtins
+import collections.abc
+import google.protobuf.descriptor
+import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
+import google.protobuf.message
 import sys
-import typing as _typing
+import typing
 
-if sys.version_info >= (3, 11):
-    from typing import TypeAlias as _TypeAlias, Never as _Never
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
 else:
-    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
+    import typing_extensions
 
-DESCRIPTOR: _descriptor.FileDescriptor
+DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 class _ErrorCode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
 
-class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ErrorCode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     ERROR_CODE_UNSPECIFIED: _ErrorCode.ValueType  # 0
     """a bug in the server"""
     ERROR_CODE_CONFIG: _ErrorCode.ValueType  # 1
@@ -60,14 +60,14 @@ ERROR_CODE_NOT_READY: ErrorCode.ValueType  # 6
 ERROR_CODE_STALE_VERSION: ErrorCode.ValueType  # 7
 ERROR_CODE_LOAD: ErrorCode.ValueType  # 8
 ERROR_CODE_NODE_UNAVAILABLE: ErrorCode.ValueType  # 9
-Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
+Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _DatasetState:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
 
-class _DatasetStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DatasetState.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
+class _DatasetStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DatasetState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DATASET_STATE_UNSPECIFIED: _DatasetState.ValueType  # 0
     DATASET_STATE_LOADING: _DatasetState.ValueType  # 1
     DATASET_STATE_READY: _DatasetState.ValueType  # 2
@@ -79,34 +79,30 @@ DATASET_STATE_UNSPECIFIED: DatasetState.ValueType  # 0
 DATASET_STATE_LOADING: DatasetState.ValueType  # 1
 DATASET_STATE_READY: DatasetState.ValueType  # 2
 DATASET_STATE_FAILED: DatasetState.ValueType  # 3
-Global___DatasetState: _TypeAlias = DatasetState  # noqa: Y015
+Global___DatasetState: typing_extensions.TypeAlias = DatasetState
 
-@_typing.final
-class Error(_message.Message):
+@typing.final
+class Error(google.protobuf.message.Message):
     """Travels as Flight extra_info and as the gRPC trailer "cache-error-bin"."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    CODE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
     code: Global___ErrorCode.ValueType
-    message: _builtins.str
+    message: builtins.str
     def __init__(
         self,
         *,
         code: Global___ErrorCode.ValueType = ...,
-        message: _builtins.str = ...,
+        message: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message"]) -> None: ...
 
-Global___Error: _TypeAlias = Error  # noqa: Y015
+Global___Error: typing_extensions.TypeAlias = Error
 
-@_typing.final
-class DatasetSpec(_message.Message):
+@typing.final
+class DatasetSpec(google.protobuf.message.Message):
     """---------------------------------------------------------------------------------------------
     Datasets
     ---------------------------------------------------------------------------------------------
@@ -114,332 +110,294 @@ class DatasetSpec(_message.Message):
     What to cache. See cache_client.DatasetSpec for the meaning of each field.
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    SQL_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    ALLOW_UNORDERED_FIELD_NUMBER: _builtins.int
-    REPLICAS_FIELD_NUMBER: _builtins.int
-    TARGET_SHARD_BYTES_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    sql: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
+    SQL_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    FILTER_FIELD_NUMBER: builtins.int
+    ALLOW_UNORDERED_FIELD_NUMBER: builtins.int
+    REPLICAS_FIELD_NUMBER: builtins.int
+    TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    sql: builtins.str
     """over the names of the tables; empty: columns and filter of the first table"""
-    filter: _builtins.str
-    allow_unordered: _builtins.bool
-    replicas: _builtins.int
-    target_shard_bytes: _builtins.int
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    filter: builtins.str
+    allow_unordered: builtins.bool
+    replicas: builtins.int
+    target_shard_bytes: builtins.int
+    @property
+    def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        tables: _abc.Iterable[Global___TableSpec] | None = ...,
-        sql: _builtins.str = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
-        filter: _builtins.str = ...,
-        allow_unordered: _builtins.bool = ...,
-        replicas: _builtins.int = ...,
-        target_shard_bytes: _builtins.int = ...,
+        name: builtins.str = ...,
+        tables: collections.abc.Iterable[Global___TableSpec] | None = ...,
+        sql: builtins.str = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
+        filter: builtins.str = ...,
+        allow_unordered: builtins.bool = ...,
+        replicas: builtins.int = ...,
+        target_shard_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]) -> None: ...
 
-Global___DatasetSpec: _TypeAlias = DatasetSpec  # noqa: Y015
+Global___DatasetSpec: typing_extensions.TypeAlias = DatasetSpec
 
-@_typing.final
-class TableSpec(_message.Message):
+@typing.final
+class TableSpec(google.protobuf.message.Message):
     """A table that a query reads, as the user gave it."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class OptionsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class OptionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @_typing.final
-    class TypesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class TypesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    NAME_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_FIELD_NUMBER: _builtins.int
-    MISSING_COLUMNS_FIELD_NUMBER: _builtins.int
-    OPTIONS_FIELD_NUMBER: _builtins.int
-    IGNORE_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_NAME_FIELD_NUMBER: _builtins.int
-    TYPES_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    MISSING_COLUMNS_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    IGNORE_FIELD_NUMBER: builtins.int
+    SNAPSHOT_NAME_FIELD_NUMBER: builtins.int
+    TYPES_FIELD_NUMBER: builtins.int
+    name: builtins.str
     """in the query; "source" if there is only one table"""
-    format: _builtins.str
+    format: builtins.str
     """empty: by the file names"""
-    snapshot: _builtins.int
+    snapshot: builtins.int
     """number of the snapshot"""
-    missing_columns: _builtins.str
+    missing_columns: builtins.str
     """"refuse" or "null" """
-    snapshot_name: _builtins.str
+    snapshot_name: builtins.str
     """a tag or a branch, instead of a number"""
-    @_builtins.property
-    def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    @property
+    def source(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """never a secret"""
 
-    @_builtins.property
-    def ignore(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def ignore(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """patterns of file names to skip"""
 
-    @_builtins.property
-    def types(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+    @property
+    def types(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """column -> Arrow type, of CSV and JSON"""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        source: _abc.Iterable[_builtins.str] | None = ...,
-        format: _builtins.str = ...,
-        snapshot: _builtins.int | None = ...,
-        missing_columns: _builtins.str = ...,
-        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        ignore: _abc.Iterable[_builtins.str] | None = ...,
-        snapshot_name: _builtins.str = ...,
-        types: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        name: builtins.str = ...,
+        source: collections.abc.Iterable[builtins.str] | None = ...,
+        format: builtins.str = ...,
+        snapshot: builtins.int | None = ...,
+        missing_columns: builtins.str = ...,
+        options: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        ignore: collections.abc.Iterable[builtins.str] | None = ...,
+        snapshot_name: builtins.str = ...,
+        types: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__snapshot: _TypeAlias = _typing.Literal["snapshot"]  # noqa: Y015
-    _WhichOneofArgType__snapshot: _TypeAlias = _typing.Literal["_snapshot", b"_snapshot"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__snapshot) -> _WhichOneofReturnType__snapshot | None: ...
+    def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
 
-Global___TableSpec: _TypeAlias = TableSpec  # noqa: Y015
+Global___TableSpec: typing_extensions.TypeAlias = TableSpec
 
-@_typing.final
-class TableSecrets(_message.Message):
+@typing.final
+class TableSecrets(google.protobuf.message.Message):
     """Secret options. They are sent beside a spec and kept only in memory."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class ValuesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class ValuesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    VALUES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     def __init__(
         self,
         *,
-        values: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        values: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
 
-Global___TableSecrets: _TypeAlias = TableSecrets  # noqa: Y015
+Global___TableSecrets: typing_extensions.TypeAlias = TableSecrets
 
-@_typing.final
-class Secrets(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class Secrets(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class TablesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class TablesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
         def value(self) -> Global___TableSecrets: ...
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
+            key: builtins.str = ...,
             value: Global___TableSecrets | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    TABLES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def tables(self) -> _containers.MessageMap[_builtins.str, Global___TableSecrets]:
+    TABLES_FIELD_NUMBER: builtins.int
+    @property
+    def tables(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___TableSecrets]:
         """by the name of the table"""
 
     def __init__(
         self,
         *,
-        tables: _abc.Mapping[_builtins.str, Global___TableSecrets] | None = ...,
+        tables: collections.abc.Mapping[builtins.str, Global___TableSecrets] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tables", b"tables"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tables", b"tables"]) -> None: ...
 
-Global___Secrets: _TypeAlias = Secrets  # noqa: Y015
+Global___Secrets: typing_extensions.TypeAlias = Secrets
 
-@_typing.final
-class RowRange(_message.Message):
+@typing.final
+class RowRange(google.protobuf.message.Message):
     """Rows [start, stop)."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    START_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    start: _builtins.int
-    stop: _builtins.int
+    START_FIELD_NUMBER: builtins.int
+    STOP_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    stop: builtins.int
     def __init__(
         self,
         *,
-        start: _builtins.int = ...,
-        stop: _builtins.int = ...,
+        start: builtins.int = ...,
+        stop: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "stop", b"stop"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["start", b"start", "stop", b"stop"]) -> None: ...
 
-Global___RowRange: _TypeAlias = RowRange  # noqa: Y015
+Global___RowRange: typing_extensions.TypeAlias = RowRange
 
-@_typing.final
-class Shard(_message.Message):
+@typing.final
+class Shard(google.protobuf.message.Message):
     """One shard of a version and its nodes. Row ranges are zero while the dataset is loading."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    NODE_IDS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    num_bytes: _builtins.int
-    checksum: _builtins.str
-    @_builtins.property
+    INDEX_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    NODE_IDS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
+    @property
     def rows(self) -> Global___RowRange: ...
-    @_builtins.property
-    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """current replicas, in order of preference"""
 
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
+        index: builtins.int = ...,
         rows: Global___RowRange | None = ...,
-        num_bytes: _builtins.int = ...,
-        checksum: _builtins.str = ...,
-        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
+        node_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows"]) -> None: ...
 
-Global___Shard: _TypeAlias = Shard  # noqa: Y015
+Global___Shard: typing_extensions.TypeAlias = Shard
 
-@_typing.final
-class DatasetInfo(_message.Message):
+@typing.final
+class DatasetInfo(google.protobuf.message.Message):
     """One version of a dataset."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    SCHEMA_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    NODES_FIELD_NUMBER: _builtins.int
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
-    LEASE_S_FIELD_NUMBER: _builtins.int
-    fingerprint: _builtins.str
+    SPEC_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    LEASE_S_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
     state: Global___DatasetState.ValueType
-    num_rows: _builtins.int
+    num_rows: builtins.int
     """0 while loading"""
-    num_bytes: _builtins.int
+    num_bytes: builtins.int
     """of sealed shards, one replica"""
-    schema: _builtins.bytes
+    schema: builtins.bytes
     """Arrow IPC schema message: logical columns, storage types"""
-    lease_s: _builtins.float
-    @_builtins.property
+    lease_s: builtins.float
+    @property
     def spec(self) -> Global___DatasetSpec: ...
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
-    @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]:
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]:
         """every node in shards"""
 
-    @_builtins.property
+    @property
     def progress(self) -> Global___LoadProgress: ...
-    @_builtins.property
+    @property
     def error(self) -> Global___Error:
         """set when failed"""
 
@@ -447,110 +405,99 @@ class DatasetInfo(_message.Message):
         self,
         *,
         spec: Global___DatasetSpec | None = ...,
-        fingerprint: _builtins.str = ...,
+        fingerprint: builtins.str = ...,
         state: Global___DatasetState.ValueType = ...,
-        num_rows: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
-        schema: _builtins.bytes = ...,
-        shards: _abc.Iterable[Global___Shard] | None = ...,
-        nodes: _abc.Iterable[Global___Node] | None = ...,
+        num_rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        schema: builtins.bytes = ...,
+        shards: collections.abc.Iterable[Global___Shard] | None = ...,
+        nodes: collections.abc.Iterable[Global___Node] | None = ...,
         progress: Global___LoadProgress | None = ...,
         error: Global___Error | None = ...,
-        lease_s: _builtins.float = ...,
+        lease_s: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
 
-Global___DatasetInfo: _TypeAlias = DatasetInfo  # noqa: Y015
+Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
-@_typing.final
-class LoadProgress(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class LoadProgress(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SHARDS_DONE_FIELD_NUMBER: _builtins.int
-    SHARDS_TOTAL_FIELD_NUMBER: _builtins.int
-    ROWS_DONE_FIELD_NUMBER: _builtins.int
-    ESTIMATED_ROWS_FIELD_NUMBER: _builtins.int
-    BYTES_DONE_FIELD_NUMBER: _builtins.int
-    WAITS_FIELD_NUMBER: _builtins.int
-    shards_done: _builtins.int
-    shards_total: _builtins.int
-    rows_done: _builtins.int
-    estimated_rows: _builtins.int
+    SHARDS_DONE_FIELD_NUMBER: builtins.int
+    SHARDS_TOTAL_FIELD_NUMBER: builtins.int
+    ROWS_DONE_FIELD_NUMBER: builtins.int
+    ESTIMATED_ROWS_FIELD_NUMBER: builtins.int
+    BYTES_DONE_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    shards_done: builtins.int
+    shards_total: builtins.int
+    rows_done: builtins.int
+    estimated_rows: builtins.int
     """before any filter; 0 if the format does not tell"""
-    bytes_done: _builtins.int
-    waits: _builtins.str
+    bytes_done: builtins.int
+    waits: builtins.str
     """why a part of the load has to wait; empty: none has to"""
     def __init__(
         self,
         *,
-        shards_done: _builtins.int = ...,
-        shards_total: _builtins.int = ...,
-        rows_done: _builtins.int = ...,
-        estimated_rows: _builtins.int = ...,
-        bytes_done: _builtins.int = ...,
-        waits: _builtins.str = ...,
+        shards_done: builtins.int = ...,
+        shards_total: builtins.int = ...,
+        rows_done: builtins.int = ...,
+        estimated_rows: builtins.int = ...,
+        bytes_done: builtins.int = ...,
+        waits: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_done", b"bytes_done", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]) -> None: ...
 
-Global___LoadProgress: _TypeAlias = LoadProgress  # noqa: Y015
+Global___LoadProgress: typing_extensions.TypeAlias = LoadProgress
 
-@_typing.final
-class Node(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class Node(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    ID_FIELD_NUMBER: _builtins.int
-    FLIGHT_LOCATION_FIELD_NUMBER: _builtins.int
-    CONTROL_LOCATION_FIELD_NUMBER: _builtins.int
-    CACHE_DIR_FIELD_NUMBER: _builtins.int
-    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
-    STORED_BYTES_FIELD_NUMBER: _builtins.int
-    STORED_SHARDS_FIELD_NUMBER: _builtins.int
-    ALIVE_FIELD_NUMBER: _builtins.int
-    PROCESS_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    flight_location: _builtins.str
+    ID_FIELD_NUMBER: builtins.int
+    FLIGHT_LOCATION_FIELD_NUMBER: builtins.int
+    CONTROL_LOCATION_FIELD_NUMBER: builtins.int
+    CACHE_DIR_FIELD_NUMBER: builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    STORED_SHARDS_FIELD_NUMBER: builtins.int
+    ALIVE_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    flight_location: builtins.str
     """grpc://host:port"""
-    control_location: _builtins.str
+    control_location: builtins.str
     """host:port"""
-    cache_dir: _builtins.str
-    memory_limit_bytes: _builtins.int
+    cache_dir: builtins.str
+    memory_limit_bytes: builtins.int
     """0: no limit"""
-    stored_bytes: _builtins.int
-    stored_shards: _builtins.int
-    alive: _builtins.bool
-    process: _builtins.str
+    stored_bytes: builtins.int
+    stored_shards: builtins.int
+    alive: builtins.bool
+    process: builtins.str
     """changes at every start of the node"""
     def __init__(
         self,
         *,
-        id: _builtins.str = ...,
-        flight_location: _builtins.str = ...,
-        control_location: _builtins.str = ...,
-        cache_dir: _builtins.str = ...,
-        memory_limit_bytes: _builtins.int = ...,
-        stored_bytes: _builtins.int = ...,
-        stored_shards: _builtins.int = ...,
-        alive: _builtins.bool = ...,
-        process: _builtins.str = ...,
+        id: builtins.str = ...,
+        flight_location: builtins.str = ...,
+        control_location: builtins.str = ...,
+        cache_dir: builtins.str = ...,
+        memory_limit_bytes: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        stored_shards: builtins.int = ...,
+        alive: builtins.bool = ...,
+        process: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
 
-Global___Node: _TypeAlias = Node  # noqa: Y015
+Global___Node: typing_extensions.TypeAlias = Node
 
-@_typing.final
-class ReadRequest(_message.Message):
+@typing.final
+class ReadRequest(google.protobuf.message.Message):
     """---------------------------------------------------------------------------------------------
     Flight payloads
     ---------------------------------------------------------------------------------------------
@@ -558,78 +505,70 @@ class ReadRequest(_message.Message):
     FlightDescriptor.cmd of GetFlightInfo and GetSchema. An empty fingerprint means the newest.
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
 
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint"]) -> None: ...
 
-Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
 
-@_typing.final
-class ReadPlan(_message.Message):
+@typing.final
+class ReadPlan(google.protobuf.message.Message):
     """FlightInfo.app_metadata."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    LEASE_S_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    lease_s: _builtins.float
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    LEASE_S_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    lease_s: builtins.float
     """how long a replaced version is kept after its last read or plan"""
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        lease_s: _builtins.float = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        lease_s: builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s"]) -> None: ...
 
-Global___ReadPlan: _TypeAlias = ReadPlan  # noqa: Y015
+Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
-@_typing.final
-class ShardPlacement(_message.Message):
+@typing.final
+class ShardPlacement(google.protobuf.message.Message):
     """FlightEndpoint.app_metadata."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    NODE_IDS_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    num_bytes: _builtins.int
-    checksum: _builtins.str
-    @_builtins.property
+    INDEX_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    NODE_IDS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
+    @property
     def rows(self) -> Global___RowRange: ...
-    @_builtins.property
-    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """One for each grpc:// location, in the same order. file:// locations may follow: the shard files
         of the same nodes, for clients on their machines.
         """
@@ -637,1117 +576,988 @@ class ShardPlacement(_message.Message):
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
+        index: builtins.int = ...,
         rows: Global___RowRange | None = ...,
-        num_bytes: _builtins.int = ...,
-        checksum: _builtins.str = ...,
-        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
+        node_ids: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows"]) -> None: ...
 
-Global___ShardPlacement: _TypeAlias = ShardPlacement  # noqa: Y015
+Global___ShardPlacement: typing_extensions.TypeAlias = ShardPlacement
 
-@_typing.final
-class ReadTicket(_message.Message):
+@typing.final
+class ReadTicket(google.protobuf.message.Message):
     """Ticket of DoGet: logical columns of consecutive rows that one node holds."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    SHARD_FILE_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    shard_file: _builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    SHARD_FILE_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    shard_file: builtins.int
     """For another node: the file of this shard, in pieces of one large_binary column."""
-    @_builtins.property
+    @property
     def rows(self) -> Global___RowRange: ...
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
         rows: Global___RowRange | None = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
-        shard_file: _builtins.int | None = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
+        shard_file: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file", "rows", b"rows", "shard_file", b"shard_file"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__shard_file: _TypeAlias = _typing.Literal["shard_file"]  # noqa: Y015
-    _WhichOneofArgType__shard_file: _TypeAlias = _typing.Literal["_shard_file", b"_shard_file"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__shard_file) -> _WhichOneofReturnType__shard_file | None: ...
+    def HasField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "rows", b"rows", "shard_file", b"shard_file"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_shard_file", b"_shard_file"]) -> typing.Literal["shard_file"] | None: ...
 
-Global___ReadTicket: _TypeAlias = ReadTicket  # noqa: Y015
+Global___ReadTicket: typing_extensions.TypeAlias = ReadTicket
 
-@_typing.final
-class GatherRequest(_message.Message):
+@typing.final
+class GatherRequest(google.protobuf.message.Message):
     """FlightDescriptor.cmd of DoExchange. The client then sends batches of one int64 column "row". The
     node answers each with these rows, in this order, in packed columns.
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    ROWS_PER_MESSAGE_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    rows_per_message: _builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    rows_per_message: builtins.int
     """the most rows in one message of an answer; 0: one message"""
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
 
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
-        rows_per_message: _builtins.int = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
+        rows_per_message: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]) -> None: ...
 
-Global___GatherRequest: _TypeAlias = GatherRequest  # noqa: Y015
+Global___GatherRequest: typing_extensions.TypeAlias = GatherRequest
 
-@_typing.final
-class CoordinatorEndpoints(_message.Message):
+@typing.final
+class CoordinatorEndpoints(google.protobuf.message.Message):
     """Result of the Flight action "endpoints": where the coordinator of this node is."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FLIGHT_LOCATION_FIELD_NUMBER: _builtins.int
-    CONTROL_LOCATION_FIELD_NUMBER: _builtins.int
-    flight_location: _builtins.str
-    control_location: _builtins.str
+    FLIGHT_LOCATION_FIELD_NUMBER: builtins.int
+    CONTROL_LOCATION_FIELD_NUMBER: builtins.int
+    flight_location: builtins.str
+    control_location: builtins.str
     def __init__(
         self,
         *,
-        flight_location: _builtins.str = ...,
-        control_location: _builtins.str = ...,
+        flight_location: builtins.str = ...,
+        control_location: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_location", b"control_location", "flight_location", b"flight_location"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location"]) -> None: ...
 
-Global___CoordinatorEndpoints: _TypeAlias = CoordinatorEndpoints  # noqa: Y015
+Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 
-@_typing.final
-class CreateDatasetRequest(_message.Message):
+@typing.final
+class CreateDatasetRequest(google.protobuf.message.Message):
     """---------------------------------------------------------------------------------------------
     Coordinator
     ---------------------------------------------------------------------------------------------
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    SECRETS_FIELD_NUMBER: _builtins.int
-    REFRESH_FIELD_NUMBER: _builtins.int
-    refresh: _builtins.bool
+    SPEC_FIELD_NUMBER: builtins.int
+    SECRETS_FIELD_NUMBER: builtins.int
+    REFRESH_FIELD_NUMBER: builtins.int
+    refresh: builtins.bool
     """load again a source that cannot tell whether it changed"""
-    @_builtins.property
+    @property
     def spec(self) -> Global___DatasetSpec: ...
-    @_builtins.property
+    @property
     def secrets(self) -> Global___Secrets: ...
     def __init__(
         self,
         *,
         spec: Global___DatasetSpec | None = ...,
         secrets: Global___Secrets | None = ...,
-        refresh: _builtins.bool = ...,
+        refresh: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refresh", b"refresh", "secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["secrets", b"secrets", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["refresh", b"refresh", "secrets", b"secrets", "spec", b"spec"]) -> None: ...
 
-Global___CreateDatasetRequest: _TypeAlias = CreateDatasetRequest  # noqa: Y015
+Global___CreateDatasetRequest: typing_extensions.TypeAlias = CreateDatasetRequest
 
-@_typing.final
-class CreateDatasetResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class CreateDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    DATASET_FIELD_NUMBER: builtins.int
+    @property
     def dataset(self) -> Global___DatasetInfo: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
 
-Global___CreateDatasetResponse: _TypeAlias = CreateDatasetResponse  # noqa: Y015
+Global___CreateDatasetResponse: typing_extensions.TypeAlias = CreateDatasetResponse
 
-@_typing.final
-class PlanDatasetRequest(_message.Message):
+@typing.final
+class PlanDatasetRequest(google.protobuf.message.Message):
     """Asks for a forecast; loads nothing."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    SECRETS_FIELD_NUMBER: _builtins.int
-    NUM_NODES_FIELD_NUMBER: _builtins.int
-    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
-    num_nodes: _builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    SECRETS_FIELD_NUMBER: builtins.int
+    NUM_NODES_FIELD_NUMBER: builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    num_nodes: builtins.int
     """0: the nodes that are alive"""
-    memory_limit_bytes: _builtins.int
+    memory_limit_bytes: builtins.int
     """of each node; 0: the smallest limit of those alive"""
-    @_builtins.property
+    @property
     def spec(self) -> Global___DatasetSpec: ...
-    @_builtins.property
+    @property
     def secrets(self) -> Global___Secrets: ...
     def __init__(
         self,
         *,
         spec: Global___DatasetSpec | None = ...,
         secrets: Global___Secrets | None = ...,
-        num_nodes: _builtins.int = ...,
-        memory_limit_bytes: _builtins.int = ...,
+        num_nodes: builtins.int = ...,
+        memory_limit_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_limit_bytes", b"memory_limit_bytes", "num_nodes", b"num_nodes", "secrets", b"secrets", "spec", b"spec"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["secrets", b"secrets", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["memory_limit_bytes", b"memory_limit_bytes", "num_nodes", b"num_nodes", "secrets", b"secrets", "spec", b"spec"]) -> None: ...
 
-Global___PlanDatasetRequest: _TypeAlias = PlanDatasetRequest  # noqa: Y015
+Global___PlanDatasetRequest: typing_extensions.TypeAlias = PlanDatasetRequest
 
-@_typing.final
-class PlanDatasetResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class PlanDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FORECAST_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    FORECAST_FIELD_NUMBER: builtins.int
+    @property
     def forecast(self) -> Global___LoadForecast: ...
     def __init__(
         self,
         *,
         forecast: Global___LoadForecast | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["forecast", b"forecast"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forecast", b"forecast"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["forecast", b"forecast"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["forecast", b"forecast"]) -> None: ...
 
-Global___PlanDatasetResponse: _TypeAlias = PlanDatasetResponse  # noqa: Y015
+Global___PlanDatasetResponse: typing_extensions.TypeAlias = PlanDatasetResponse
 
-@_typing.final
-class LoadForecast(_message.Message):
+@typing.final
+class LoadForecast(google.protobuf.message.Message):
     """Bytes are decoded, as stored, of one replica unless stated otherwise."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    SCHEMA_FIELD_NUMBER: _builtins.int
-    WHOLE_FIELD_NUMBER: _builtins.int
-    WHY_FIELD_NUMBER: _builtins.int
-    ORDERED_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    ROWS_EXACT_FIELD_NUMBER: _builtins.int
-    FILTERED_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_SHARDS_FIELD_NUMBER: _builtins.int
-    NODE_BYTES_FIELD_NUMBER: _builtins.int
-    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
-    NODES_NEEDED_FIELD_NUMBER: _builtins.int
-    LOAD_S_FIELD_NUMBER: _builtins.int
-    LARGEST_SHARD_BYTES_FIELD_NUMBER: _builtins.int
-    MAKES_ROWS_FIELD_NUMBER: _builtins.int
-    GUESSED_COLUMNS_FIELD_NUMBER: _builtins.int
-    LOAD_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
-    fingerprint: _builtins.str
-    schema: _builtins.bytes
+    SPEC_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    ORDERED_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    ROWS_EXACT_FIELD_NUMBER: builtins.int
+    FILTERED_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_SHARDS_FIELD_NUMBER: builtins.int
+    NODE_BYTES_FIELD_NUMBER: builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    NODES_NEEDED_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    LARGEST_SHARD_BYTES_FIELD_NUMBER: builtins.int
+    MAKES_ROWS_FIELD_NUMBER: builtins.int
+    GUESSED_COLUMNS_FIELD_NUMBER: builtins.int
+    LOAD_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    schema: builtins.bytes
     """logical columns, storage types"""
-    whole: _builtins.bool
+    whole: builtins.bool
     """the query runs once, over whole tables; its result is not known before"""
-    why: _builtins.str
-    ordered: _builtins.bool
+    why: builtins.str
+    ordered: builtins.bool
     """the rows have a fixed order"""
-    num_rows: _builtins.int
+    num_rows: builtins.int
     """before any filter; unset if the format does not tell"""
-    rows_exact: _builtins.bool
+    rows_exact: builtins.bool
     """the result has exactly num_rows"""
-    filtered_rows: _builtins.int
+    filtered_rows: builtins.int
     """estimated from statistics, if there is a filter"""
-    num_bytes: _builtins.int
+    num_bytes: builtins.int
     """before any filter; for a whole query, what it reads"""
-    num_shards: _builtins.int
+    num_shards: builtins.int
     """0 for a whole query"""
-    memory_limit_bytes: _builtins.int
+    memory_limit_bytes: builtins.int
     """0: none"""
-    nodes_needed: _builtins.int
+    nodes_needed: builtins.int
     """for that limit; 0: no number is enough, or unknown"""
-    load_s: _builtins.float
+    load_s: builtins.float
     """about, at the rate of the last load of this cache"""
-    largest_shard_bytes: _builtins.int
+    largest_shard_bytes: builtins.int
     """before any filter; 0 for a whole query"""
-    makes_rows: _builtins.bool
+    makes_rows: builtins.bool
     """an unnest or a join makes any number of rows from one; bytes count one"""
-    load_memory_bytes: _builtins.int
+    load_memory_bytes: builtins.int
     """of one load, besides the shards; the largest load"""
-    @_builtins.property
+    @property
     def spec(self) -> Global___DatasetSpec: ...
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableForecast]: ...
-    @_builtins.property
-    def node_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    @property
+    def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableForecast]: ...
+    @property
+    def node_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """all replicas"""
 
-    @_builtins.property
-    def guessed_columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def guessed_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """strings and lists made by the query, of unknown length"""
 
     def __init__(
         self,
         *,
         spec: Global___DatasetSpec | None = ...,
-        fingerprint: _builtins.str = ...,
-        schema: _builtins.bytes = ...,
-        whole: _builtins.bool = ...,
-        why: _builtins.str = ...,
-        ordered: _builtins.bool = ...,
-        tables: _abc.Iterable[Global___TableForecast] | None = ...,
-        num_rows: _builtins.int | None = ...,
-        rows_exact: _builtins.bool = ...,
-        filtered_rows: _builtins.int | None = ...,
-        num_bytes: _builtins.int = ...,
-        num_shards: _builtins.int = ...,
-        node_bytes: _abc.Iterable[_builtins.int] | None = ...,
-        memory_limit_bytes: _builtins.int = ...,
-        nodes_needed: _builtins.int = ...,
-        load_s: _builtins.float | None = ...,
-        largest_shard_bytes: _builtins.int = ...,
-        makes_rows: _builtins.bool = ...,
-        guessed_columns: _abc.Iterable[_builtins.str] | None = ...,
-        load_memory_bytes: _builtins.int = ...,
+        fingerprint: builtins.str = ...,
+        schema: builtins.bytes = ...,
+        whole: builtins.bool = ...,
+        why: builtins.str = ...,
+        ordered: builtins.bool = ...,
+        tables: collections.abc.Iterable[Global___TableForecast] | None = ...,
+        num_rows: builtins.int | None = ...,
+        rows_exact: builtins.bool = ...,
+        filtered_rows: builtins.int | None = ...,
+        num_bytes: builtins.int = ...,
+        num_shards: builtins.int = ...,
+        node_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        memory_limit_bytes: builtins.int = ...,
+        nodes_needed: builtins.int = ...,
+        load_s: builtins.float | None = ...,
+        largest_shard_bytes: builtins.int = ...,
+        makes_rows: builtins.bool = ...,
+        guessed_columns: collections.abc.Iterable[builtins.str] | None = ...,
+        load_memory_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__filtered_rows: _TypeAlias = _typing.Literal["filtered_rows"]  # noqa: Y015
-    _WhichOneofArgType__filtered_rows: _TypeAlias = _typing.Literal["_filtered_rows", b"_filtered_rows"]  # noqa: Y015
-    _WhichOneofReturnType__load_s: _TypeAlias = _typing.Literal["load_s"]  # noqa: Y015
-    _WhichOneofArgType__load_s: _TypeAlias = _typing.Literal["_load_s", b"_load_s"]  # noqa: Y015
-    _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
-    _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__filtered_rows) -> _WhichOneofReturnType__filtered_rows | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_s) -> _WhichOneofReturnType__load_s | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
+    def HasField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_filtered_rows", b"_filtered_rows"]) -> typing.Literal["filtered_rows"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_rows", b"_num_rows"]) -> typing.Literal["num_rows"] | None: ...
 
-Global___LoadForecast: _TypeAlias = LoadForecast  # noqa: Y015
+Global___LoadForecast: typing_extensions.TypeAlias = LoadForecast
 
-@_typing.final
-class TableForecast(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class TableForecast(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_FIELD_NUMBER: _builtins.int
-    NUM_FILES_FIELD_NUMBER: _builtins.int
-    SOURCE_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    BY_SPLIT_FIELD_NUMBER: _builtins.int
-    BYTES_BY_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    format: _builtins.str
-    snapshot: _builtins.str
-    num_files: _builtins.int
-    source_bytes: _builtins.int
-    num_rows: _builtins.int
-    num_bytes: _builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    NUM_FILES_FIELD_NUMBER: builtins.int
+    SOURCE_BYTES_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    BY_SPLIT_FIELD_NUMBER: builtins.int
+    BYTES_BY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    format: builtins.str
+    snapshot: builtins.str
+    num_files: builtins.int
+    source_bytes: builtins.int
+    num_rows: builtins.int
+    num_bytes: builtins.int
     """decoded, of the columns that the query reads or keeps"""
-    by_split: _builtins.bool
+    by_split: builtins.bool
     """else every node that needs the table reads it whole"""
-    bytes_by: _builtins.str
+    bytes_by: builtins.str
     """for people: what num_bytes is estimated from; empty: every footer"""
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that the query reads"""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        format: _builtins.str = ...,
-        snapshot: _builtins.str = ...,
-        num_files: _builtins.int = ...,
-        source_bytes: _builtins.int = ...,
-        num_rows: _builtins.int | None = ...,
-        num_bytes: _builtins.int = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
-        by_split: _builtins.bool = ...,
-        bytes_by: _builtins.str = ...,
+        name: builtins.str = ...,
+        format: builtins.str = ...,
+        snapshot: builtins.str = ...,
+        num_files: builtins.int = ...,
+        source_bytes: builtins.int = ...,
+        num_rows: builtins.int | None = ...,
+        num_bytes: builtins.int = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
+        by_split: builtins.bool = ...,
+        bytes_by: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows", "by_split", b"by_split", "bytes_by", b"bytes_by", "columns", b"columns", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_files", b"num_files", "num_rows", b"num_rows", "snapshot", b"snapshot", "source_bytes", b"source_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_rows: _TypeAlias = _typing.Literal["num_rows"]  # noqa: Y015
-    _WhichOneofArgType__num_rows: _TypeAlias = _typing.Literal["_num_rows", b"_num_rows"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_rows) -> _WhichOneofReturnType__num_rows | None: ...
+    def HasField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "by_split", b"by_split", "bytes_by", b"bytes_by", "columns", b"columns", "format", b"format", "name", b"name", "num_bytes", b"num_bytes", "num_files", b"num_files", "num_rows", b"num_rows", "snapshot", b"snapshot", "source_bytes", b"source_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_rows", b"_num_rows"]) -> typing.Literal["num_rows"] | None: ...
 
-Global___TableForecast: _TypeAlias = TableForecast  # noqa: Y015
+Global___TableForecast: typing_extensions.TypeAlias = TableForecast
 
-@_typing.final
-class GetDatasetRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetDatasetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    fingerprint: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    fingerprint: builtins.str
     """empty: the newest"""
-    lease: _builtins.bool
+    lease: builtins.bool
     """to read rows: keeps the version for a while, even if it is replaced"""
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        lease: _builtins.bool = ...,
+        name: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        lease: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name"]) -> None: ...
 
-Global___GetDatasetRequest: _TypeAlias = GetDatasetRequest  # noqa: Y015
+Global___GetDatasetRequest: typing_extensions.TypeAlias = GetDatasetRequest
 
-@_typing.final
-class GetDatasetResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class GetDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    DATASET_FIELD_NUMBER: builtins.int
+    @property
     def dataset(self) -> Global___DatasetInfo: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
 
-Global___GetDatasetResponse: _TypeAlias = GetDatasetResponse  # noqa: Y015
+Global___GetDatasetResponse: typing_extensions.TypeAlias = GetDatasetResponse
 
-@_typing.final
-class WatchDatasetRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class WatchDatasetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    fingerprint: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    fingerprint: builtins.str
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
+        name: builtins.str = ...,
+        fingerprint: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "name", b"name"]) -> None: ...
 
-Global___WatchDatasetRequest: _TypeAlias = WatchDatasetRequest  # noqa: Y015
+Global___WatchDatasetRequest: typing_extensions.TypeAlias = WatchDatasetRequest
 
-@_typing.final
-class WatchDatasetResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class WatchDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    DATASET_FIELD_NUMBER: builtins.int
+    @property
     def dataset(self) -> Global___DatasetInfo: ...
     def __init__(
         self,
         *,
         dataset: Global___DatasetInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
 
-Global___WatchDatasetResponse: _TypeAlias = WatchDatasetResponse  # noqa: Y015
+Global___WatchDatasetResponse: typing_extensions.TypeAlias = WatchDatasetResponse
 
-@_typing.final
-class ListDatasetsRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListDatasetsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListDatasetsRequest: _TypeAlias = ListDatasetsRequest  # noqa: Y015
+Global___ListDatasetsRequest: typing_extensions.TypeAlias = ListDatasetsRequest
 
-@_typing.final
-class ListDatasetsResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListDatasetsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASETS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetInfo]: ...
+    DATASETS_FIELD_NUMBER: builtins.int
+    @property
+    def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DatasetInfo]: ...
     def __init__(
         self,
         *,
-        datasets: _abc.Iterable[Global___DatasetInfo] | None = ...,
+        datasets: collections.abc.Iterable[Global___DatasetInfo] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["datasets", b"datasets"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets"]) -> None: ...
 
-Global___ListDatasetsResponse: _TypeAlias = ListDatasetsResponse  # noqa: Y015
+Global___ListDatasetsResponse: typing_extensions.TypeAlias = ListDatasetsResponse
 
-@_typing.final
-class DeleteDatasetRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class DeleteDatasetRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
 
-Global___DeleteDatasetRequest: _TypeAlias = DeleteDatasetRequest  # noqa: Y015
+Global___DeleteDatasetRequest: typing_extensions.TypeAlias = DeleteDatasetRequest
 
-@_typing.final
-class DeleteDatasetResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class DeleteDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DeleteDatasetResponse: _TypeAlias = DeleteDatasetResponse  # noqa: Y015
+Global___DeleteDatasetResponse: typing_extensions.TypeAlias = DeleteDatasetResponse
 
-@_typing.final
-class ListNodesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListNodesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
         self,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListNodesRequest: _TypeAlias = ListNodesRequest  # noqa: Y015
+Global___ListNodesRequest: typing_extensions.TypeAlias = ListNodesRequest
 
-@_typing.final
-class ListNodesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ListNodesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NODES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]: ...
+    NODES_FIELD_NUMBER: builtins.int
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     def __init__(
         self,
         *,
-        nodes: _abc.Iterable[Global___Node] | None = ...,
+        nodes: collections.abc.Iterable[Global___Node] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
 
-Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
+Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse
 
-@_typing.final
-class Split(_message.Message):
+@typing.final
+class Split(google.protobuf.message.Message):
     """A piece of a table: the rows of one file that start in byte range "part" of "parts" equal ranges.
     For a table without files, "piece" describes it.
     """
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FILE_FIELD_NUMBER: _builtins.int
-    PART_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_KNOWN_FIELD_NUMBER: _builtins.int
-    ESTIMATED_BYTES_FIELD_NUMBER: _builtins.int
-    PIECE_FIELD_NUMBER: _builtins.int
-    GROUP_BYTES_FIELD_NUMBER: _builtins.int
-    part: _builtins.int
-    parts: _builtins.int
-    num_rows: _builtins.int
+    FILE_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_KNOWN_FIELD_NUMBER: builtins.int
+    ESTIMATED_BYTES_FIELD_NUMBER: builtins.int
+    PIECE_FIELD_NUMBER: builtins.int
+    GROUP_BYTES_FIELD_NUMBER: builtins.int
+    part: builtins.int
+    parts: builtins.int
+    num_rows: builtins.int
     """before any filter"""
-    num_rows_known: _builtins.bool
-    estimated_bytes: _builtins.int
-    piece: _builtins.str
+    num_rows_known: builtins.bool
+    estimated_bytes: builtins.int
+    piece: builtins.str
     """in a form that the table's format defines"""
-    group_bytes: _builtins.int
+    group_bytes: builtins.int
     """stored, of the columns to read in its largest row group"""
-    @_builtins.property
+    @property
     def file(self) -> Global___SourceFile: ...
     def __init__(
         self,
         *,
         file: Global___SourceFile | None = ...,
-        part: _builtins.int = ...,
-        parts: _builtins.int = ...,
-        num_rows: _builtins.int = ...,
-        num_rows_known: _builtins.bool = ...,
-        estimated_bytes: _builtins.int = ...,
-        piece: _builtins.str = ...,
-        group_bytes: _builtins.int = ...,
+        part: builtins.int = ...,
+        parts: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        num_rows_known: builtins.bool = ...,
+        estimated_bytes: builtins.int = ...,
+        piece: builtins.str = ...,
+        group_bytes: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["file", b"file"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "group_bytes", b"group_bytes", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts", "piece", b"piece"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["file", b"file"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["estimated_bytes", b"estimated_bytes", "file", b"file", "group_bytes", b"group_bytes", "num_rows", b"num_rows", "num_rows_known", b"num_rows_known", "part", b"part", "parts", b"parts", "piece", b"piece"]) -> None: ...
 
-Global___Split: _TypeAlias = Split  # noqa: Y015
+Global___Split: typing_extensions.TypeAlias = Split
 
-@_typing.final
-class SourceFile(_message.Message):
+@typing.final
+class SourceFile(google.protobuf.message.Message):
     """A file when the dataset was planned; a load fails if the file has changed since."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PATH_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    MTIME_NS_FIELD_NUMBER: _builtins.int
-    ETAG_FIELD_NUMBER: _builtins.int
-    path: _builtins.str
+    PATH_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    MTIME_NS_FIELD_NUMBER: builtins.int
+    ETAG_FIELD_NUMBER: builtins.int
+    path: builtins.str
     """or a URI, or another name in its table"""
-    size: _builtins.int
-    mtime_ns: _builtins.int
-    etag: _builtins.str
+    size: builtins.int
+    mtime_ns: builtins.int
+    etag: builtins.str
     def __init__(
         self,
         *,
-        path: _builtins.str = ...,
-        size: _builtins.int = ...,
-        mtime_ns: _builtins.int = ...,
-        etag: _builtins.str = ...,
+        path: builtins.str = ...,
+        size: builtins.int = ...,
+        mtime_ns: builtins.int = ...,
+        etag: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "mtime_ns", b"mtime_ns", "path", b"path", "size", b"size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["etag", b"etag", "mtime_ns", b"mtime_ns", "path", b"path", "size", b"size"]) -> None: ...
 
-Global___SourceFile: _TypeAlias = SourceFile  # noqa: Y015
+Global___SourceFile: typing_extensions.TypeAlias = SourceFile
 
-@_typing.final
-class PinnedTable(_message.Message):
+@typing.final
+class PinnedTable(google.protobuf.message.Message):
     """A pinned table, with everything needed to read any split of it."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    @_typing.final
-    class OptionsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
+    @typing.final
+    class OptionsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
         def __init__(
             self,
             *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    NAME_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
-    SCHEMA_FIELD_NUMBER: _builtins.int
-    OPTIONS_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_FIELD_NUMBER: _builtins.int
-    COLUMNS_FIELD_NUMBER: _builtins.int
-    SPLITS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    format: _builtins.str
-    schema: _builtins.bytes
+    NAME_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    COLUMNS_FIELD_NUMBER: builtins.int
+    SPLITS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    format: builtins.str
+    schema: builtins.bytes
     """Arrow IPC schema message"""
-    snapshot: _builtins.str
+    snapshot: builtins.str
     """in a form that the format defines"""
-    @_builtins.property
-    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
-    @_builtins.property
-    def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    @property
+    def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    @property
+    def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """that the query reads; empty: all"""
 
-    @_builtins.property
-    def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Split]:
+    @property
+    def splits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Split]:
         """for a table that is read whole"""
 
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        format: _builtins.str = ...,
-        schema: _builtins.bytes = ...,
-        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        snapshot: _builtins.str = ...,
-        columns: _abc.Iterable[_builtins.str] | None = ...,
-        splits: _abc.Iterable[Global___Split] | None = ...,
+        name: builtins.str = ...,
+        format: builtins.str = ...,
+        schema: builtins.bytes = ...,
+        options: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        snapshot: builtins.str = ...,
+        columns: collections.abc.Iterable[builtins.str] | None = ...,
+        splits: collections.abc.Iterable[Global___Split] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "format", b"format", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "splits", b"splits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "format", b"format", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "splits", b"splits"]) -> None: ...
 
-Global___PinnedTable: _TypeAlias = PinnedTable  # noqa: Y015
+Global___PinnedTable: typing_extensions.TypeAlias = PinnedTable
 
-@_typing.final
-class LoadPlan(_message.Message):
+@typing.final
+class LoadPlan(google.protobuf.message.Message):
     """Everything a node needs to load the shards of one version."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    SQL_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    LOGICAL_SCHEMA_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    KEEPS_EVERY_ROW_FIELD_NUMBER: _builtins.int
-    WHOLE_FIELD_NUMBER: _builtins.int
-    TARGET_SHARD_BYTES_FIELD_NUMBER: _builtins.int
-    HAS_SECRETS_FIELD_NUMBER: _builtins.int
-    COMPARABLE_FIELD_NUMBER: _builtins.int
-    JOINED_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    sql: _builtins.str
-    logical_schema: _builtins.bytes
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    SQL_FIELD_NUMBER: builtins.int
+    TABLES_FIELD_NUMBER: builtins.int
+    LOGICAL_SCHEMA_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    KEEPS_EVERY_ROW_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
+    HAS_SECRETS_FIELD_NUMBER: builtins.int
+    COMPARABLE_FIELD_NUMBER: builtins.int
+    JOINED_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    sql: builtins.str
+    logical_schema: builtins.bytes
     """Arrow IPC schema message of the stored columns"""
-    attempt: _builtins.int
+    attempt: builtins.int
     """number of repeated loads after a failure"""
-    keeps_every_row: _builtins.bool
+    keeps_every_row: builtins.bool
     """the result has exactly the rows of the splits"""
-    whole: _builtins.bool
+    whole: builtins.bool
     """the query runs once, over all tables; its result is cut into shards"""
-    target_shard_bytes: _builtins.int
+    target_shard_bytes: builtins.int
     """for a whole query"""
-    has_secrets: _builtins.bool
+    has_secrets: builtins.bool
     """it cannot be loaded without its secrets"""
-    comparable: _builtins.bool
+    comparable: builtins.bool
     """a new plan tells whether the source changed"""
-    joined: _builtins.bool
+    joined: builtins.bool
     """the query also reads other tables or subqueries"""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
+    @property
+    def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
         """if not whole, the first is read split by split"""
 
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        sql: _builtins.str = ...,
-        tables: _abc.Iterable[Global___PinnedTable] | None = ...,
-        logical_schema: _builtins.bytes = ...,
-        attempt: _builtins.int = ...,
-        keeps_every_row: _builtins.bool = ...,
-        whole: _builtins.bool = ...,
-        target_shard_bytes: _builtins.int = ...,
-        has_secrets: _builtins.bool = ...,
-        comparable: _builtins.bool = ...,
-        joined: _builtins.bool = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        sql: builtins.str = ...,
+        tables: collections.abc.Iterable[Global___PinnedTable] | None = ...,
+        logical_schema: builtins.bytes = ...,
+        attempt: builtins.int = ...,
+        keeps_every_row: builtins.bool = ...,
+        whole: builtins.bool = ...,
+        target_shard_bytes: builtins.int = ...,
+        has_secrets: builtins.bool = ...,
+        comparable: builtins.bool = ...,
+        joined: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]) -> None: ...
 
-Global___LoadPlan: _TypeAlias = LoadPlan  # noqa: Y015
+Global___LoadPlan: typing_extensions.TypeAlias = LoadPlan
 
-@_typing.final
-class DesiredShard(_message.Message):
+@typing.final
+class DesiredShard(google.protobuf.message.Message):
     """A shard that a node should hold. The node copies the file of another node if one has it."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    SPLITS_FIELD_NUMBER: _builtins.int
-    ROW_START_FIELD_NUMBER: _builtins.int
-    COPY_FROM_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    row_start: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    SPLITS_FIELD_NUMBER: builtins.int
+    ROW_START_FIELD_NUMBER: builtins.int
+    COPY_FROM_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    row_start: builtins.int
     """if rows_fixed of the dataset"""
-    num_bytes: _builtins.int
+    num_bytes: builtins.int
     """of the file to copy"""
-    num_rows: _builtins.int
-    checksum: _builtins.str
-    @_builtins.property
-    def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Split]: ...
-    @_builtins.property
-    def copy_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+    num_rows: builtins.int
+    checksum: builtins.str
+    @property
+    def splits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Split]: ...
+    @property
+    def copy_from(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Flight locations of the nodes that hold it"""
 
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        splits: _abc.Iterable[Global___Split] | None = ...,
-        row_start: _builtins.int = ...,
-        copy_from: _abc.Iterable[_builtins.str] | None = ...,
-        num_bytes: _builtins.int = ...,
-        num_rows: _builtins.int = ...,
-        checksum: _builtins.str = ...,
+        index: builtins.int = ...,
+        splits: collections.abc.Iterable[Global___Split] | None = ...,
+        row_start: builtins.int = ...,
+        copy_from: collections.abc.Iterable[builtins.str] | None = ...,
+        num_bytes: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        checksum: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]) -> None: ...
 
-Global___DesiredShard: _TypeAlias = DesiredShard  # noqa: Y015
+Global___DesiredShard: typing_extensions.TypeAlias = DesiredShard
 
-@_typing.final
-class ActualShard(_message.Message):
+@typing.final
+class ActualShard(google.protobuf.message.Message):
     """A shard that a node holds, is loading, or failed to load."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    INDEX_FIELD_NUMBER: _builtins.int
-    SEALED_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    ROWS_FIXED_FIELD_NUMBER: _builtins.int
-    ROW_START_FIELD_NUMBER: _builtins.int
-    ROWS_LOADED_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    sealed: _builtins.bool
-    num_rows: _builtins.int
-    num_bytes: _builtins.int
-    checksum: _builtins.str
-    rows_fixed: _builtins.bool
-    row_start: _builtins.int
-    rows_loaded: _builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    ROWS_FIXED_FIELD_NUMBER: builtins.int
+    ROW_START_FIELD_NUMBER: builtins.int
+    ROWS_LOADED_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    sealed: builtins.bool
+    num_rows: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
+    rows_fixed: builtins.bool
+    row_start: builtins.int
+    rows_loaded: builtins.int
     """progress before it is sealed"""
-    failure: _builtins.str
+    failure: builtins.str
     """the load failed for good"""
     def __init__(
         self,
         *,
-        index: _builtins.int = ...,
-        sealed: _builtins.bool = ...,
-        num_rows: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
-        checksum: _builtins.str = ...,
-        rows_fixed: _builtins.bool = ...,
-        row_start: _builtins.int = ...,
-        rows_loaded: _builtins.int = ...,
-        failure: _builtins.str = ...,
+        index: builtins.int = ...,
+        sealed: builtins.bool = ...,
+        num_rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
+        rows_fixed: builtins.bool = ...,
+        row_start: builtins.int = ...,
+        rows_loaded: builtins.int = ...,
+        failure: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]) -> None: ...
 
-Global___ActualShard: _TypeAlias = ActualShard  # noqa: Y015
+Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 
-@_typing.final
-class DesiredDataset(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class DesiredDataset(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    PLAN_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    ROWS_FIXED_FIELD_NUMBER: _builtins.int
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    RUN_WHOLE_FIELD_NUMBER: _builtins.int
-    MISSING_FIELD_NUMBER: _builtins.int
-    SECRETS_FIELD_NUMBER: _builtins.int
-    NUM_SHARDS_FIELD_NUMBER: _builtins.int
-    rows_fixed: _builtins.bool
+    PLAN_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    ROWS_FIXED_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    RUN_WHOLE_FIELD_NUMBER: builtins.int
+    MISSING_FIELD_NUMBER: builtins.int
+    SECRETS_FIELD_NUMBER: builtins.int
+    NUM_SHARDS_FIELD_NUMBER: builtins.int
+    rows_fixed: builtins.bool
     """every shard is sealed on some node, so row ids and num_rows are known"""
-    num_rows: _builtins.int
-    run_whole: _builtins.bool
+    num_rows: builtins.int
+    run_whole: builtins.bool
     """this node runs the whole query and keeps the missing shards"""
-    num_shards: _builtins.int
+    num_shards: builtins.int
     """of the result of a whole query, once known"""
-    @_builtins.property
+    @property
     def plan(self) -> Global___LoadPlan: ...
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredShard]: ...
-    @_builtins.property
-    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredShard]: ...
+    @property
+    def missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """missing shards; empty: all, their number is not known yet"""
 
-    @_builtins.property
+    @property
     def secrets(self) -> Global___Secrets: ...
     def __init__(
         self,
         *,
         plan: Global___LoadPlan | None = ...,
-        shards: _abc.Iterable[Global___DesiredShard] | None = ...,
-        rows_fixed: _builtins.bool = ...,
-        num_rows: _builtins.int = ...,
-        run_whole: _builtins.bool = ...,
-        missing: _abc.Iterable[_builtins.int] | None = ...,
+        shards: collections.abc.Iterable[Global___DesiredShard] | None = ...,
+        rows_fixed: builtins.bool = ...,
+        num_rows: builtins.int = ...,
+        run_whole: builtins.bool = ...,
+        missing: collections.abc.Iterable[builtins.int] | None = ...,
         secrets: Global___Secrets | None = ...,
-        num_shards: _builtins.int | None = ...,
+        num_shards: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_shards: _TypeAlias = _typing.Literal["num_shards"]  # noqa: Y015
-    _WhichOneofArgType__num_shards: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_shards) -> _WhichOneofReturnType__num_shards | None: ...
+    def HasField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_shards", b"_num_shards"]) -> typing.Literal["num_shards"] | None: ...
 
-Global___DesiredDataset: _TypeAlias = DesiredDataset  # noqa: Y015
+Global___DesiredDataset: typing_extensions.TypeAlias = DesiredDataset
 
-@_typing.final
-class ActualDataset(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ActualDataset(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    NUM_SHARDS_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    ROWS_LOADED_FIELD_NUMBER: _builtins.int
-    IDLE_S_FIELD_NUMBER: _builtins.int
-    WAITS_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
-    attempt: _builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    NUM_SHARDS_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    ROWS_LOADED_FIELD_NUMBER: builtins.int
+    IDLE_S_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    attempt: builtins.int
     """unset if the node was not told of the version since its start"""
-    num_shards: _builtins.int
+    num_shards: builtins.int
     """Number of shards of a whole query that this node ran or was told of."""
-    failure: _builtins.str
+    failure: builtins.str
     """the whole query failed for good"""
-    rows_loaded: _builtins.int
+    rows_loaded: builtins.int
     """of a running whole query"""
-    idle_s: _builtins.float
+    idle_s: builtins.float
     """since the last read of rows on this node; unset: never"""
-    waits: _builtins.str
+    waits: builtins.str
     """why one of its loads has to wait"""
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
-        shards: _abc.Iterable[Global___ActualShard] | None = ...,
-        attempt: _builtins.int | None = ...,
-        num_shards: _builtins.int | None = ...,
-        failure: _builtins.str = ...,
-        rows_loaded: _builtins.int = ...,
-        idle_s: _builtins.float | None = ...,
-        waits: _builtins.str = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        shards: collections.abc.Iterable[Global___ActualShard] | None = ...,
+        attempt: builtins.int | None = ...,
+        num_shards: builtins.int | None = ...,
+        failure: builtins.str = ...,
+        rows_loaded: builtins.int = ...,
+        idle_s: builtins.float | None = ...,
+        waits: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
-    _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
-    _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
-    _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
-    _WhichOneofReturnType__num_shards: _TypeAlias = _typing.Literal["num_shards"]  # noqa: Y015
-    _WhichOneofArgType__num_shards: _TypeAlias = _typing.Literal["_num_shards", b"_num_shards"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_s) -> _WhichOneofReturnType__idle_s | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_shards) -> _WhichOneofReturnType__num_shards | None: ...
+    def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_s", b"_idle_s"]) -> typing.Literal["idle_s"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_num_shards", b"_num_shards"]) -> typing.Literal["num_shards"] | None: ...
 
-Global___ActualDataset: _TypeAlias = ActualDataset  # noqa: Y015
+Global___ActualDataset: typing_extensions.TypeAlias = ActualDataset
 
-@_typing.final
-class HeartbeatRequest(_message.Message):
+@typing.final
+class HeartbeatRequest(google.protobuf.message.Message):
     """What a node holds; the answer is what it should hold."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NODE_FIELD_NUMBER: _builtins.int
-    DATASETS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
+    NODE_FIELD_NUMBER: builtins.int
+    DATASETS_FIELD_NUMBER: builtins.int
+    @property
     def node(self) -> Global___Node: ...
-    @_builtins.property
-    def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___ActualDataset]: ...
+    @property
+    def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualDataset]: ...
     def __init__(
         self,
         *,
         node: Global___Node | None = ...,
-        datasets: _abc.Iterable[Global___ActualDataset] | None = ...,
+        datasets: collections.abc.Iterable[Global___ActualDataset] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["datasets", b"datasets", "node", b"node"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "node", b"node"]) -> None: ...
 
-Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
-@_typing.final
-class HeartbeatResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class HeartbeatResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASETS_FIELD_NUMBER: _builtins.int
-    INTERVAL_S_FIELD_NUMBER: _builtins.int
-    COORDINATOR_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    ROOM_MAY_COME_FIELD_NUMBER: _builtins.int
-    interval_s: _builtins.float
+    DATASETS_FIELD_NUMBER: builtins.int
+    INTERVAL_S_FIELD_NUMBER: builtins.int
+    COORDINATOR_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    ROOM_MAY_COME_FIELD_NUMBER: builtins.int
+    interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
-    room_may_come: _builtins.bool
+    room_may_come: builtins.bool
     """a node was lost or came back lately: more shards may fit soon"""
-    @_builtins.property
-    def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
-    @_builtins.property
+    @property
+    def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
+    @property
     def coordinator(self) -> Global___CoordinatorEndpoints: ...
-    @_builtins.property
-    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionName]:
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
         """Versions that a coordinator with a new catalogue does not know: the node keeps them."""
 
     def __init__(
         self,
         *,
-        datasets: _abc.Iterable[Global___DesiredDataset] | None = ...,
-        interval_s: _builtins.float = ...,
+        datasets: collections.abc.Iterable[Global___DesiredDataset] | None = ...,
+        interval_s: builtins.float = ...,
         coordinator: Global___CoordinatorEndpoints | None = ...,
-        kept: _abc.Iterable[Global___VersionName] | None = ...,
-        room_may_come: _builtins.bool = ...,
+        kept: collections.abc.Iterable[Global___VersionName] | None = ...,
+        room_may_come: builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come"]) -> None: ...
 
-Global___HeartbeatResponse: _TypeAlias = HeartbeatResponse  # noqa: Y015
+Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
-@_typing.final
-class VersionName(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class VersionName(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    DATASET_FIELD_NUMBER: _builtins.int
-    FINGERPRINT_FIELD_NUMBER: _builtins.int
-    dataset: _builtins.str
-    fingerprint: _builtins.str
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
     def __init__(
         self,
         *,
-        dataset: _builtins.str = ...,
-        fingerprint: _builtins.str = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]) -> None: ...
 
-Global___VersionName: _TypeAlias = VersionName  # noqa: Y015
+Global___VersionName: typing_extensions.TypeAlias = VersionName
 
-@_typing.final
-class CatalogueEntry(_message.Message):
+@typing.final
+class CatalogueEntry(google.protobuf.message.Message):
     """The record of a version on the coordinator's disk, for a restart."""
 
-    DESCRIPTOR: _descriptor.Descriptor
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    PLAN_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
-    KEEPS_EVERY_ROW_FIELD_NUMBER: _builtins.int
-    SEALED_FIELD_NUMBER: _builtins.int
-    CREATED_FIELD_NUMBER: _builtins.int
-    WAS_READY_FIELD_NUMBER: _builtins.int
-    FORMAT_FIELD_NUMBER: _builtins.int
-    FAILURE_FIELD_NUMBER: _builtins.int
-    keeps_every_row: _builtins.bool
-    created: _builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    KEEPS_EVERY_ROW_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    CREATED_FIELD_NUMBER: builtins.int
+    WAS_READY_FIELD_NUMBER: builtins.int
+    FORMAT_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    keeps_every_row: builtins.bool
+    created: builtins.int
     """grows with each request: the largest is the newest version"""
-    was_ready: _builtins.bool
-    format: _builtins.int
+    was_ready: builtins.bool
+    format: builtins.int
     """of the entry; if larger than known, a newer release wrote it"""
-    @_builtins.property
+    @property
     def spec(self) -> Global___DatasetSpec: ...
-    @_builtins.property
+    @property
     def plan(self) -> Global___LoadPlan: ...
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardSplits]: ...
-    @_builtins.property
-    def sealed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealedShard]:
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ShardSplits]: ...
+    @property
+    def sealed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedShard]:
         """one for each shard once all are sealed, else empty"""
 
-    @_builtins.property
+    @property
     def failure(self) -> Global___Error:
         """why the load failed for good"""
 
@@ -1756,63 +1566,52 @@ class CatalogueEntry(_message.Message):
         *,
         spec: Global___DatasetSpec | None = ...,
         plan: Global___LoadPlan | None = ...,
-        shards: _abc.Iterable[Global___ShardSplits] | None = ...,
-        keeps_every_row: _builtins.bool = ...,
-        sealed: _abc.Iterable[Global___SealedShard] | None = ...,
-        created: _builtins.int = ...,
-        was_ready: _builtins.bool = ...,
-        format: _builtins.int = ...,
+        shards: collections.abc.Iterable[Global___ShardSplits] | None = ...,
+        keeps_every_row: builtins.bool = ...,
+        sealed: collections.abc.Iterable[Global___SealedShard] | None = ...,
+        created: builtins.int = ...,
+        was_ready: builtins.bool = ...,
+        format: builtins.int = ...,
         failure: Global___Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
 
-Global___CatalogueEntry: _TypeAlias = CatalogueEntry  # noqa: Y015
+Global___CatalogueEntry: typing_extensions.TypeAlias = CatalogueEntry
 
-@_typing.final
-class ShardSplits(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class ShardSplits(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SPLITS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def splits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Split]: ...
+    SPLITS_FIELD_NUMBER: builtins.int
+    @property
+    def splits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Split]: ...
     def __init__(
         self,
         *,
-        splits: _abc.Iterable[Global___Split] | None = ...,
+        splits: collections.abc.Iterable[Global___Split] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["splits", b"splits"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["splits", b"splits"]) -> None: ...
 
-Global___ShardSplits: _TypeAlias = ShardSplits  # noqa: Y015
+Global___ShardSplits: typing_extensions.TypeAlias = ShardSplits
 
-@_typing.final
-class SealedShard(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
+@typing.final
+class SealedShard(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NUM_ROWS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    num_rows: _builtins.int
-    num_bytes: _builtins.int
-    checksum: _builtins.str
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    num_rows: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
     def __init__(
         self,
         *,
-        num_rows: _builtins.int = ...,
-        num_bytes: _builtins.int = ...,
-        checksum: _builtins.str = ...,
+        num_rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "num_bytes", b"num_bytes", "num_rows", b"num_rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "num_bytes", b"num_bytes", "num_rows", b"num_rows"]) -> None: ...
 
-Global___SealedShard: _TypeAlias = SealedShard  # noqa: Y015
+Global___SealedShard: typing_extensions.TypeAlias = SealedShard

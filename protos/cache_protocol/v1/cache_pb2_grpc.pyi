@@ -7,91 +7,345 @@ Ranges are half-open. Sizes are bytes, durations seconds. Arrow data never trave
 messages, only in Arrow Flight streams.
 """
 
-from cache_protocol.v1 import cache_pb2 as _cache_pb2
-from collections import abc as _abc
-import abc as _abc_1
-import grpc as _grpc
+import abc
+import cache_protocol.v1.cache_pb2
+import collections.abc
+import grpc
+import grpc.aio
+import sys
+import typing
 
+if sys.version_info >= (3, 13):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
+_T = typing.TypeVar("_T")
+
+class _MaybeAsyncIterator(collections.abc.AsyncIterator[_T], collections.abc.Iterator[_T], metaclass=abc.ABCMeta): ...
+
+class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type: ignore[misc, type-arg]
+    ...
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
+_CoordinatorCreateDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorCreateDatasetType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+        cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+        cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+        cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+    ],
+)
 
-class CoordinatorStub:
-    def __init__(self, channel: _grpc.Channel) -> None: ...
-    CreateDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.CreateDatasetRequest, _cache_pb2.CreateDatasetResponse]
+_CoordinatorPlanDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorPlanDatasetType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+        cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+        cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+        cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+    ],
+)
+
+_CoordinatorGetDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorGetDatasetType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetDatasetRequest,
+        cache_protocol.v1.cache_pb2.GetDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetDatasetRequest,
+        cache_protocol.v1.cache_pb2.GetDatasetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetDatasetRequest,
+        cache_protocol.v1.cache_pb2.GetDatasetResponse,
+    ],
+)
+
+_CoordinatorWatchDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorWatchDatasetType',
+    grpc.UnaryStreamMultiCallable[
+        cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+        cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+        cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+        cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+    ],
+)
+
+_CoordinatorListDatasetsType = typing_extensions.TypeVar(
+    '_CoordinatorListDatasetsType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+        cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+        cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+        cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+    ],
+)
+
+_CoordinatorDeleteDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorDeleteDatasetType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+        cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+        cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+        cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+)
+
+_CoordinatorListNodesType = typing_extensions.TypeVar(
+    '_CoordinatorListNodesType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListNodesRequest,
+        cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListNodesRequest,
+        cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListNodesRequest,
+        cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+)
+
+_CoordinatorHeartbeatType = typing_extensions.TypeVar(
+    '_CoordinatorHeartbeatType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.HeartbeatRequest,
+        cache_protocol.v1.cache_pb2.HeartbeatResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.HeartbeatRequest,
+        cache_protocol.v1.cache_pb2.HeartbeatResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.HeartbeatRequest,
+        cache_protocol.v1.cache_pb2.HeartbeatResponse,
+    ],
+)
+
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorListNodesType, _CoordinatorHeartbeatType]):
+    @typing.overload
+    def __init__(self: CoordinatorStub[
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+            cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+            cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetDatasetRequest,
+            cache_protocol.v1.cache_pb2.GetDatasetResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+            cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+            cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+            cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListNodesRequest,
+            cache_protocol.v1.cache_pb2.ListNodesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.HeartbeatRequest,
+            cache_protocol.v1.cache_pb2.HeartbeatResponse,
+        ],
+    ], channel: grpc.Channel) -> None: ...
+
+    @typing.overload
+    def __init__(self: CoordinatorStub[
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+            cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+            cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetDatasetRequest,
+            cache_protocol.v1.cache_pb2.GetDatasetResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+            cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+            cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+            cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListNodesRequest,
+            cache_protocol.v1.cache_pb2.ListNodesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.HeartbeatRequest,
+            cache_protocol.v1.cache_pb2.HeartbeatResponse,
+        ],
+    ], channel: grpc.aio.Channel) -> None: ...
+
+    CreateDataset: _CoordinatorCreateDatasetType
     """Starts the load of a dataset and answers at once. Attaches if the fingerprint exists."""
-    PlanDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PlanDatasetRequest, _cache_pb2.PlanDatasetResponse]
+
+    PlanDataset: _CoordinatorPlanDatasetType
     """Forecasts a load from metadata."""
-    GetDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.GetDatasetRequest, _cache_pb2.GetDatasetResponse]
-    WatchDataset: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchDatasetRequest, _cache_pb2.WatchDatasetResponse]
+
+    GetDataset: _CoordinatorGetDatasetType
+
+    WatchDataset: _CoordinatorWatchDatasetType
     """Streams the dataset at every change of its state or progress. Ends when it is ready or failed.
     If very many callers watch, the stream ends after one answer: watch again.
     """
-    ListDatasets: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListDatasetsRequest, _cache_pb2.ListDatasetsResponse]
-    DeleteDataset: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DeleteDatasetRequest, _cache_pb2.DeleteDatasetResponse]
-    ListNodes: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListNodesRequest, _cache_pb2.ListNodesResponse]
-    Heartbeat: _grpc.UnaryUnaryMultiCallable[_cache_pb2.HeartbeatRequest, _cache_pb2.HeartbeatResponse]
 
-class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    @_abc_1.abstractmethod
+    ListDatasets: _CoordinatorListDatasetsType
+
+    DeleteDataset: _CoordinatorDeleteDatasetType
+
+    ListNodes: _CoordinatorListNodesType
+
+    Heartbeat: _CoordinatorHeartbeatType
+
+CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+        cache_protocol.v1.cache_pb2.CreateDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+        cache_protocol.v1.cache_pb2.PlanDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetDatasetRequest,
+        cache_protocol.v1.cache_pb2.GetDatasetResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+        cache_protocol.v1.cache_pb2.WatchDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+        cache_protocol.v1.cache_pb2.ListDatasetsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+        cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListNodesRequest,
+        cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.HeartbeatRequest,
+        cache_protocol.v1.cache_pb2.HeartbeatResponse,
+    ],
+]
+
+class CoordinatorServicer(metaclass=abc.ABCMeta):
+    @abc.abstractmethod
     def CreateDataset(
         self,
-        request: _cache_pb2.CreateDatasetRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.CreateDatasetResponse:
+        request: cache_protocol.v1.cache_pb2.CreateDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.CreateDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.CreateDatasetResponse]]:
         """Starts the load of a dataset and answers at once. Attaches if the fingerprint exists."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def PlanDataset(
         self,
-        request: _cache_pb2.PlanDatasetRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.PlanDatasetResponse:
+        request: cache_protocol.v1.cache_pb2.PlanDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.PlanDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.PlanDatasetResponse]]:
         """Forecasts a load from metadata."""
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def GetDataset(
         self,
-        request: _cache_pb2.GetDatasetRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.GetDatasetResponse: ...
+        request: cache_protocol.v1.cache_pb2.GetDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.GetDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.GetDatasetResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def WatchDataset(
         self,
-        request: _cache_pb2.WatchDatasetRequest,
-        context: _grpc.ServicerContext,
-    ) -> _abc.Iterator[_cache_pb2.WatchDatasetResponse]:
+        request: cache_protocol.v1.cache_pb2.WatchDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[cache_protocol.v1.cache_pb2.WatchDatasetResponse], collections.abc.AsyncIterator[cache_protocol.v1.cache_pb2.WatchDatasetResponse]]:
         """Streams the dataset at every change of its state or progress. Ends when it is ready or failed.
         If very many callers watch, the stream ends after one answer: watch again.
         """
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def ListDatasets(
         self,
-        request: _cache_pb2.ListDatasetsRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.ListDatasetsResponse: ...
+        request: cache_protocol.v1.cache_pb2.ListDatasetsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.ListDatasetsResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListDatasetsResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def DeleteDataset(
         self,
-        request: _cache_pb2.DeleteDatasetRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.DeleteDatasetResponse: ...
+        request: cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.DeleteDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.DeleteDatasetResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def ListNodes(
         self,
-        request: _cache_pb2.ListNodesRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.ListNodesResponse: ...
+        request: cache_protocol.v1.cache_pb2.ListNodesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.ListNodesResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListNodesResponse]]: ...
 
-    @_abc_1.abstractmethod
+    @abc.abstractmethod
     def Heartbeat(
         self,
-        request: _cache_pb2.HeartbeatRequest,
-        context: _grpc.ServicerContext,
-    ) -> _cache_pb2.HeartbeatResponse: ...
+        request: cache_protocol.v1.cache_pb2.HeartbeatRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.HeartbeatResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.HeartbeatResponse]]: ...
 
-def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _grpc.Server) -> None: ...
+def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -15,6 +15,7 @@ from cache_protocol.storage.layout import (
     as_matrix,
     from_matrix,
     list_shape,
+    numpy_dtype,
     pool_array,
     pool_matrix,
     schema_from_bytes,
@@ -52,7 +53,7 @@ def values_of(dtype: pa.DataType, count: int, rng: np.random.Generator) -> pa.Ar
         inner = values_of(dtype.value_type, count * dtype.list_size, rng)
         return pa.FixedSizeListArray.from_arrays(inner, type=dtype)
     if pa.types.is_integer(dtype) or pa.types.is_floating(dtype):
-        return pa.array(rng.integers(0, 100, count).astype(dtype.to_pandas_dtype()))
+        return pa.array(rng.integers(0, 100, count).astype(numpy_dtype(dtype)))
     numbers = [None if n == 0 else n for n in rng.integers(0, 9, count).tolist()]
     if pa.types.is_list(dtype):
         inner_type = dtype.value_type
@@ -141,6 +142,17 @@ def test_every_column_has_one_place(schema: pa.Schema) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64"),
+    ],
+)
+def test_a_scalar_type_has_the_numpy_dtype_of_its_name(name: str) -> None:
+    assert numpy_dtype(getattr(pa, name)()) == np.dtype(name)
+
+
+@pytest.mark.parametrize(
     ("dtype", "shape", "width"),
     [
         (pa.list_(pa.uint8(), 784), (784,), 784),
@@ -154,7 +166,7 @@ def test_a_fixed_size_list_is_a_flat_matrix_of_its_shape(
     (column,) = Layout(pa.schema([("x", dtype)])).columns
 
     assert (column.kind, column.shape, column.width) == ("matrix", shape, width)
-    assert column.dtype == list_shape(dtype)[1].to_pandas_dtype()
+    assert column.dtype == numpy_dtype(list_shape(dtype)[1])
     assert column.field.type.list_size == width
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.layout import Layout, numpy_dtype
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
 from cache_server.shards.packing import ShardBuilder
@@ -47,7 +47,7 @@ def rows_of(schema: pa.Schema, start: int, stop: int) -> pa.RecordBatch:
         width = max(1, getattr(field.type, "list_size", 1))
         dtype = getattr(field.type, "value_type", field.type)
         values = (np.arange(start, stop)[:, None] * 7 + np.arange(width)) % 121
-        flat = pa.array(values.ravel().astype(dtype.to_pandas_dtype()))
+        flat = pa.array(values.ravel().astype(numpy_dtype(dtype)))
         is_list = pa.types.is_fixed_size_list(field.type)
         arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type) if is_list else flat)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

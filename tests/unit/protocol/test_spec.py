@@ -75,7 +75,7 @@ def yaml_problem(tmp_path: Path, text: str) -> str:
         ("replicas", True, "True"),
         ("replicas", "2", "'2'"),
         ("replicas", 2**32, "4294967296"),
-        ("replicas", np.float64(2), "np.float64(2.0)"),
+        ("replicas", np.float64(2), repr(np.float64(2))),
         ("snapshot", -1, "-1"),
         ("snapshot", True, "True"),
         ("snapshot", 2**63, "9223372036854775808"),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.storage.layout import numpy_dtype
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
 from cache_server.sql.queries import check_query
 
@@ -70,7 +71,7 @@ FLOATS = [pa.float16(), pa.float32(), pa.float64()]
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_are_stored_as_they_are(dtype: pa.DataType) -> None:
-    limits = np.iinfo(dtype.to_pandas_dtype())
+    limits = np.iinfo(numpy_dtype(dtype))
     array = pa.array([limits.min, 0, limits.max], dtype)
 
     assert pack_column(array).equals(array)
@@ -78,8 +79,8 @@ def test_integers_are_stored_as_they_are(dtype: pa.DataType) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_floats_are_stored_as_they_are_and_nulls_become_nan(dtype: pa.DataType) -> None:
-    limit = np.finfo(dtype.to_pandas_dtype()).max
-    values = np.array([limit, -0.0, 0.5, 1.0, NAN, math.inf], dtype.to_pandas_dtype())
+    limit = np.finfo(numpy_dtype(dtype)).max
+    values = np.array([limit, -0.0, 0.5, 1.0, NAN, math.inf], numpy_dtype(dtype))
 
     packed = pack_column(pa.array(values, mask=np.arange(6) == 3))
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.layout import Layout, numpy_dtype
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
 
 NAN = float("nan")
@@ -132,7 +132,7 @@ def assert_stored(chunks: Sequence[pa.Array], whole: pa.Array) -> None:
 
 
 def _integers(dtype: pa.DataType) -> st.SearchStrategy[Any]:
-    limits = np.iinfo(dtype.to_pandas_dtype())
+    limits = np.iinfo(numpy_dtype(dtype))
     return st.integers(int(limits.min), int(limits.max))
 
 

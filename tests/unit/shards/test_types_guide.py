@@ -17,6 +17,7 @@ from cache_client.arguments import BatchFormat
 from cache_client.convert import Converter
 from cache_client.rows import Rows
 from cache_protocol.errors import LoadError
+from cache_protocol.storage.layout import numpy_dtype
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/sources/types.md").read_text(encoding="utf-8")
@@ -141,9 +142,7 @@ def test_a_type_is_stored_and_read_as_the_table_says(name: str, row: list[str]) 
         assert kind_of(column) == in_batch
         if in_batch.startswith("`[B"):
             scalar = in_arrow.type.value_type if in_batch == "`[B, n]`" else in_arrow.type
-            assert str(column.dtype).removeprefix("torch.") == str(
-                np.dtype(scalar.to_pandas_dtype())
-            )
+            assert str(column.dtype).removeprefix("torch.") == str(numpy_dtype(scalar))
 
     if null == "as one in its numbers; refused in place of a list":
         nullable = pa.list_(pa.float32(), 2)
