@@ -28,26 +28,28 @@ class Popen(subprocess.Popen[Any]):
     """A `subprocess.Popen` of ``[sys.executable, ...]`` that is forked, not executed.
 
     The command is ``-m MODULE``, ``-c CODE`` or a script, with arguments. Of the options it takes
-    ``cwd``, ``env`` and those of the standard streams.
+    ``cwd``, ``env``, ``start_new_session`` and those of the standard streams.
     """
 
     def _execute_child(  # type: ignore[override]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
         cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
+        restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any, start_new_session: bool,
         *_: Any,
     ) -> None:  # fmt: skip
         assert args[0] == sys.executable, args
         given = (p2cread, c2pwrite, errwrite)
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(_server_address())
-        send(
-            self._server,
+        request = [
             [os.fspath(argument) for argument in args[1:]],
             os.fspath(cwd or Path.cwd()),
             dict(os.environ if env is None else env),
-            [standard if fd == -1 else fd for standard, fd in enumerate(given)],
-        )
+            start_new_session,
+            False,
+        ]
+        send(self._server, request, [i if fd == -1 else fd for i, fd in enumerate(given)])
         self.pid = read_number(self._server)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]

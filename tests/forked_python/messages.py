@@ -10,14 +10,16 @@ from typing import Any
 _SIZE = 8
 
 
-def send(
-    server: socket.socket, arguments: list[str], cwd: str, environ: dict[str, str], fds: list[int]
-) -> None:
-    """Asks for a fork that runs ``python ARGUMENTS``; ``fds`` become its standard streams."""
-    request = json.dumps([arguments, cwd, environ]).encode()
+def send(server: socket.socket, request: list[Any], fds: list[int]) -> None:
+    """Asks for a fork; ``fds`` become its standard streams.
+
+    The request is ``[arguments, cwd, environ, new_session, tied]``: the fork runs ``python
+    ARGUMENTS``, and one that is tied is killed when this end of the connection closes.
+    """
+    message = json.dumps(request).encode()
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-    server.sendmsg([len(request).to_bytes(_SIZE, "big")], passed)
-    server.sendall(request)
+    server.sendmsg([len(message).to_bytes(_SIZE, "big")], passed)
+    server.sendall(message)
 
 
 def receive(client: socket.socket) -> tuple[list[Any], list[int]]:

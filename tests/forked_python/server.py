@@ -1,6 +1,6 @@
 """The server: imports the libraries once, then forks for each request.
 
-A fork ends with its client: when the client's connection closes, it is killed.
+A fork whose request says so is killed when the client's connection closes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import os
 import runpy
 import selectors
@@ -64,20 +65,21 @@ def main() -> None:
                     os.kill(pid, signal.SIGKILL)
             if listener in ready:
                 client, _ = listener.accept()
-                request, fds = receive(client)
+                (*program, new_session, tied), fds = receive(client)
                 pid = os.fork()
                 if pid == 0:
                     for of_server in (listener, client, woken, wake, *clients.values()):
                         of_server.close()
                     selector.close()
-                    _become(fds, *request)
+                    if new_session:
+                        os.setsid()
+                    _become(fds, *program)
                 for fd in fds:
                     os.close(fd)
                 clients[pid] = client
-                selector.register(client, selectors.EVENT_READ)
+                if tied:
+                    selector.register(client, selectors.EVENT_READ)
                 send_number(client, pid)
-    for pid in clients:
-        os.kill(pid, signal.SIGKILL)
 
 
 def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
@@ -104,6 +106,8 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
+    if environ.get("PYTHONUNBUFFERED"):
+        _unbuffer()
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
     try:
@@ -129,10 +133,10 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
 
 
 def _run(arguments: list[str]) -> None:
-    while arguments[0] in ("-u",):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-        arguments = arguments[1:]
     first, *rest = arguments
+    if first == "-u":
+        _unbuffer()
+        first, *rest = rest
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
         sys.argv = rest
@@ -144,9 +148,14 @@ def _run(arguments: list[str]) -> None:
         sys.path.insert(0, "")
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
-        sys.argv = arguments
+        sys.argv = [first, *rest]
         sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
+
+
+def _unbuffer() -> None:
+    raw = io.FileIO(1, "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)  # type: ignore[type-var]
 
 
 def _exit_code(error: SystemExit) -> int:
