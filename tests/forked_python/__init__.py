@@ -41,7 +41,7 @@ class Popen(subprocess.Popen[Any]):
         assert args[0] == sys.executable, args
         given = (p2cread, c2pwrite, errwrite)
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(_server_address())
+        self._server.connect(f"{_server_folder()}/socket")
         request = [
             [os.fspath(argument) for argument in args[1:]],
             os.fspath(cwd or Path.cwd()),
@@ -98,13 +98,26 @@ def run(
     return done
 
 
+def executable() -> str:
+    """A python for the PATH, beside torchrun, cachectl and cache-server: each is forked.
+
+    Where ``FORKED_PYTHON`` names it, a fork has it as its ``sys.executable``.
+    """
+    return f"{_server_folder()}/bin/python"
+
+
 @cache
-def _server_address() -> str:
+def _server_folder() -> str:
     """Starts the server of this process: it ends with its standard input, so with this process."""
     folder = tempfile.TemporaryDirectory(prefix="forked-python-")
+    source = Path(_ROOT, "tests/forked_python/shim.py").read_text(encoding="utf-8")
+    programs = Path(folder.name, "bin")
+    programs.mkdir()
+    for name in ("python", "torchrun", "cachectl", "cache-server"):
+        (programs / name).write_text(f"#!{sys.executable} -IS\n{source}", encoding="utf-8")
+        (programs / name).chmod(0o755)
     listener = socket.socket(socket.AF_UNIX)
-    address = f"{folder.name}/socket"
-    listener.bind(address)
+    listener.bind(f"{folder.name}/socket")
     listener.listen(64)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.forked_python.server", str(listener.fileno())],
@@ -120,4 +133,4 @@ def _server_address() -> str:
         folder.cleanup()
 
     atexit.register(end)
-    return address
+    return folder.name

@@ -106,6 +106,7 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
+    sys.executable = environ.get("FORKED_PYTHON", sys.executable)
     if environ.get("PYTHONUNBUFFERED"):
         _unbuffer()
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -141,7 +142,9 @@ def _run(arguments: list[str]) -> None:
     if first == "-m":
         sys.argv = rest
         sys.path.insert(0, os.getcwd())
-        sys.modules.pop(f"{rest[0]}.__main__", None)
+        for name in (rest[0], f"{rest[0]}.__main__"):
+            if not hasattr(sys.modules.get(name), "__path__"):
+                sys.modules.pop(name, None)  # what was imported is run again
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]

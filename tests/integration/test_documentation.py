@@ -185,12 +185,16 @@ def test_the_tree_of_the_architecture_page_names_every_module() -> None:
 
 def test_the_demo_sees_every_row_once_on_a_small_table(tmp_path: Path) -> None:
     path = os.environ.get("PYTHONPATH", "")
-    done = subprocess.run(
+    done = forked_python.run(
         [
             sys.executable, str(ROOT / "examples" / "demo.py"),
             "--data-dir", str(tmp_path), "--scale-factor", "0.01", "--epochs", "2",
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path]),
+            "FORKED_PYTHON": forked_python.executable(),
+        },
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import yaml
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
-from tests import several_starts
+from tests import forked_python, several_starts
 from tests.free_ports import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -62,13 +61,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def python(script: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return [forked_python.executable(), str(EXAMPLES / script), *map(str, arguments)]
 
 
 def torchrun(program: Sequence[str]) -> list[str]:
     """Two ranks of what `python` or `starts` gives."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [sys.executable, *launcher, *program[1:]]
+    return [forked_python.executable(), *launcher, *program[1:]]
 
 
 def starts(folder: Path, imports: Sequence[str], script: str, *each: Sequence[object]) -> list[str]:
@@ -83,7 +82,7 @@ def starts(folder: Path, imports: Sequence[str], script: str, *each: Sequence[ob
         "ports": [free_port() for _ in each],
         "meetings": [str(meeting) for meeting in meetings],
     }
-    return [sys.executable, str(several_starts.__file__), json.dumps(plan)]
+    return [forked_python.executable(), str(several_starts.__file__), json.dumps(plan)]
 
 
 def mpirun(*command: str) -> list[str]:
@@ -268,7 +267,7 @@ def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> No
         keys = [int(key) for batch in dataset for key in batch["row_key"]]
         print(dataset.rank, dataset.world_size, len(keys), sum(keys), flush=True)
     """
-    output = run(nodes, mpirun(sys.executable, "-c", program))
+    output = run(nodes, mpirun(forked_python.executable(), "-c", program))
     ranks = sorted(tuple(map(int, line.split())) for line in output.splitlines())
     assert [rank[:2] for rank in ranks] == [(0, 2), (1, 2)]
     assert sum(rank[2] for rank in ranks) == 60_175

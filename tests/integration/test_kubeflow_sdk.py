@@ -19,6 +19,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, DatasetSpec
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.kubeflow_backend import (
     EXAMPLES,
@@ -62,7 +63,7 @@ def run_example(
     """
     prefixes = ("AWS_", "HF_", "KUBE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    with subprocess.Popen(
+    with forked_python.Popen(
         [sys.executable, str(EXAMPLES / "kubeflow_sdk.py"), *arguments],
         env={**kept, "KUBECONFIG": str(trainer.kubeconfig), **(credentials or {})},
         stdout=subprocess.PIPE,
