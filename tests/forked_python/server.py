@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -118,6 +119,11 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    if "FORKED_PYTHON_FINALIZES" in environ:
+        ctypes.pythonapi.Py_Exit(code)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -127,9 +133,6 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
             stream.flush()
         except OSError:
             code = 120
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 

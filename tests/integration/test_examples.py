@@ -134,6 +134,8 @@ def environment(nodes: LocalCluster) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
         "DS_ACCELERATOR": "cpu",
+        # mpi4py takes its leave when the interpreter ends.
+        "FORKED_PYTHON_FINALIZES": "1",
         # Open MPI asks root whether it means it.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
