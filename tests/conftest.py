@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing.spawn
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,15 @@ def forked_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _fork_node)
         yield
+
+
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[None]:
+    """What multiprocessing spawns is forked from what has imported torch."""
+    executed = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(forked_python.executable())
+    yield
+    multiprocessing.set_executable(executed)
 
 
 @pytest.fixture

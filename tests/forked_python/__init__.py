@@ -48,6 +48,7 @@ class Popen(subprocess.Popen[Any]):
             [os.fspath(argument) for argument in args[1:]],
             os.fspath(cwd or Path.cwd()),
             dict(os.environ if env is None else env),
+            [0, 1, 2],
             start_new_session,
             False,
         ]
@@ -103,7 +104,8 @@ def run(
 def executable() -> str:
     """A python for the PATH, beside torchrun, cachectl and cache-server: each is forked.
 
-    Where ``FORKED_PYTHON`` names it, a fork has it as its ``sys.executable``.
+    It is executed itself, so it has an environment, a command line and a parent. Where
+    ``FORKED_PYTHON`` names it, a fork has it as its ``sys.executable``.
     """
     return f"{_server_folder()}/bin/python"
 

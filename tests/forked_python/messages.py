@@ -8,13 +8,14 @@ import socket
 from typing import Any
 
 _SIZE = 8
+_MAX_FDS = 200
 
 
 def send(server: socket.socket, request: list[Any], fds: list[int]) -> None:
-    """Asks for a fork; ``fds`` become its standard streams.
+    """Asks for a fork that has these file descriptors.
 
-    The request is ``[arguments, cwd, environ, new_session, tied]``: the fork runs ``python
-    ARGUMENTS``, and one that is tied is killed when this end of the connection closes.
+    The request is ``[arguments, cwd, environ, fd_numbers, new_session, tied]``: the fork runs
+    ``python ARGUMENTS``, and one that is tied is killed when this end of the connection closes.
     """
     message = json.dumps(request).encode()
     passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -24,7 +25,7 @@ def send(server: socket.socket, request: list[Any], fds: list[int]) -> None:
 
 def receive(client: socket.socket) -> tuple[list[Any], list[int]]:
     """What `send` has sent."""
-    size, fds, _, _ = socket.recv_fds(client, _SIZE, 3)
+    size, fds, _, _ = socket.recv_fds(client, _SIZE, _MAX_FDS)
     return json.loads(_read(client, int.from_bytes(size, "big"))), fds
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import io
@@ -24,6 +25,7 @@ from pathlib import Path
 from tests.forked_python.messages import receive, send_number
 from tests.rank_ends import sitecustomize  # noqa: F401  # runs at the end of a rank, after all others
 
+_ASIDE = 512  # the first number above those that a program knows
 LIBRARIES = [
     "cache_client.__main__",
     "cache_server.__main__",
@@ -66,7 +68,7 @@ def main() -> None:
                     os.kill(pid, signal.SIGKILL)
             if listener in ready:
                 client, _ = listener.accept()
-                (*program, new_session, tied), fds = receive(client)
+                (*program, numbers, new_session, tied), fds = receive(client)
                 pid = os.fork()
                 if pid == 0:
                     for of_server in (listener, client, woken, wake, *clients.values()):
@@ -74,7 +76,8 @@ def main() -> None:
                     selector.close()
                     if new_session:
                         os.setsid()
-                    _become(fds, *program)
+                    _take(fds, numbers)
+                    _become(*program)
                 for fd in fds:
                     os.close(fd)
                 clients[pid] = client
@@ -96,14 +99,21 @@ def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSe
         client.close()
 
 
-def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Gives the file descriptors of a request the numbers that its program knows them by."""
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ASIDE) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(aside, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     """Runs the program in this process, and ends it as the interpreter does."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for standard, fd in enumerate(fds):
-        os.dup2(fd, standard)
-        os.close(fd)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
@@ -137,10 +147,11 @@ def _become(fds: list[int], arguments: list[str], cwd: str, environ: dict[str, s
 
 
 def _run(arguments: list[str]) -> None:
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        if arguments[0] == "-u":
+            _unbuffer()
+        arguments = arguments[1:]
     first, *rest = arguments
-    if first == "-u":
-        _unbuffer()
-        first, *rest = rest
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
         sys.argv = rest

@@ -332,8 +332,9 @@ def run_local_job(folder: Path, *arguments: str) -> list[str]:
     program = folder / "local_job.py"
     program.write_text(textwrap.dedent(LOCAL_JOB), encoding="utf-8")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    sources = os.pathsep.join((str(EXAMPLES.parent), str(EXAMPLES.parent / "protos")))
     done = subprocess.run(
-        [sys.executable, str(program), *arguments, str(EXAMPLES.parent)],
+        [sys.executable, str(program), *arguments, sources],
         # It looks for a python on the path, and leaves folders behind.
         env={**os.environ, "PATH": path, "TMPDIR": str(folder)},
         capture_output=True,

@@ -213,6 +213,7 @@ def test_a_transform_gets_what_is_asked_for(cluster: LocalCluster, table: str) -
 # -- loaders, processes, threads -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("method", [None, "fork", "spawn", "forkserver"])
 def test_a_data_loader_collates_every_row_once_in_any_kind_of_worker(
     dataset: CacheDataset, method: str | None

@@ -40,7 +40,10 @@ from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
 # torch advises against more workers than cores; the order must not depend on it.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("forked_workers"),
+]
 
 ROWS = 2_003
 SHARD_BYTES = 4_000  # many small shards, so that placement really varies
