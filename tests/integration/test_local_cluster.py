@@ -234,6 +234,7 @@ def test_the_memory_limit_is_that_of_each_node() -> None:
     assert node.memory_limit_bytes == 123_456
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_nodes_that_are_told_so_look_for_no_huge_pages() -> None:
     with LocalCluster(1, huge_pages=False) as cluster:
         assert "--no-huge-pages" in Path(f"/proc/{cluster.nodes[0].pid}/cmdline").read_text()
