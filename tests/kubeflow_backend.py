@@ -169,7 +169,11 @@ def run_locally(file: Path, timeout_s: float = 150, **environment: str) -> Finis
         command += ["--env", f"{variable}={value}"]
     with forked_python.Popen(
         command,
-        env={**os.environ, "FORKED_PYTHON": forked_python.executable()},
+        env={
+            **os.environ,
+            "FORKED_PYTHON": forked_python.executable(),
+            "FORKED_PYTHON_IMPORTS": "cache_runtimes.local torch._dynamo",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

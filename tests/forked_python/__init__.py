@@ -4,8 +4,13 @@ A new interpreter imports for 0.4 s (`cachectl`), 0.6 s (a cache node) or 2 s (t
 in 20 ms. It is a process as well: it has an environment, standard streams, signals, an exit code.
 It differs in three points, where a test needs `subprocess` itself: ``/proc`` shows the environment
 and command line of the server, the server is its parent, and no interpreter starts. Nor does one
-end, but for threads and `atexit`: with ``FORKED_PYTHON_FINALIZES`` in its environment it does, for
-0.3 s.
+end, but for threads and `atexit`.
+
+Variables in the environment of a fork:
+
+- ``FORKED_PYTHON`` becomes its ``sys.executable``, see `executable`.
+- ``FORKED_PYTHON_IMPORTS``: modules that the server imports before, for this fork and later ones.
+- ``FORKED_PYTHON_FINALIZES``: it ends as an interpreter does, which takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -104,8 +109,7 @@ def run(
 def executable() -> str:
     """A python for the PATH, beside torchrun, cachectl and cache-server: each is forked.
 
-    It is executed itself, so it has an environment, a command line and a parent. Where
-    ``FORKED_PYTHON`` names it, a fork has it as its ``sys.executable``.
+    It is executed itself, so it has an environment, a command line and a parent.
     """
     return f"{_server_folder()}/bin/python"
 

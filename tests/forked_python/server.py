@@ -42,10 +42,7 @@ def main() -> None:
     """Serves on the listening socket whose number is the argument, until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # otherwise the first collection in a fork copies every page
+    _import(LIBRARIES)
     clients: dict[int, socket.socket] = {}  # by process id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -69,6 +66,7 @@ def main() -> None:
             if listener in ready:
                 client, _ = listener.accept()
                 (*program, numbers, new_session, tied), fds = receive(client)
+                _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
                 pid = os.fork()
                 if pid == 0:
                     for of_server in (listener, client, woken, wake, *clients.values()):
@@ -84,6 +82,16 @@ def main() -> None:
                 if tied:
                     selector.register(client, selectors.EVENT_READ)
                 send_number(client, pid)
+
+
+def _import(names: list[str]) -> None:
+    missing = [name for name in names if name not in sys.modules]
+    for name in missing:
+        with contextlib.suppress(ImportError):  # the program says so, where it needs it
+            importlib.import_module(name)
+    if missing:
+        gc.collect()
+        gc.freeze()  # otherwise the first collection in a fork copies every page
 
 
 def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:

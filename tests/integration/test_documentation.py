@@ -194,6 +194,7 @@ def test_the_demo_sees_every_row_once_on_a_small_table(tmp_path: Path) -> None:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path]),
             "FORKED_PYTHON": forked_python.executable(),
+            "FORKED_PYTHON_IMPORTS": "torch._dynamo",
         },
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip

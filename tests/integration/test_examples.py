@@ -27,6 +27,7 @@ SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
+LIBRARIES = ("accelerate", "lightning", "transformers.trainer")  # of a script that names them
 # Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
 LONG_S = 230.0
 long = pytest.mark.timeout(LONG_S + 10)
@@ -101,13 +102,19 @@ def run(
         rank_variable: environment variable that says which of the commands one is.
     """
     started: list[subprocess.Popen[str]] = []
+    imports = ["torch._dynamo", *(name for name in LIBRARIES if name in str(commands))]
     try:
         for rank, command in enumerate(commands):
             ranks = {rank_variable: str(rank)} if rank_variable else {}
             started.append(
                 subprocess.Popen(
                     command,
-                    env={**os.environ, **environment(nodes), **ranks},
+                    env={
+                        **os.environ,
+                        **environment(nodes),
+                        **ranks,
+                        "FORKED_PYTHON_IMPORTS": " ".join(imports),
+                    },
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
