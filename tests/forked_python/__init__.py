@@ -1,16 +1,18 @@
 """Python programs as forks of one process that has imported their libraries.
 
 A new interpreter imports for 0.4 s (`cachectl`), 0.6 s (a cache node) or 2 s (torch). A fork starts
-in 20 ms. It is a process as well: it has an environment, standard streams, signals, an exit code.
-It differs in three points, where a test needs `subprocess` itself: ``/proc`` shows the environment
-and command line of the server, the server is its parent, and no interpreter starts. Nor does one
-end, but for threads and `atexit`.
+in 20 ms. A fork is a process: it has an environment, standard streams, signals and an exit code.
+Use `subprocess` where a test needs what a fork does not have:
+
+- ``/proc`` shows the environment and the command line of the server, which is its parent.
+- No interpreter starts.
+- No interpreter ends: threads are joined and `atexit` functions run, but modules stay.
 
 Variables in the environment of a fork:
 
 - ``FORKED_PYTHON`` becomes its ``sys.executable``, see `executable`.
 - ``FORKED_PYTHON_IMPORTS``: modules that the server imports before, for this fork and later ones.
-- ``FORKED_PYTHON_FINALIZES``: it ends as an interpreter does, which takes 0.3 s.
+- ``FORKED_PYTHON_FINALIZES``: the interpreter ends, which takes 0.3 s.
 """
 
 from __future__ import annotations

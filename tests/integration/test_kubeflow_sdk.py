@@ -333,7 +333,7 @@ def run_local_job(folder: Path, *arguments: str) -> list[str]:
     program.write_text(textwrap.dedent(LOCAL_JOB), encoding="utf-8")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     sources = os.pathsep.join((str(EXAMPLES.parent), str(EXAMPLES.parent / "protos")))
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, str(program), *arguments, sources],
         # It looks for a python on the path, and leaves folders behind.
         env={**os.environ, "PATH": path, "TMPDIR": str(folder)},

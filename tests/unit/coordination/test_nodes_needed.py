@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cache_server.coordination.placement import bytes_by_node, nodes_needed, place
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     sizes=st.lists(st.integers(1, 100), min_size=1, max_size=12),
     replicas=st.integers(1, 4),

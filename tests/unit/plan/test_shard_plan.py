@@ -11,7 +11,7 @@ from cache_server.coordination.placement import bytes_by_node, desired_shards, p
 from cache_server.plan.shard_plan import ShardPlan, cut_shards
 from cache_server.source.pinned import SourceFile, Split
 
-quick = settings(deadline=None, max_examples=100)
+quick = settings(max_examples=100)
 
 clusters = st.integers(1, 9).map(lambda count: [f"node-{i}" for i in range(count)])
 fingerprints = st.text("0123456789abcdef", min_size=1, max_size=8)
