@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing.spawn
 import signal
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import hypothesis
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,11 +20,57 @@ import pytest
 from cache_client import CacheClient
 from cache_client.reader import Reader
 from cache_server import LocalCluster
+from cache_server.local import LocalNode
+from tests import forked_python
+
+# A busy machine is no defect.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure() -> None:
     """Where the tests run in the background of a script, SIGINT is ignored, and by children too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection looks through it, no fork copies it."""
+    gc.collect()
+    gc.freeze()
+
+
+_execute_node = LocalNode._spawn
+
+
+def _fork_node(node: LocalNode, command: Sequence[str], log_file: IO[bytes]) -> None:
+    node._process = forked_python.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_nodes() -> Iterator[None]:
+    """The nodes of every `LocalCluster` are forks; see `executed_nodes`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalNode, "_spawn", _fork_node)
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[None]:
+    """What multiprocessing spawns is forked from what has imported torch."""
+    executed = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(forked_python.executable())
+    yield
+    multiprocessing.set_executable(executed)
+
+
+@pytest.fixture
+def executed_nodes() -> Iterator[None]:
+    """The nodes of a test are started as a user's are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalNode, "_spawn", _execute_node)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests import forked_python
 from tests.free_ports import free_ports
 from tests.waiting import wait_until
 
@@ -52,7 +53,7 @@ class EnvNode:
     def start(self, *, listening: bool = True) -> None:
         """Starts the process; waits for its line unless told not to."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = forked_python.Popen(
                 [sys.executable, "-m", "cache_server", "serve", *self._arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=self.environ,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import yaml
 import cache_runtimes
 from cache_runtimes.local import read_manifests, render
 from cache_runtimes.local.pods import Pod, pods
+from tests import forked_python
 from tests.api_objects import Store
 from tests.api_server import ApiServer
 from tests.manifests import is_runtime, read
@@ -177,8 +179,16 @@ def run_locally(file: Path, timeout_s: float = 150, **environment: str) -> Finis
     command = [sys.executable, "-m", "cache_client", "run-local", str(file)]
     for variable, value in environment.items():
         command += ["--env", f"{variable}={value}"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    with forked_python.Popen(
+        command,
+        env={
+            **os.environ,
+            "FORKED_PYTHON": forked_python.executable(),
+            "FORKED_PYTHON_IMPORTS": "cache_runtimes.local torch._dynamo",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         stop = threading.Timer(timeout_s, process.terminate)  # it ends its pods, then itself
         stop.start()

@@ -15,6 +15,7 @@ import pyarrow.flight as flight
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 
+from tests import forked_python
 from tests.lake_tables import ACCESS_KEY_ID, BUCKET, SECRET, lake_bucket
 
 NUM_ROWS = 100
@@ -50,9 +51,10 @@ def metadata_location(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -
 @contextmanager
 def local_cache(**settings: str) -> Iterator[subprocess.Popen[str]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "CACHE_"))}
-    process = subprocess.Popen(
+    process = forked_python.Popen(
         [sys.executable, "-m", "cache_server", "local", "--nodes", "2", "--load-from-env"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environ, **settings},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**environ, **settings, "FORKED_PYTHON": forked_python.executable()},
     )  # fmt: skip
     try:
         yield process

@@ -29,6 +29,7 @@ from cache_client.plan import wait_for_plan
 from cache_client.reader import Reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.integration.test_training_reads import load_everywhere
 from tests.waiting import suspend, wait_until
@@ -280,7 +281,7 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_initialised(
 ) -> None:
     load(nodes, source, replicas=1)
     ranks = [
-        subprocess.Popen(
+        forked_python.Popen(
             [sys.executable, "-c", DISTRIBUTED, str(rank), nodes.endpoint, str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             text=True,

@@ -23,6 +23,7 @@ import pytest
 
 from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.store_stubs import HubStub, Served
 from tests.waiting import suspend, wait_until
@@ -36,7 +37,7 @@ class Server:
     """A running ``cache-server``, and the line that it printed when it listened."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
+        self.process = forked_python.Popen(
             [sys.executable, "-m", "cache_server", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -71,7 +72,7 @@ def server(*arguments: str) -> Iterator[Server]:
 
 def refused(*arguments: str, code: int) -> str:
     """The one line that a command says before it exits with ``code``."""
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "cache_server", *arguments],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
@@ -115,7 +116,7 @@ def test_what_a_node_ends_with_after_a_signal_is_its_callers_choice(
 
 
 def test_an_end_by_standard_input_is_no_signal(tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "cache_server", "serve", "--cache-dir", str(tmp_path / "cache"),
          "--exit-with-stdin", "--signal-exit-code", "143", *FREE_PORTS],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
@@ -449,7 +450,7 @@ def test_a_local_cache_keeps_the_directory_it_is_given(tmp_path: Path) -> None:
 
 def test_both_commands_explain_themselves() -> None:
     for arguments in (["--help"], ["serve", "--help"], ["local", "--help"]):
-        done = subprocess.run(
+        done = forked_python.run(
             [sys.executable, "-m", "cache_server", *arguments],
             capture_output=True, text=True, timeout=60, check=True,
             env={**os.environ, "COLUMNS": "100"},

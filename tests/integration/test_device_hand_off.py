@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
 from tests.worker_errors import raises_in_workers
@@ -182,8 +184,9 @@ def leaves_an_iterator(
     cluster: LocalCluster, name: str, how: str, device: str = "cpu"
 ) -> subprocess.Popen[str]:
     """A program that has trained; it goes on and ends, its iterator alive, when its input ends."""
-    program = subprocess.Popen(
+    program = forked_python.Popen(
         [sys.executable, "-c", LEAVES_AN_ITERATOR, name, cluster.endpoint, how, device],
+        env={**os.environ, "FORKED_PYTHON_FINALIZES": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

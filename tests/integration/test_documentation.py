@@ -21,6 +21,7 @@ import yaml
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
                 if here[1] == "load":  # both replicas need a node
                     client = CacheClient(environment["CACHE_ENDPOINT"])
                     wait_until(lambda c=client: len(c.nodes()) == 2, 30.0, "two nodes")
-                output[here[1]] = subprocess.run(
+                output[here[1]] = forked_python.run(
                     [sys.executable, "-m", "cache_client", *here[1:]], cwd=tmp_path,
                     env=environment, capture_output=True, text=True, timeout=60, check=True,
                 ).stdout  # fmt: skip
@@ -139,7 +140,7 @@ def start_node(
     words = [sys.executable, "-m", "cache_server", *words[1:]]
     words[words.index("--cache-dir") + 1] = str(cache_dir)
     words[words.index("--advertise") + 1] = "127.0.0.1"
-    process = subprocess.Popen(
+    process = forked_python.Popen(
         [*words, "--flight-port", "0", "--control-port", "0", "--http-port", "0"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
@@ -223,12 +224,17 @@ def test_the_tree_of_the_architecture_page_names_every_module() -> None:
 
 def test_the_demo_sees_every_row_once_on_a_small_table(tmp_path: Path) -> None:
     path = os.environ.get("PYTHONPATH", "")
-    done = subprocess.run(
+    done = forked_python.run(
         [
             sys.executable, str(ROOT / "examples" / "demo.py"),
             "--data-dir", str(tmp_path), "--scale-factor", "0.01", "--epochs", "2",
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/rank_ends"), path]),
+            "FORKED_PYTHON": forked_python.executable(),
+            "FORKED_PYTHON_IMPORTS": "torch._dynamo",
+        },
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

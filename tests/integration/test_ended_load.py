@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from contextlib import closing
 
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local.policies import ContainerExit, after_pod_failure
+from tests import forked_python
 from tests.manifests import container_named, job_named, pod_of, read
 
 WAIT_S = 20.0
@@ -23,7 +23,7 @@ def test_a_load_ends_at_once_on_a_signal() -> None:
         environment = {**os.environ, "STORAGE_URI": "s3://warehouse/tpch/lineitem/"}
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         command = ["load", "--from-env", "--endpoint", endpoint]
-        with subprocess.Popen(
+        with forked_python.Popen(
             [sys.executable, "-m", "cache_client", *command], env=environment
         ) as process:
             silent.settimeout(WAIT_S)

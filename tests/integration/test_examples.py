@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import yaml
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
-from tests import several_starts
+from tests import forked_python, several_starts
 from tests.free_ports import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -28,6 +27,7 @@ SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
+LIBRARIES = ("accelerate", "lightning", "transformers.trainer")  # of a script that names them
 # Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
 LONG_S = 230.0
 long = pytest.mark.timeout(LONG_S + 10)
@@ -62,13 +62,13 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def python(script: str, *arguments: object) -> list[str]:
-    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return [forked_python.executable(), str(EXAMPLES / script), *map(str, arguments)]
 
 
 def torchrun(program: Sequence[str]) -> list[str]:
     """Two ranks of what `python` or `starts` gives."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [sys.executable, *launcher, *program[1:]]
+    return [forked_python.executable(), *launcher, *program[1:]]
 
 
 def starts(folder: Path, imports: Sequence[str], script: str, *each: Sequence[object]) -> list[str]:
@@ -83,7 +83,7 @@ def starts(folder: Path, imports: Sequence[str], script: str, *each: Sequence[ob
         "ports": [free_port() for _ in each],
         "meetings": [str(meeting) for meeting in meetings],
     }
-    return [sys.executable, str(several_starts.__file__), json.dumps(plan)]
+    return [forked_python.executable(), str(several_starts.__file__), json.dumps(plan)]
 
 
 def mpirun(*command: str) -> list[str]:
@@ -102,13 +102,19 @@ def run(
         rank_variable: environment variable that says which of the commands one is.
     """
     started: list[subprocess.Popen[str]] = []
+    imports = ["torch._dynamo", *(name for name in LIBRARIES if name in str(commands))]
     try:
         for rank, command in enumerate(commands):
             ranks = {rank_variable: str(rank)} if rank_variable else {}
             started.append(
                 subprocess.Popen(
                     command,
-                    env={**os.environ, **environment(nodes), **ranks},
+                    env={
+                        **os.environ,
+                        **environment(nodes),
+                        **ranks,
+                        "FORKED_PYTHON_IMPORTS": " ".join(imports),
+                    },
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -135,6 +141,8 @@ def environment(nodes: LocalCluster) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
         "DS_ACCELERATOR": "cpu",
+        # mpi4py takes its leave when the interpreter ends.
+        "FORKED_PYTHON_FINALIZES": "1",
         # Open MPI asks root whether it means it.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -268,7 +276,7 @@ def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> No
         keys = [int(key) for batch in dataset for key in batch["row_key"]]
         print(dataset.rank, dataset.world_size, len(keys), sum(keys), flush=True)
     """
-    output = run(nodes, mpirun(sys.executable, "-c", program))
+    output = run(nodes, mpirun(forked_python.executable(), "-c", program))
     ranks = sorted(tuple(map(int, line.split())) for line in output.splitlines())
     assert [rank[:2] for rank in ranks] == [(0, 2), (1, 2)]
     assert sum(rank[2] for rank in ranks) == 60_175

@@ -19,6 +19,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, DatasetSpec
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.kubeflow_backend import (
     EXAMPLES,
@@ -62,7 +63,7 @@ def run_example(
     """
     prefixes = ("AWS_", "HF_", "KUBE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
-    with subprocess.Popen(
+    with forked_python.Popen(
         [sys.executable, str(EXAMPLES / "kubeflow_sdk.py"), *arguments],
         env={**kept, "KUBECONFIG": str(trainer.kubeconfig), **(credentials or {})},
         stdout=subprocess.PIPE,
@@ -329,8 +330,9 @@ def run_local_job(folder: Path, *arguments: str) -> list[str]:
     program = folder / "local_job.py"
     program.write_text(textwrap.dedent(LOCAL_JOB), encoding="utf-8")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments, str(EXAMPLES.parent)],
+    sources = os.pathsep.join((str(EXAMPLES.parent), str(EXAMPLES.parent / "protos")))
+    done = forked_python.run(
+        [sys.executable, str(program), *arguments, sources],
         # It looks for a python on the path, and leaves folders behind.
         env={**os.environ, "PATH": path, "TMPDIR": str(folder)},
         capture_output=True,

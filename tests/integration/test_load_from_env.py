@@ -21,6 +21,7 @@ import pytest
 
 from cache_client import CacheClient
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
 from tests.env_cache import WAIT_S, EnvNode, clean_environ, env_nodes
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, Request, S3Server
@@ -470,7 +471,7 @@ def test_progress_is_one_line_a_second_and_posted_to_the_trainjob_until_it_is_re
 
 
 def cachectl(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "cache_client", "load", "--from-env", *arguments],
         capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
         env=clean_environ(**variables),

@@ -97,6 +97,7 @@ def test_integers_of_numpy_make_a_cluster() -> None:
         assert node.memory_limit_bytes == 10**9
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_a_temporary_directory_and_the_processes_are_gone_when_it_closes() -> None:
     with LocalCluster(num_nodes=1) as cluster:
         directory, pid = cluster.cache_dir, cluster.nodes[0].pid
@@ -233,11 +234,13 @@ def test_the_memory_limit_is_that_of_each_node() -> None:
     assert node.memory_limit_bytes == 123_456
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_nodes_that_are_told_so_look_for_no_huge_pages() -> None:
     with LocalCluster(1, huge_pages=False) as cluster:
         assert "--no-huge-pages" in Path(f"/proc/{cluster.nodes[0].pid}/cmdline").read_text()
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_nodes_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[int] = []
     wait = LocalNode.wait_until_listening
@@ -253,6 +256,7 @@ def test_nodes_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len({node.control_location for node in cluster.nodes}) == 3
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_an_interrupt_just_after_a_node_was_started_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

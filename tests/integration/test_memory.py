@@ -63,6 +63,7 @@ def anonymous_bytes(pid: int) -> int:
     raise AssertionError("no RssAnon")
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_memory_stays_bounded_while_two_gigabytes_are_loaded_and_streamed(
     big_source: Path,
 ) -> None:

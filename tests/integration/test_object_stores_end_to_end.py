@@ -177,8 +177,9 @@ def assert_no_secret_on_disk(cluster: LocalCluster) -> None:
 # -- every row once --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("objects", "replicas"), [(2000, 1), (400, 2)])
-def test_two_thousand_objects_are_every_row_once_and_each_is_read_by_one_node(
+# A listing has 1,000 objects.
+@pytest.mark.parametrize(("objects", "replicas"), [(1_050, 1), (200, 2)])
+def test_more_objects_than_a_listing_has_are_every_row_once_and_each_is_read_by_one_node(
     store: Store, cluster: LocalCluster, objects: int, replicas: int
 ) -> None:
     client = CacheClient(cluster.endpoint)

@@ -27,6 +27,7 @@ from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_server import LocalCluster
 from cache_server.shards.packing import storage_schema
+from tests import forked_python
 from tests.conftest import write_numbered
 
 NUM_ROWS = 20_000
@@ -466,7 +467,7 @@ def test_what_nobody_can_foretell_is_said_to_be_unknown(
 
 
 def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked_python.run(
         [sys.executable, "-m", "cache_client", *map(str, arguments)],
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip

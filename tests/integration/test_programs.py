@@ -20,6 +20,7 @@ from cache_client import CacheClient, DatasetSpec, LoadError
 from cache_client.__main__ import app as client_app
 from cache_server import LocalCluster
 from cache_server.__main__ import app as server_app
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
@@ -30,7 +31,8 @@ FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "CACHE_ENDPOINT"}
-    done = subprocess.run(
+    run_program = forked_python.run if arguments[0] == sys.executable else subprocess.run
+    done = run_program(
         arguments, capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert done.returncode == code, done.stderr
@@ -39,7 +41,7 @@ def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 def test_a_node_prints_its_ports_in_one_line_and_ends_in_order_on_sigterm(tmp_path: Path) -> None:
     ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
-    with subprocess.Popen(
+    with forked_python.Popen(
         [*SERVER, "serve", "--cache-dir", str(tmp_path / "c"), *ports],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as process:  # fmt: skip
@@ -67,7 +69,7 @@ def test_a_local_cache_loads_a_spec_and_leaves_no_process_behind(tmp_path: Path)
     source = write_numbered(tmp_path / "t", 50, files=2)
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: table\nsource: {source}\n")
-    with subprocess.Popen(
+    with forked_python.Popen(
         [*SERVER, "local", "--nodes", "2", "--load", str(spec)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
@@ -293,7 +295,7 @@ def test_an_output_that_cannot_be_written_is_said_in_one_line(
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
     where = [str(tmp_path / "cache")] if command[-1] == "--cache-dir" else []
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
+        done = forked_python.run(
             [*command, *where],
             stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
             check=False,

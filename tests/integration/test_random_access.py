@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from cache_client import (
 )
 from cache_client.node_streams import CLOSED
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import suspend
 
@@ -213,6 +213,7 @@ def test_a_transform_gets_what_is_asked_for(cluster: LocalCluster, table: str) -
 # -- loaders, processes, threads -------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("method", [None, "fork", "spawn", "forkserver"])
 def test_a_data_loader_collates_every_row_once_in_any_kind_of_worker(
     dataset: CacheDataset, method: str | None
@@ -266,7 +267,7 @@ def test_a_copy_in_another_process_reads_the_same_and_has_the_same_repr(
     cluster: LocalCluster, dataset: CacheDataset
 ) -> None:
     assert int(dataset[0]["row"]) == 0
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-c", READ_PICKLED],
         input=pickle.dumps(dataset), capture_output=True, timeout=60, check=True,
     )  # fmt: skip

@@ -21,6 +21,7 @@ import yaml
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local import Console, kubelet, read_manifests, render, run_local
 from cache_runtimes.local.supported import UnsupportedFieldError
+from tests import forked_python
 from tests.train_jobs import container, replicated_job, runtime, train_job, write
 from tests.waiting import wait_until
 
@@ -531,7 +532,7 @@ def cachectl(*arguments: str | Path) -> list[str]:
 def test_render_prints_the_jobset_and_runs_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "job.yaml", train_job("mine"))
     made = write(tmp_path / "runtime.yaml", runtime(node('touch "$DIR/ran"')))
-    done = subprocess.run(
+    done = forked_python.run(
         cachectl(file, "--runtimes", made, "--render", "--env", f"DIR={tmp_path}"),
         capture_output=True,
         text=True,

@@ -21,6 +21,7 @@ import cache_runtimes
 from cache_client import CacheClient
 from cache_runtimes.local import Console, read_manifests, render, run_local
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.train_jobs import env, train_job, write
 
 Json = dict[str, Any]
@@ -79,15 +80,17 @@ class Run:
             self.lines.append((pod, text))
             self.on_line(pod, text)
 
-        return run_local(
-            manifests,
-            render(manifests.train_job, manifests.runtime),
-            environment=os.environ,
-            extra_environment={"DIR": str(self.folder)},
-            console=Console(event=self.events.append, line=line),
-            hosts=hosts,
-            backoff_s=0.05,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", forked_python.executable())
+            return run_local(
+                manifests,
+                render(manifests.train_job, manifests.runtime),
+                environment=os.environ,
+                extra_environment={"DIR": str(self.folder)},
+                console=Console(event=self.events.append, line=line),
+                hosts=hosts,
+                backoff_s=0.05,
+            )
 
     def of(self, pod: str, word: str) -> list[str]:
         """Lines with a word in them, of the pods whose name has ``pod`` in it."""
@@ -253,7 +256,7 @@ def test_processes_of_jax_find_their_ranks_and_the_cache(rows: Path, run: Run) -
 def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) -> None:
     name = "interrupted"
     made = job(rows, run, hook="time.sleep(100)", name=name)
-    process = subprocess.Popen(
+    process = forked_python.Popen(
         [
             *(sys.executable, "-m", "cache_client", "run-local"),
             str(write(run.folder / "job.yaml", made)),
@@ -262,6 +265,7 @@ def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env={**os.environ, "FORKED_PYTHON": forked_python.executable()},
     )
     try:
         assert process.stdout is not None

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -35,12 +34,16 @@ from cache_client.arguments import BatchFormat
 from cache_client.connections import Connection
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
 # torch advises against more workers than cores; the order must not depend on it.
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("forked_workers"),
+]
 
 ROWS = 2_003
 SHARD_BYTES = 4_000  # many small shards, so that placement really varies
@@ -178,7 +181,7 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
         outputs = []
         for rank in range(ranks_after):
             arguments = [state, cluster.endpoint, rank, ranks_after, workers_after]
-            done = subprocess.run(
+            done = forked_python.run(
                 [sys.executable, "-c", RESUME, json.dumps(arguments)],
                 capture_output=True, text=True, timeout=60, check=True,
             )  # fmt: skip

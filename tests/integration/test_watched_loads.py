@@ -22,6 +22,7 @@ from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.rpc.control_service import CoordinatorServicer
 from cache_server.server import CacheServer
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
 
@@ -192,7 +193,7 @@ def test_a_load_that_is_interrupted_leaves_nothing_of_grpc_that_a_fork_would_wai
         try:
             # In a process of its own: others of this suite have gRPC alive.
             arguments = [sys.executable, "-c", INTERRUPTED_LOAD, cluster.endpoint, *spec.source]
-            done = subprocess.run(
+            done = forked_python.run(
                 [str(part) for part in arguments], capture_output=True, text=True, timeout=WAIT_S
             )
         finally:
@@ -210,7 +211,7 @@ def test_who_interrupts_cachectl_is_told_that_the_load_goes_on(
         away = psutil.Process(cluster.nodes[1].pid)
         suspend(away)
         command = [sys.executable, "-m", "cache_client", "load", str(file)]
-        with subprocess.Popen(
+        with forked_python.Popen(
             [*command, "--endpoint", cluster.endpoint],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         ) as process:  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cache_runtimes.initializer.program import Ending
+from tests import forked_python
 from tests.initializer_cluster import JOB, NAMESPACE, OBJECTS, WAIT_S, InitializerCluster
 from tests.stateful_sets import StatefulSets, exited, starting
 from tests.waiting import wait_until
@@ -27,7 +28,7 @@ class Program:
         inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
         environ = {**inherited, **cluster.environ(**changes), "KUBECONFIG": str(cluster.kubeconfig)}
         self.cluster = cluster
-        self.process = subprocess.Popen(
+        self.process = forked_python.Popen(
             [sys.executable, "-m", "cache_runtimes.initializer"],
             cwd=ROOT,
             env=environ,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -17,6 +17,7 @@ import torch
 
 from cache_client import ConfigError
 from cache_client.device import find_device, on_device
+from tests import forked_python
 from tests.interrupts import Interrupt
 from tests.waiting import wait_until
 
@@ -309,8 +310,9 @@ threading.Thread.start = slow
 
 @pytest.mark.parametrize("before", ["", AS_IT_BEGINS], ids=["while it waits", "as it begins"])
 def test_a_consumer_in_a_thread_that_outlives_the_program_is_told(before: str) -> None:
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-c", before + ENDS_BEFORE_ITS_CONSUMER],
+        env={**os.environ, "FORKED_PYTHON_FINALIZES": "1"},
         capture_output=True,
         text=True,
         timeout=60.0,

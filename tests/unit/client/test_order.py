@@ -28,7 +28,7 @@ from cache_client.order import (
 )
 from cache_client.permutation import ALGORITHM_VERSION, Permutation
 
-examples = settings(deadline=None, max_examples=100)
+examples = settings(max_examples=100)
 
 seeds = st.integers(-(2**70), 2**70)
 epochs = st.integers(0, 2**40)

@@ -18,7 +18,7 @@ def shard_map(replicas: list[tuple[int, ...]], nodes: int) -> ShardMap:
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_the_parts_bring_every_row_to_its_place_from_a_node_that_holds_it(
     data: st.DataObject,

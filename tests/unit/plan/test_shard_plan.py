@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from cache_server.plan.shard_plan import ShardPlan, cut_shards
 from cache_server.source.pinned import SourceFile, Split
 
-quick = settings(deadline=None, max_examples=100)
+quick = settings(max_examples=100)
 
 
 def split(index: int, size: int, rows: int | None = 1) -> Split:

@@ -22,7 +22,7 @@ from cache_protocol.storage.layout import (
 )
 from cache_server.shards.packing import ShardBuilder, storage_schema
 
-quick = settings(deadline=None, max_examples=80)
+quick = settings(max_examples=80)
 
 SCALARS = (
     *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),

@@ -54,7 +54,7 @@ def rows_of(schema: pa.Schema, start: int, stop: int) -> pa.RecordBatch:
 
 
 @pytest.mark.parametrize("huge_page", [mmap.PAGESIZE, 4 * mmap.PAGESIZE])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(schemas(), st.lists(st.integers(1, 40), min_size=1, max_size=6), st.data())
 def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     tmp_path_factory: pytest.TempPathFactory,

@@ -12,7 +12,7 @@ _SIZES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes=_SIZES, first=st.integers(0, 3_000), data=st.data())
 def test_the_run_of_a_row_is_found_whatever_the_sizes_of_runs(
     sizes: list[int], first: int, data: st.DataObject
@@ -39,7 +39,7 @@ def test_rows_before_the_first_run_have_no_run() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     shard_of=st.lists(st.integers(0, 9), min_size=1, max_size=60),
     scale=st.sampled_from([1, 20, 3_000, 10**7]),

@@ -587,7 +587,7 @@ queries = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True),
     source=st.lists(texts.map(lambda text: f"/data/{text}"), min_size=1, max_size=3),

@@ -32,7 +32,7 @@ def test_of_a_file_it_is_the_digest_of_the_digests_of_its_pieces(
     assert file_checksum(path) == by_its_definition(content)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 300), st.binary(max_size=200)), max_size=12))
 def test_it_is_that_of_the_file_in_whatever_order_and_how_often_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[int, bytes]]

@@ -468,7 +468,7 @@ def test_room_grows_far_beyond_the_first_guess() -> None:
     assert packed.column(1).slice(139_995).to_pylist()[-1] == images[69_999].as_py()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 20), max_size=6), st.one_of(st.none(), st.integers(0, 60)))
 def test_any_batches_make_the_same_shard_as_one(
     sizes: list[int], expected_rows: int | None

@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return sizes, ids
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(requests(), COLUMN_LISTS)
 def test_gathered_rows_are_those_of_the_ids_in_their_order(
     tmp_path_factory: pytest.TempPathFactory,
@@ -63,7 +63,7 @@ def test_gathered_rows_are_those_of_the_ids_in_their_order(
     assert gather(rows, ids, columns) == expected(ids, columns or COLUMNS)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(requests(), st.integers(1, 40), st.sampled_from([1, 3, 64]))
 def test_an_answer_is_cut_into_messages_of_no_more_rows_than_asked_for(
     tmp_path_factory: pytest.TempPathFactory,
@@ -89,7 +89,7 @@ def test_whole_messages_of_rows_in_any_order_are_full_but_the_last(tmp_path: Pat
     assert [batch.num_rows for batch in batches] == [3, 3, 1]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SIZES, st.data())
 def test_slices_are_the_rows_of_the_range_in_pieces(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], data: st.DataObject

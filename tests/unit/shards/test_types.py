@@ -243,7 +243,7 @@ FIXED_LISTS = [
 
 
 @pytest.mark.parametrize("dtype", [*SCALARS, *TEXTS, *LISTS, *FIXED_LISTS], ids=str)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_values_in_any_batches_come_back_as_pyarrow_has_them(
     dtype: pa.DataType, data: st.DataObject
@@ -380,7 +380,7 @@ def test_a_batch_that_is_stored_values_already_is_taken_as_it_is(dtype: pa.DataT
 # -- dictionaries ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

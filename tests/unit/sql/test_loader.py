@@ -117,7 +117,7 @@ def test_a_file_in_a_hive_directory_has_its_own_columns_only(tmp_path: Path) -> 
     assert rows_of(split, "SELECT * FROM source", pa.schema([SCHEMA.field("a")])) == [{"a": 0}]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     sql=st.sampled_from(
         [

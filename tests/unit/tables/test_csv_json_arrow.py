@@ -29,7 +29,7 @@ def read_text(path: Path, format: str, target_bytes: int) -> tuple[int, list[dic
     return len(splits), [row for split in splits for row in read(split, format, schema)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     texts=st.lists(
         st.text(st.characters(blacklist_categories=["Cs"]), max_size=30), min_size=1, max_size=60

@@ -171,7 +171,7 @@ def test_timestamps_of_nanoseconds_keep_them(tmp_path: Path) -> None:
 # -- splits: the byte-range rule of DataFusion -----------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     groups=st.lists(st.integers(1, 400), min_size=1, max_size=12),
     target_bytes=st.sampled_from([1, 100, 1_000, 5_000, 20_000, 10**9]),

@@ -86,7 +86,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     rows=st.lists(st.tuples(VALUES, VALUES), max_size=5),
     newline=st.sampled_from(["\n", "\r\n"]),

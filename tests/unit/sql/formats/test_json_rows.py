@@ -154,7 +154,7 @@ def expected(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=12),
     block_bytes=st.sampled_from([1, 40, 1000]),
@@ -190,7 +190,7 @@ def by_datafusion(path: Path, schema: pa.Schema) -> list[dict[str, Any]]:
     return context.table("t").to_pylist()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(rows=st.lists(ROWS, min_size=1, max_size=12))
 def test_what_datafusion_reads_rightly_is_read_the_same(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]

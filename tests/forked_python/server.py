@@ -1,0 +1,194 @@
+"""The server: imports the libraries once, then forks for each request.
+
+A fork whose request says so is killed when the client's connection closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import types
+from pathlib import Path
+
+from tests.forked_python.messages import receive, send_number
+from tests.rank_ends import sitecustomize  # noqa: F401  # runs at the end of a rank, after all others
+
+_ASIDE = 512  # the first number above those that a program knows
+LIBRARIES = [
+    "cache_client.__main__",
+    "cache_server.__main__",
+    "cache_server.server",
+    "cache_server.sql.loader",
+    "deltalake",
+    "pyiceberg.catalog.sql",
+    "torch",
+    "torch.distributed.run",
+]
+
+
+def main() -> None:
+    """Serves on the listening socket whose number is the argument, until standard input ends."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
+    _import(LIBRARIES)
+    clients: dict[int, socket.socket] = {}  # by process id
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    with selectors.DefaultSelector() as selector:
+        for source in (0, listener, woken):
+            selector.register(source, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in selector.select()}
+            if 0 in ready:
+                break
+            if woken in ready:
+                woken.recv(4096)
+                _tell_of_ended(clients, selector)
+            for pid in [pid for pid, client in clients.items() if client in ready]:
+                selector.unregister(clients[pid])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if listener in ready:
+                client, _ = listener.accept()
+                (*program, numbers, new_session, tied), fds = receive(client)
+                _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
+                pid = os.fork()
+                if pid == 0:
+                    for of_server in (listener, client, woken, wake, *clients.values()):
+                        of_server.close()
+                    selector.close()
+                    if new_session:
+                        os.setsid()
+                    _take(fds, numbers)
+                    _become(*program)
+                for fd in fds:
+                    os.close(fd)
+                clients[pid] = client
+                if tied:
+                    selector.register(client, selectors.EVENT_READ)
+                send_number(client, pid)
+
+
+def _import(names: list[str]) -> None:
+    missing = [name for name in names if name not in sys.modules]
+    for name in missing:
+        with contextlib.suppress(ImportError):  # the program says so, where it needs it
+            importlib.import_module(name)
+    if missing:
+        gc.collect()
+        gc.freeze()  # otherwise the first collection in a fork copies every page
+
+
+def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while clients:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            break
+        client = clients.pop(pid)
+        with contextlib.suppress(KeyError):  # the client has gone
+            selector.unregister(client)
+        with contextlib.suppress(OSError):
+            send_number(client, os.waitstatus_to_exitcode(status))
+        client.close()
+
+
+def _take(fds: list[int], numbers: list[int]) -> None:
+    """Gives the file descriptors of a request the numbers that its program knows them by."""
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, _ASIDE) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(aside, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
+    """Runs the program in this process, and ends it as the interpreter does."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(cwd)
+    sys.executable = environ.get("FORKED_PYTHON", sys.executable)
+    if environ.get("PYTHONUNBUFFERED"):
+        _unbuffer()
+    sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    code = 0
+    try:
+        _run(arguments)
+    except SystemExit as error:
+        code = _exit_code(error)
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    if "FORKED_PYTHON_FINALIZES" in environ:
+        ctypes.pythonapi.Py_Exit(code)
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120
+    os._exit(code)
+
+
+def _run(arguments: list[str]) -> None:
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        if arguments[0] == "-u":
+            _unbuffer()
+        arguments = arguments[1:]
+    first, *rest = arguments
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if first == "-m":
+        sys.argv = rest
+        sys.path.insert(0, os.getcwd())
+        for name in (rest[0], f"{rest[0]}.__main__"):
+            if not hasattr(sys.modules.get(name), "__path__"):
+                sys.modules.pop(name, None)  # what was imported is run again
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
+
+
+def _unbuffer() -> None:
+    raw = io.FileIO(1, "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)  # type: ignore[type-var]
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    main()
