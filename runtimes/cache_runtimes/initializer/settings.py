@@ -200,8 +200,8 @@ class _Given:
             self._refuse(name, value, "a Kubernetes quantity above 0, such as 8Gi")
         elif shard_bytes(memory_bytes) < LEAST_SHARD_BYTES:
             self.problems.append(
-                f"{name}={value!r} leaves no memory for rows: the process may take 1Gi or a quarter, "
-                "so set at least 1088Mi"
+                f"{name}={value!r} leaves no memory for rows: the process may take 1Gi or a "
+                "quarter, so set at least 1088Mi"
             )
         return memory_bytes
 
