@@ -1,8 +1,8 @@
-"""What a cluster needs to run a cache beside the trainers of a Kubeflow TrainJob.
+"""Training runtimes for Kubeflow TrainJobs with a cache, and their programs.
 
-`MANIFESTS` is the folder of the runtimes, one object a file, to be applied with kustomize. The
-programs that belong to them are here: `cache_runtimes.initializer` makes a cache sized by its job,
-and `cache_runtimes.local` runs a TrainJob and its runtime as processes of one machine.
+`MANIFESTS` is the folder of the runtimes, one object a file, for kustomize.
+`cache_runtimes.initializer` creates a cache of the size that its job asks for, and
+`cache_runtimes.local` runs a TrainJob and its runtime as processes of one machine.
 """
 
 from pathlib import Path

@@ -326,7 +326,7 @@ def borrowed_torch(folder: Path) -> Path:
 
 
 def run_local_job(folder: Path, *arguments: str) -> list[str]:
-    """What `LOCAL_JOB` printed."""
+    """The lines that `LOCAL_JOB` prints."""
     program = folder / "local_job.py"
     program.write_text(textwrap.dedent(LOCAL_JOB), encoding="utf-8")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -350,7 +350,7 @@ def test_the_local_backend_of_the_sdk_reads_a_cache_that_its_environment_names(
     client.load(DatasetSpec(dataset_name, write_numbered(tmp_path / "rows", 500)))
     wheel = borrowed_torch(tmp_path).as_uri()
     status, *lines = run_local_job(tmp_path, client.endpoint, dataset_name, wheel)
-    assert status == "Complete", lines
+    assert status == "Complete", "\n".join(lines)
     (told,) = (json.loads(line) for line in lines if line.startswith("{"))
     assert told["world"] == 1
     assert sorted(told["rows"]) == [*range(500)]

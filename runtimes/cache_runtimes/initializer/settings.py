@@ -116,7 +116,7 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
         namespace=given.text("POD_NAMESPACE", own_namespace),
         pod_name=environ.get("POD_NAME") or None,
         image=given.text("CACHE_IMAGE"),
-        # One data node is the least that a cache has, so 1 and 2 mean the same.
+        # A cache has at least one node, so 1 and 2 mean the same.
         num_nodes=max(1, given.whole("CLUSTER_SIZE", DEFAULT_CLUSTER_SIZE) - 1),
         cpu=given.cpu("WORKER_CPU", "2"),
         memory=memory,
@@ -141,7 +141,7 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
 
 
 class _Given:
-    """Reads variables and collects what is wrong with them; a bad one reads as its default."""
+    """Reads variables and collects their problems; a bad one reads as its default."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.problems: list[str] = []
@@ -200,8 +200,8 @@ class _Given:
             self._refuse(name, value, "a Kubernetes quantity above 0, such as 8Gi")
         elif shard_bytes(memory_bytes) < MIN_SHARD_BYTES:
             self.problems.append(
-                f"{name}={value!r} leaves no room for rows: the process itself may take 1Gi or a "
-                "quarter, so at least 1088Mi are needed"
+                f"{name}={value!r} leaves no memory for rows: the process may take 1Gi or a "
+                "quarter, so set at least 1088Mi"
             )
         return memory_bytes
 

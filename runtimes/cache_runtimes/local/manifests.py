@@ -152,7 +152,7 @@ def _checked(document: Json, path: Path) -> Json:
 def _is_scalar(problem: ErrorDetails) -> bool:
     """Whether the input is a quantity or a port, which the models read as an object only."""
     model = str((problem.get("ctx") or {}).get("class_name"))
-    is_scalar = type(problem["input"]) in (str, int, float)  # a bool is none
+    is_scalar = type(problem["input"]) in (str, int, float)  # not bool
     return is_scalar and model.endswith(("Quantity", "IntOrString"))
 
 

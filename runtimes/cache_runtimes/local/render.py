@@ -134,7 +134,7 @@ def _wrong_patches(patches: Iterable[Json], jobs: list[Json]) -> Iterator[str]:
 
 
 def _at(value: Json, *steps: str) -> Json:
-    """The object below ``value``; empty where there is none."""
+    """The object at ``steps`` below ``value``; empty if it is absent."""
     for step in steps:
         value = value.get(step) or {}
     return value
