@@ -70,6 +70,7 @@ def executed_nodes() -> Iterator[None]:
     """The nodes of a test are started as a user's are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _execute_node)
+        patch.setattr(forked_python, "Popen", subprocess.Popen)
         yield
 
 

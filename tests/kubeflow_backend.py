@@ -184,7 +184,7 @@ def run_locally(file: Path, timeout_s: float = 150, **environment: str) -> Finis
         env={
             **os.environ,
             "FORKED_PYTHON": forked_python.executable(),
-            "FORKED_PYTHON_IMPORTS": "cache_runtimes.local torch._dynamo",
+            "FORKED_PYTHON_IMPORTS": "torch._dynamo",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

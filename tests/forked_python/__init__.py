@@ -12,6 +12,7 @@ Variables in the environment of a fork:
 
 - ``FORKED_PYTHON`` becomes its ``sys.executable``, see `executable`.
 - ``FORKED_PYTHON_IMPORTS``: modules that the server imports before, for this fork and later ones.
+  They must not read the environment when they are imported, as ``kubernetes`` does.
 - ``FORKED_PYTHON_FINALIZES``: the interpreter ends, which takes 0.3 s.
 """
 
@@ -119,15 +120,14 @@ def executable() -> str:
 @cache
 def _server_folder() -> str:
     """Starts the server of this process: it ends with its standard input, so with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="forked-python-")
+    folder = Path(tempfile.mkdtemp(prefix="forked-python-"))
     source = Path(_ROOT, "tests/forked_python/shim.py").read_text(encoding="utf-8")
-    programs = Path(folder.name, "bin")
-    programs.mkdir()
+    (folder / "bin").mkdir()
     for name in ("python", "torchrun", "cachectl", "cache-server"):
-        (programs / name).write_text(f"#!{sys.executable} -IS\n{source}", encoding="utf-8")
-        (programs / name).chmod(0o755)
+        (folder / "bin" / name).write_text(f"#!{sys.executable} -IS\n{source}", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{folder.name}/socket")
+    listener.bind(str(folder / "socket"))
     listener.listen(64)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.forked_python.server", str(listener.fileno())],
@@ -136,11 +136,11 @@ def _server_folder() -> str:
     )  # fmt: skip
     listener.close()
 
+    parent = os.getpid()
+
     def end() -> None:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
-        folder.cleanup()
+        if os.getpid() == parent:
+            process.communicate()
 
     atexit.register(end)
-    return folder.name
+    return str(folder)

@@ -12,9 +12,11 @@ import fcntl
 import gc
 import importlib
 import io
+import multiprocessing
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -41,6 +43,7 @@ LIBRARIES = [
 def main() -> None:
     """Serves on the listening socket whose number is the argument, until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
+    folder = Path(listener.getsockname()).parent
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
     _import(LIBRARIES)
     clients: dict[int, socket.socket] = {}  # by process id
@@ -65,7 +68,11 @@ def main() -> None:
                     os.kill(pid, signal.SIGKILL)
             if listener in ready:
                 client, _ = listener.accept()
-                (*program, numbers, new_session, tied), fds = receive(client)
+                try:
+                    (*program, numbers, new_session, tied), fds = receive(client)
+                except (EOFError, OSError):  # it was killed
+                    client.close()
+                    continue
                 _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
                 pid = os.fork()
                 if pid == 0:
@@ -81,7 +88,9 @@ def main() -> None:
                 clients[pid] = client
                 if tied:
                     selector.register(client, selectors.EVENT_READ)
-                send_number(client, pid)
+                with contextlib.suppress(OSError):
+                    send_number(client, pid)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _import(names: list[str]) -> None:
@@ -126,6 +135,7 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     os.chdir(cwd)
     sys.executable = environ.get("FORKED_PYTHON", sys.executable)
+    multiprocessing.set_executable(sys.executable)
     if environ.get("PYTHONUNBUFFERED"):
         _unbuffer()
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -113,6 +113,7 @@ def large_groups(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("executed_nodes")
 def test_a_node_of_a_small_container_keeps_to_its_memory_whatever_the_row_groups(
     large_groups: Path, tmp_path: Path
 ) -> None:

@@ -193,7 +193,7 @@ def test_a_load_that_is_interrupted_leaves_nothing_of_grpc_that_a_fork_would_wai
         try:
             # In a process of its own: others of this suite have gRPC alive.
             arguments = [sys.executable, "-c", INTERRUPTED_LOAD, cluster.endpoint, *spec.source]
-            done = forked_python.run(
+            done = subprocess.run(
                 [str(part) for part in arguments], capture_output=True, text=True, timeout=WAIT_S
             )
         finally:
