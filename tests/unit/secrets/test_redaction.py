@@ -24,6 +24,7 @@ ODD = "hu/sh+ é%2=\\\"'<&>fin"
         (PEM, f"key {PEM!r}"),
         ("postgresql://u:p%40ss@db/shop", "password p@ss is wrong"),
         ("postgresql://u:p%40ss@db/shop", "password p%40ss is wrong"),
+        ("user:a/b+c", "client_id=user&client_secret=a%2Fb%2Bc"),
     ],
 )
 def test_a_secret_is_hidden_in_whatever_form_it_stands(secret: str, text: str) -> None:
