@@ -161,7 +161,10 @@ def test_a_source_that_cannot_be_read_is_refused_with_its_path_and_the_reason(
         ({"sql": "INSERT INTO source VALUES (1)"}, ["INSERT INTO source"]),
         ({"sql": "COPY source TO '/tmp/stolen.parquet'"}, ["COPY source"]),
         ({"sql": "SET datafusion.execution.batch_size = 1"}, ["SET datafusion"]),
-        ({"sql": "SELECT label, sum(a) AS s FROM source GROUP BY label"}, ["defined order", "ORDER BY"]),
+        (
+            {"sql": "SELECT label, sum(a) AS s FROM source GROUP BY label"},
+            ["defined order", "ORDER BY"],
+        ),
         ({"sql": "SELECT row FROM source LIMIT 3"}, ["LIMIT", "allow_unordered: true"]),
         ({"sql": "SELECT DISTINCT label FROM source"}, ["DISTINCT", "defined order"]),
         ({"sql": "SELECT row_number() OVER () AS n FROM source"}, ["a window function"]),

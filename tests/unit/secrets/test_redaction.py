@@ -75,7 +75,7 @@ def test_a_token_that_http_client_refuses_to_send_is_hidden(token: str) -> None:
     )
 
 
-def test_an_authorization_that_nobody_gave_here_is_hidden() -> None:
+def test_an_unknown_authorization_is_hidden() -> None:
     text = "sent {'Authorization': 'Bearer eyJ0eXAi.x-y_z'}: Basic authentication, Bearer tokens"
 
     expected = "sent {'Authorization': 'Bearer ***'}: Basic authentication, Bearer tokens"
