@@ -1,8 +1,8 @@
 """Removes secrets from text that libraries and servers wrote. Pure.
 
 A secret is found as it is, URL-encoded, in base64, and as Python's ``repr`` has it: `http.client`
-quotes a header that has a line end, with the token in it. So is the password of a secret that is
-a URI.
+quotes a header that has a line end, with the token in it. Two parts of a secret count as secrets:
+the password of a URI, and the second part of ``ID:SECRET``, which pyiceberg sends alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def redacted(text: str, secrets: Collection[str]) -> str:
 def hidden(text: str, secrets: Collection[str]) -> str:
     """``text`` without the secrets, and without the passwords in them."""
     passwords = [found[2] for value in secrets for found in _PASSWORD.finditer(value)]
+    passwords += [value.partition(":")[2] for value in secrets if "://" not in value]
     values = {*secrets, *passwords, *map(unquote, passwords)}
     long = [value for value in values if len(value) >= _MIN_SECRET_CHARS]
     for value in sorted(long, key=len, reverse=True):

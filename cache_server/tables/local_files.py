@@ -261,7 +261,7 @@ def _path_of(source: str) -> str:
         return source
     uri = urlsplit(source)
     if uri.scheme != "file" or uri.netloc not in ("", "localhost"):
-        raise RequestError(f"source {source!r}: this is no file of the node's machine")
+        raise RequestError(f"source {source!r}: it is not a file of the node's machine")
     if "?" in source or "#" in source:  # they end the path
         raise RequestError(
             f"source {source!r}: a file is named by its path, without a query or a fragment; write "

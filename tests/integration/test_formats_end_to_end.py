@@ -193,7 +193,7 @@ def copies(client: CacheClient, name: str) -> set[int]:
 
 
 class Shop:
-    """A database, and a view whose rows from 400 on are held up by whoever closes the gate."""
+    """A database, and a view whose rows from 400 on are held up while the gate is closed."""
 
     def __init__(self, server: PostgresServer, name: str) -> None:
         self.server, self.name = server, name

@@ -1,4 +1,4 @@
-"""PostgreSQL: the pinned rows, each once, in one order, whoever reads them; and named failures."""
+"""PostgreSQL: the pinned rows, each once, in one order on every node; and named failures."""
 
 import itertools
 import json
@@ -535,7 +535,7 @@ def test_names_with_quotes_are_names(db: Database) -> None:
         ({"table": "t", "query": "SELECT 1"}, "got table and query"),
         ({"table": "nope"}, "no table 'nope'"),
         ({"table": "a.b.c.d"}, "a.b.c.d"),
-        ({"table": "t_id_seq"}, "is no table or view"),
+        ({"table": "t_id_seq"}, "is neither a table nor a view"),
         ({"table": "t", "split_column": "nope"}, "no split_column 'nope'; columns: id, j"),
         ({"table": "t", "split_column": "j"}, "ordering operator"),
         ({"table": "t", "tabel": "t"}, "no such option: tabel"),

@@ -49,7 +49,7 @@ def check_times(texts: pa.RecordBatch, schema: pa.Schema, split: Split) -> None:
         if len(leaps):
             raise LoadError(
                 f"cannot load {split}: column {name!r} holds {leaps[0].as_py()!r}, a leap second, "
-                f"which {dtype} has none of: {remedy(name, 'string')}, or write the second before "
+                f"which {dtype} cannot hold: {remedy(name, 'string')}, or write the second before "
                 "or after it"
             )
 

@@ -42,5 +42,5 @@ def objection(head: bytes, format: str) -> str | None:
     if format in _TEXTS and b"\x00" in head[:4]:
         return "it holds null characters, as UTF-16 does: write it as UTF-8"
     if format == "json" and head.startswith(_BOM):
-        return "it begins with a byte order mark, which JSON has none of: write it without"
+        return "it begins with a byte order mark, which JSON must not have: remove it"
     return None

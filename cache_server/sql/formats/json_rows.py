@@ -155,14 +155,14 @@ def _exactly(block: bytes, schema: pa.Schema, split: Split, offset: int) -> pa.R
         while (place := _SPACE.match(text, place).end()) < len(text):  # type: ignore[union-attr]
             row, end = _DECODER.raw_decode(text, place)
             if not isinstance(row, dict):
-                raise _RowError(f"a line is of one object, not {_quoted(row)}")
+                raise _RowError(f"a line must be one object, got {_quoted(row)}")
             for field, values in zip(schema, columns, strict=True):
                 values.append(_value(row.get(field.name), field))
             place, num_rows = end, num_rows + 1
     except UnicodeDecodeError as error:
-        reason, before = "it is no UTF-8", block[: error.start]
+        reason, before = "it is not UTF-8", block[: error.start]
     except json.JSONDecodeError as error:
-        reason = f"it is no JSON with an object a line: {error.msg}"
+        reason = f"it is not JSON with one object a line: {error.msg}"
         before = text[: error.pos].encode()
     except ArithmeticError:  # more digits than Python handles
         reason, before = "an exponent is too long", text[:place].encode()

@@ -72,7 +72,7 @@ def find_table(session: Session, address: Address, name: str) -> Relation:
         )
     oid, schema, table, kind = found[0]
     if kind not in _KINDS:
-        raise RequestError(f"{name!r} of database {address} is no table or view")
+        raise RequestError(f"{name!r} of database {address} is neither a table nor a view")
     keys = session.rows(
         "SELECT a.attname::text, a.atttypid::int8 FROM pg_catalog.pg_index AS i "
         "CROSS JOIN LATERAL pg_catalog.unnest(i.indkey) WITH ORDINALITY AS k (attnum, place) "

@@ -157,7 +157,7 @@ def _parse(table: TableSpec) -> tuple[Address, dict[str, str]]:
     if len(given) != 1:
         raise RequestError(
             f"source {shown!r} needs one of table and query, got {' and '.join(given) or 'none'}: "
-            "write ?table=schema.name or ?query=SELECT%20... behind it, or give it in "
+            "append ?table=schema.name or ?query=SELECT%20... to it, or give it in "
             "storage_options"
         )
     timeout = words.get("connect_timeout", "1")

@@ -127,7 +127,7 @@ def _misspelt(environ: Mapping[str, str]) -> list[str]:
             continue
         near = get_close_matches(name.removeprefix(_PREFIX), known, 1, _NEAR)
         if near:
-            problems.append(f"{name} is no setting: did you mean {known[near[0]]}?")
+            problems.append(f"{name} is unknown: did you mean {known[near[0]]}?")
     return problems
 
 
@@ -300,7 +300,7 @@ def _check_format(
         )
     elif format == "postgres" and only is None:
         problems.append(
-            f"{_quoted(given, 'CACHE_FORMAT')}: {_quoted(given, 'STORAGE_URI')} is no postgresql://"
+            f"{_quoted(given, 'CACHE_FORMAT')}: {_quoted(given, 'STORAGE_URI')} is not postgresql://"
         )
     if only == "iceberg":
         arguments["format"] = only
@@ -381,7 +381,7 @@ def _wrong_uri(uri: str, schemes: Mapping[str, str]) -> str | None:
         parts = urlsplit(uri)
         _ = parts.port
     except ValueError as error:
-        return f"is no URI ({type(error).__name__})"
+        return f"is not a valid URI ({type(error).__name__})"
     if not parts.netloc and match[1].lower() not in _HOSTLESS:
         return "must name a bucket or a host"
     if match[1].lower() == "file" and not (parts.netloc or parts.path):

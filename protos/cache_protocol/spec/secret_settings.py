@@ -118,7 +118,7 @@ def without_password(uri: str, secrets: dict[str, str], problems: list[str]) -> 
     try:
         parts = urlsplit(uri)
     except ValueError:  # the error may quote the password
-        problems.append(f"a source of the scheme {uri.partition(':')[0]} has no host that is one")
+        problems.append(f"a source of the scheme {uri.partition(':')[0]} has an invalid host")
         return uri
     if signed := _secret_keys(parts):
         place = f"at {parts.hostname!r}" if parts.hostname else f"of {parts.scheme}://"

@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
                 continue
             if (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands there twice", key.start_mark
+                    None, None, f"the key {key.value!r} is repeated", key.start_mark
                 )
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)

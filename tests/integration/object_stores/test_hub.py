@@ -164,7 +164,7 @@ def test_a_hub_that_is_not_there_is_named() -> None:
         expand("hf://tatsu-lab/alpaca/data", PARQUET, options, {})
 
 
-def test_a_hub_whose_certificate_nobody_signed_is_named_at_once(tmp_path: Path) -> None:
+def test_a_hub_with_an_unsigned_certificate_is_named_at_once(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(self_signed(tmp_path / "server.pem"))
     began = time.monotonic()
@@ -216,7 +216,7 @@ def test_the_password_of_a_mirror_that_fails_for_a_while_is_not_logged() -> None
 
 
 @pytest.mark.parametrize("endpoint", ["user:hush-hush@mirror", "http://user:hush/hush@mirror"])
-def test_an_address_of_the_hub_that_is_none_is_refused(endpoint: str) -> None:
+def test_a_bad_address_of_the_hub_is_refused(endpoint: str) -> None:
     with pytest.raises(RequestError, match="endpoint of a store must be an http") as caught:
         expand("hf://tatsu-lab/alpaca/data", PARQUET, {}, {"endpoint": endpoint})
     assert "hush" not in str(caught.value)

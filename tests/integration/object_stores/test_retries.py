@@ -147,7 +147,7 @@ def test_a_server_that_is_not_there_is_named(s3: S3Server) -> None:
         expand("s3://lake/a", PARQUET, options, s3.secrets)
 
 
-def test_a_server_whose_certificate_nobody_signed_is_named(s3: S3Server, tmp_path: Path) -> None:
+def test_a_server_with_an_unsigned_certificate_is_named(s3: S3Server, tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(self_signed(tmp_path / "server.pem"))
     with Served(FilesStub, context) as address:

@@ -178,7 +178,7 @@ def test_relative_paths_become_absolute_where_the_spec_is_written(
     )
 
 
-def test_the_home_directory_is_that_of_whoever_writes_the_spec(
+def test_the_home_directory_is_that_of_the_process_that_makes_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/me")
@@ -322,7 +322,7 @@ def test_types_are_those_of_python_in_yaml_and_on_the_wire(tmp_path: Path) -> No
     assert spec != DatasetSpec("t", "/a.csv")
 
 
-def test_each_table_has_types_of_its_own() -> None:
+def test_each_table_has_its_types() -> None:
     spec = DatasetSpec(
         "t",
         sources={"a": {"source": "/a.csv", "types": {"zip": "string"}}, "b": "/b.csv"},
@@ -402,10 +402,10 @@ def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("name: t\nsource: /a\nfilter: x\nfilter: y", "'filter' stands there twice in line 4"),
+        ("name: t\nsource: /a\nfilter: x\nfilter: y", "'filter' is repeated in line 4"),
         (
             "name: t\nsources:\n  a: {source: /a, source: /b}",
-            "'source' stands there twice in line 3",
+            "'source' is repeated in line 3",
         ),
         ("name: t\nsource: &all [*all]", "a value of the dataset spec holds itself"),
         ("name: t\nsource: " + "[" * 5000, "it is nested too deeply"),
@@ -517,7 +517,7 @@ def test_a_source_whose_password_ends_its_host_too_early_is_refused(source: str)
         "s3://bucket/a:b/t@v1.parquet",
     ],
 )
-def test_an_at_sign_behind_the_host_is_none_of_a_password(source: str) -> None:
+def test_an_at_sign_after_the_host_ends_no_password(source: str) -> None:
     assert DatasetSpec("t", source).source == (source,)
 
 

@@ -24,6 +24,7 @@ ODD = "hu/sh+ é%2=\\\"'<&>fin"
         (PEM, f"key {PEM!r}"),
         ("postgresql://u:p%40ss@db/shop", "password p@ss is wrong"),
         ("postgresql://u:p%40ss@db/shop", "password p%40ss is wrong"),
+        ("user:a/b+c", "client_id=user&client_secret=a%2Fb%2Bc"),
     ],
 )
 def test_a_secret_is_hidden_in_whatever_form_it_stands(secret: str, text: str) -> None:
@@ -74,7 +75,7 @@ def test_a_token_that_http_client_refuses_to_send_is_hidden(token: str) -> None:
     )
 
 
-def test_an_authorization_that_nobody_gave_here_is_hidden() -> None:
+def test_an_unknown_authorization_is_hidden() -> None:
     text = "sent {'Authorization': 'Bearer eyJ0eXAi.x-y_z'}: Basic authentication, Bearer tokens"
 
     expected = "sent {'Authorization': 'Bearer ***'}: Basic authentication, Bearer tokens"

@@ -177,7 +177,7 @@ def test_a_shard_that_is_dropped_is_not_held(memory: Path, monkeypatch: pytest.M
 
     def dropping(self: AddressRange, at: int, size: int) -> None:
         asked.append(size)
-        shards.clear()  # the first is held by who moves it, the second by nobody
+        shards.clear()  # only the mover holds the first one
 
     monkeypatch.setattr(AddressRange, "collapse", dropping)
     HugePages(memory, lambda: shards, lambda: True).move_all()

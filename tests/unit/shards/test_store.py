@@ -185,7 +185,7 @@ def test_a_batch_that_does_not_lie_in_its_draft_is_copied(store: ShardStore) -> 
 
 
 def test_a_column_of_a_shard_may_have_more_numbers_than_32_bits_count() -> None:
-    numbers = pa.array(np.zeros(2**31 + 2, np.uint8))  # pages that nobody touches
+    numbers = pa.array(np.zeros(2**31 + 2, np.uint8))  # untouched pages
     rows = pa.FixedSizeListArray.from_arrays(numbers, 2)
     sink = pa.MockOutputStream()
 
@@ -780,7 +780,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go_on.set()
 
 
-def test_whoever_drops_something_large_does_not_wait_until_it_is_freed(
+def test_dropping_something_large_does_not_wait_until_it_is_freed(
     three_shards: Path, held_up: threading.Event
 ) -> None:
     with ShardStore(three_shards) as store:

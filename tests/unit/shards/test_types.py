@@ -109,7 +109,7 @@ def leaf_of(dtype: pa.DataType) -> pa.DataType:
 
 
 def is_fixed(dtype: pa.DataType) -> bool:
-    """Whether a row has a size of its own, so that there is no place for a null in it."""
+    """Whether all rows have one size, which leaves no place for a null."""
     while pa.types.is_fixed_size_list(dtype) or pa.types.is_dictionary(dtype):
         dtype = dtype.value_type
     return bool(pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype))

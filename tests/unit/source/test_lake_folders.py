@@ -39,7 +39,7 @@ def test_a_table_is_told_by_its_log_and_has_the_files_below(above: str, below: s
     assert lake_folders.first_root([f"{root}/_delta_log/{below}x.json"], roots) is None
 
 
-def test_metadata_that_is_none_of_icebergs_tells_no_table() -> None:
+def test_other_metadata_than_icebergs_makes_no_table() -> None:
     for name in ("metadata/schema.json", "metadata/a.metadata.json", "00001-a.metadata.json"):
         assert lake_folders.root_told_by(name) is None
     assert lake_folders.root_told_by("metadata/v1.metadata.json") == ("", "iceberg")

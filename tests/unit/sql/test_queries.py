@@ -17,7 +17,7 @@ def refusal(sql: str) -> str:
     return str(caught.value)
 
 
-# -- queries that handle a row by itself -----------------------------------------------------------
+# -- queries that run split by split ---------------------------------------------------------------
 
 EVERY_ROW = {
     "SELECT * FROM source": SCHEMA.names,
@@ -277,7 +277,7 @@ def test_what_would_mean_something_else_is_refused_with_what_to_write(
         "SELECT 'x SIMILAR TO y' AS x, 'CAST(a AS VARCHAR(2))' AS y FROM source -- ::CHAR",
     ],
 )
-def test_types_that_are_heeded_and_names_that_look_like_types_are_harmless(sql: str) -> None:
+def test_supported_types_and_names_that_look_like_types_are_harmless(sql: str) -> None:
     check_query(sql, {"source": WORDS}, allow_unordered=True)
 
 
@@ -425,7 +425,7 @@ def test_no_aggregate_and_no_window_function_loses_what_is_said_of_it() -> None:
                 assert "is not supported with" not in str(error)
 
 
-def test_distinct_is_heeded_wherever_it_is_let_in() -> None:
+def test_distinct_counts_in_every_accepted_call() -> None:
     """Of any version of DataFusion: the names of those that pass over it may be others."""
     context = SessionContext(SessionConfig().with_information_schema(True))
     routines = context.sql("SELECT * FROM information_schema.routines").to_pylist()

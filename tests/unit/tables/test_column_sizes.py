@@ -69,7 +69,7 @@ def test_lists_of_strings_have_offsets_of_both(
     assert foretold(table, [pa.field("a", stored)]) == [50 * row_bytes]
 
 
-def test_a_field_of_a_structure_is_a_column_of_its_own() -> None:
+def test_a_field_of_a_struct_counts_as_a_column() -> None:
     rows = [{"n": 1, "t": "four"}] * 10
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"s": rows, "t": ["x"] * 10}), sink)

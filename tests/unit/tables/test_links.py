@@ -126,7 +126,7 @@ def test_a_source_that_cannot_be_read_is_named(
             paths_of(tmp_path / pattern)
 
 
-def test_a_directory_to_which_nobody_goes_need_not_be_readable(
+def test_a_directory_that_no_glob_enters_may_be_unreadable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = touch(tmp_path / "year=2023" / "a.parquet")

@@ -238,7 +238,9 @@ def test_a_compressed_file_of_another_format_is_passed_over(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("uri", ["ftp://bucket/a.parquet", "file://other-host/a.parquet"])
 def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
-    with pytest.raises(RequestError, match=r"no file of the node's machine|not served") as caught:
+    with pytest.raises(
+        RequestError, match=r"not a file of the node's machine|not served"
+    ) as caught:
         paths_of(uri)
     assert uri in str(caught.value)
 
@@ -337,7 +339,7 @@ def test_ignore_is_no_way_out_for_a_source_inside_of_a_table(lake: Path) -> None
         paths_of(lake, format="parquet")
 
 
-# -- what is no file -------------------------------------------------------------------------------
+# -- neither files nor directories -----------------------------------------------------------------
 
 
 @pytest.fixture

@@ -362,7 +362,7 @@ def test_a_split_knows_what_its_largest_row_group_takes_of_the_columns_read(
     assert split.group_bytes < footer.row_group(1).total_byte_size
 
 
-def test_each_split_of_a_file_has_the_largest_of_its_own_row_groups(tmp_path: Path) -> None:
+def test_each_split_has_the_size_of_its_largest_row_group(tmp_path: Path) -> None:
     footer, splits = grouped(tmp_path / "a.parquet", [600_000, 200_000, 300_000], 6_000_000)
 
     chunks = [footer.row_group(index).column(1).total_compressed_size for index in range(3)]

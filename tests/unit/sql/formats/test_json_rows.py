@@ -162,7 +162,7 @@ def expected(row: dict[str, Any]) -> dict[str, Any]:
     ascii=st.booleans(),
     with_fraction=st.booleans(),
 )
-def test_rows_are_those_of_python_however_they_are_cut_and_whoever_reads_them(
+def test_rows_are_those_of_python_for_every_cut_and_parser(
     tmp_path_factory: pytest.TempPathFactory,
     rows: list[dict[str, Any]],
     block_bytes: int,
@@ -250,23 +250,26 @@ def test_a_value_that_does_not_fit_is_named_with_its_column_and_the_byte_of_its_
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"a": 1}\n{"a":\n', "it is no JSON with an object a line: Expecting value (byte 15)"),
-        ('{"a": 1},\n{"a": 2}\n', "it is no JSON with an object a line: Expecting value (byte 8)"),
+        ('{"a": 1}\n{"a":\n', "it is not JSON with one object a line: Expecting value (byte 15)"),
+        (
+            '{"a": 1},\n{"a": 2}\n',
+            "it is not JSON with one object a line: Expecting value (byte 8)",
+        ),
         (
             '{"é": 1, "a" 1}\n',
-            "it is no JSON with an object a line: Expecting ':' delimiter (byte 14)",
+            "it is not JSON with one object a line: Expecting ':' delimiter (byte 14)",
         ),
         ("{'a': 1}\n", "Expecting property name enclosed in double quotes"),
-        ('{"a": 01}\n', "it is no JSON with an object a line: Expecting ',' delimiter (byte 7)"),
-        ('{"a": .5}\n', "it is no JSON with an object a line: Expecting value (byte 6)"),
-        ('{"a": 1,}\n', "it is no JSON with an object a line: "),
-        ('[{"a": 1}]', 'a line is of one object, not [{"a": 1.0}] (byte 0)'),
-        ('{"a": 1}\n5\n', "a line is of one object, not 5 (byte 9)"),
-        ('"a"\n', 'a line is of one object, not "a" (byte 0)'),
+        ('{"a": 01}\n', "it is not JSON with one object a line: Expecting ',' delimiter (byte 7)"),
+        ('{"a": .5}\n', "it is not JSON with one object a line: Expecting value (byte 6)"),
+        ('{"a": 1,}\n', "it is not JSON with one object a line: "),
+        ('[{"a": 1}]', 'a line must be one object, got [{"a": 1.0}] (byte 0)'),
+        ('{"a": 1}\n5\n', "a line must be one object, got 5 (byte 9)"),
+        ('"a"\n', 'a line must be one object, got "a" (byte 0)'),
         ('{"a": 1e99999999999999999999}\n', "an exponent is too long (byte 0)"),
-        (b'{"a": 1, "b": "\xff"}\n', "it is no UTF-8 (byte 15)"),
-        (b'{"a": 1}\n{"b": "\xed\xa0\x80"}\n', "it is no UTF-8 (byte 16)"),
-        (b'{"a": 1, "\xff": 2}\n', "it is no UTF-8 (byte 10)"),
+        (b'{"a": 1, "b": "\xff"}\n', "it is not UTF-8 (byte 15)"),
+        (b'{"a": 1}\n{"b": "\xed\xa0\x80"}\n', "it is not UTF-8 (byte 16)"),
+        (b'{"a": 1, "\xff": 2}\n', "it is not UTF-8 (byte 10)"),
     ],
 )
 def test_what_is_no_object_of_json_is_named_with_its_byte(
@@ -279,11 +282,11 @@ def test_what_is_no_object_of_json_is_named_with_its_byte(
 def test_a_row_that_is_null_is_refused_and_ends_no_process(tmp_path: Path, before: str) -> None:
     refused = refusal(tmp_path / "a.json", f'{before}null\n{{"a": 1}}\n', INT)
 
-    assert refused == f"a line is of one object, not null (byte {len(before)})"
+    assert refused == f"a line must be one object, got null (byte {len(before)})"
 
 
 def test_a_row_that_is_null_behind_a_byte_order_mark_ends_no_process(tmp_path: Path) -> None:
-    assert "it is no JSON with" in refusal(tmp_path / "a.json", "\ufeffnull\n", INT)
+    assert "it is not JSON with" in refusal(tmp_path / "a.json", "\ufeffnull\n", INT)
 
 
 def test_a_row_that_is_nested_beyond_what_python_reads_is_refused(tmp_path: Path) -> None:
