@@ -122,7 +122,7 @@ def _seal(context: SessionContext, parts: list[int], num_rows: int, store: Shard
 def with_store(
     config: SessionConfig, bucket: str, endpoint: str, keys: dict[str, str]
 ) -> SessionContext:
-    """A session of DataFusion that reads ``s3://bucket`` by itself."""
+    """A DataFusion session with its own reader of ``s3://bucket``."""
     context = SessionContext(config)
     store = AmazonS3(bucket, region="us-east-1", endpoint=endpoint, allow_http=True, **keys)
     context.register_object_store("s3://", store, bucket)

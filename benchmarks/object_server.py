@@ -2,7 +2,7 @@
 
 It lists pages of a thousand (ListObjectsV2), answers HEAD, and GET with a range by `sendfile`. It
 looks at no signature, writes nothing and lists no "directories". Keys are the paths of the files
-below the folder; their bucket is whatever is asked for.
+below the folder; every bucket name is accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RANGE = re.compile(rb"\r\nrange: *bytes=(\d*)-(\d*)\r\n", re.IGNORECASE)
 
 @contextmanager
 def object_server(root: Path) -> Iterator[str]:
-    """The endpoint of a server over ``root``, in a process of its own."""
+    """The endpoint of a server over ``root``, in a separate process."""
     with child_process(_main, root) as pipe:
         yield f"http://127.0.0.1:{pipe.recv()}"
 

@@ -128,7 +128,7 @@ class InstantNode:
         """As a `Connection` is made."""
 
     def open_gather(self, *_: object, **__: object) -> InstantStream:
-        """A stream: one of its own for each request under way."""
+        """One stream for each request in flight."""
         return InstantStream()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Tables of 32 float32 and a label, from a quarter of a GB to more than four. Of e
 rows are read in batches of 1024: through this cache, on the same machine and over Flight, from
 shards in huge pages, which nodes move them to by default, and from shards in the small pages that a
 tmpfs gives out; and, beside it, by `numpy.take` from one matrix in memory. Nodes move pages once a
-table is loaded; it is waited for, and how long it took is told.
+table is loaded; the benchmark waits for this and prints the time.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Table:
         paths: a folder of the columns as its users have them.
         packed: a folder of the same rows with their numbers in one list column; may be ``paths``.
         row_bytes: of the values of a row, strings on average.
-        stack: what this cache is told to stack; none of it is needed for ``packed``.
+        stack: `stack` of the dataset; not needed for ``packed``.
     """
 
     name: str

@@ -139,7 +139,7 @@ class CacheClient:
                 terminal.
             on_progress: called in this thread with the progress, a few times a second; every few
                 seconds if very many callers wait.
-            timeout_s: how long to wait; None for no limit. The load goes on afterwards.
+            timeout_s: how long to wait; None for no limit. The load continues afterwards.
             refresh: load a new version even if the source cannot tell whether it changed, such as
                 a database.
 

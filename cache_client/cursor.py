@@ -26,7 +26,7 @@ class Cursor:
     """Epoch and offset of the next pass, shared with copies in DataLoader workers.
 
     Any other copy, such as one by pickle or `copy.deepcopy`, has the same position but is
-    independent; it shares with workers of its own. A copy in another process that is no worker
+    independent; it shares with its own workers. A copy in another process that is no worker
     becomes independent at its first use there.
 
     The training process writes, and its workers read. Each field is one aligned 64-bit word.

@@ -175,7 +175,7 @@ def read_together(
 
 
 def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Split]:
-    """The splits of which a query may keep rows, by their partition values."""
+    """The splits that may hold rows of a query, by their partition values."""
     answers: dict[tuple[object, ...], bool] = {}
     kept = []
     for split in splits:

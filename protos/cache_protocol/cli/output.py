@@ -40,7 +40,7 @@ def checked_output() -> Iterator[None]:
 
 
 class _Output:
-    """A text stream that records its failure.
+    """A stream that records its failure.
 
     Attributes:
         failure: the error of the last write or flush that failed.

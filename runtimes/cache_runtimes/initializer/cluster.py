@@ -110,7 +110,7 @@ class Page:
 
 
 def connect(kubeconfig: str | None) -> ApiClient:
-    """A client with the settings of the files ``kubeconfig``, or of this pod where it is None.
+    """A client with the settings of the files ``kubeconfig``, or of this pod if that is None.
 
     Raises:
         ConfigError: no settings are found.
