@@ -1,4 +1,4 @@
-"""What `benchmarks.shuffle` measures by itself: this cache, and what is plainly possible beside it.
+"""The readers of `benchmarks.shuffle` in its environment: this cache and plain alternatives.
 
 Each contender reads a table once, in batches of 1024 rows: through the cache, from memory, as a
 stream of a bare Flight server, by pyarrow from Parquet. Knows nothing of turns, ratios and the
@@ -313,7 +313,7 @@ def with_pyarrow(table: Table) -> Contender:
         )
 
     def scan() -> int:
-        # Scanned in batches of its own size, which is faster, and cut.
+        # Scanned in the scanner's batch size, which is faster, then cut.
         return sum(
             part.slice(start, BATCH_SIZE).num_rows
             for part in pyarrow.dataset.dataset(table.paths).to_batches()
@@ -353,7 +353,7 @@ def _serve_bare_flight(pipe: Connection, packed: str, row_bytes: float) -> None:
 
 @contextmanager
 def serve_bare_flight(table: Table) -> Iterator[str]:
-    """The location of a server in a process of its own."""
+    """The location of a server in a separate process."""
     with child_process(_serve_bare_flight, str(table.packed), table.row_bytes) as pipe:
         yield f"grpc://127.0.0.1:{pipe.recv()}"
 

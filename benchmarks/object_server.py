@@ -26,7 +26,7 @@ _RANGE = re.compile(rb"\r\nrange: *bytes=(\d*)-(\d*)\r\n", re.IGNORECASE)
 
 @contextmanager
 def object_server(root: Path) -> Iterator[str]:
-    """The endpoint of a server over ``root``, in a process of its own."""
+    """The endpoint of a server over ``root``, in a separate process."""
     with child_process(_main, root) as pipe:
         yield f"http://127.0.0.1:{pipe.recv()}"
 

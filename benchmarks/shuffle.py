@@ -12,7 +12,7 @@ bytes ready-made, and by other libraries (`peers/readers.py`, in an environment 
 What is measured in this process is measured in turn, A B C A B C, what enters a ratio close
 together; a ratio is the median of those of each turn. A pass is an epoch of a dataset that was read
 before, as the others are timed when their tensors are made, their connection is open, their workers
-run; what the first epoch of a new dataset takes has lines of its own. The other libraries read
+run; the first epoch of a new dataset has separate lines. The other libraries read
 fewer rows, or stop after some seconds; their ratios are to epochs of this cache just before and
 after. Processor time is that of all processes, nodes and workers too.
 """

@@ -9,7 +9,7 @@ own S3 reader, lists the same prefix and streams every column to nowhere, in two
 DataFusion can be. The server and the contenders share this machine's cores, so what the server
 takes is taken from all.
 
-The server is `benchmarks.object_server`, in a process of its own, not moto's: moto builds each body
+The server is `benchmarks.object_server`, in a separate process, not moto's: moto builds each body
 in Python from a copy of the object, one request at a time, and would be most of what is measured.
 """
 
@@ -169,7 +169,7 @@ def load(uri: str, endpoint: str, client: CacheClient) -> int:
 
 
 def stream_to_nowhere(uri: str, endpoint: str) -> int:
-    """The rows that DataFusion finds, fetches and decodes by itself, in a new session."""
+    """The rows that DataFusion alone finds, fetches and decodes, in a new session."""
     config = SessionConfig().with_target_partitions(PARTITIONS)
     context = with_store(config, BUCKET, endpoint, _KEYS)
     context.register_parquet("source", uri)
