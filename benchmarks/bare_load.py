@@ -86,7 +86,7 @@ def _main(
                 continue
             context = with_store(config, bucket, endpoint, keys)
             context.register_parquet("source", uri)
-            if uri not in shares:  # in the first round, which counts for nobody
+            if uri not in shares:  # in the first round, which is not counted
                 shares[uri] = _share(context, node)
             parts, num_rows = shares[uri]
             if num_rows:
@@ -122,7 +122,7 @@ def _seal(context: SessionContext, parts: list[int], num_rows: int, store: Shard
 def with_store(
     config: SessionConfig, bucket: str, endpoint: str, keys: dict[str, str]
 ) -> SessionContext:
-    """A DataFusion session with its own reader of ``s3://bucket``."""
+    """A DataFusion session that reads ``s3://bucket`` directly."""
     context = SessionContext(config)
     store = AmazonS3(bucket, region="us-east-1", endpoint=endpoint, allow_http=True, **keys)
     context.register_object_store("s3://", store, bucket)

@@ -133,7 +133,7 @@ def measure(
     """Times each contender ``repeats`` times, A B C A B C, after ``warm_ups`` rounds not counted.
 
     Args:
-        settle: called after each run, not timed: cleans up, so that nothing runs during the next.
+        settle: called after each run, not timed: cleans up before the next one.
 
     Raises:
         AssertionError: a contender handled another number of rows, or two have one name.

@@ -1,4 +1,4 @@
-"""What `benchmarks.shuffle` measures in its own environment: this cache, and plain baselines.
+"""The readers of `benchmarks.shuffle` in its environment: this cache and plain alternatives.
 
 Each contender reads a table once, in batches of 1024 rows: through the cache, from memory, as a
 stream of a bare Flight server, by pyarrow from Parquet. Knows nothing of turns, ratios and the
@@ -313,7 +313,7 @@ def with_pyarrow(table: Table) -> Contender:
         )
 
     def scan() -> int:
-        # Scanned in batches of its own size, which is faster, and cut.
+        # Scanned in the scanner's batch size, which is faster, then cut.
         return sum(
             part.slice(start, BATCH_SIZE).num_rows
             for part in pyarrow.dataset.dataset(table.paths).to_batches()

@@ -11,7 +11,7 @@ The ways to the device, in turn:
 - a DataLoader with ``pin_memory`` and ``to(device, non_blocking=True)``, as one usually writes it;
 - ``to(device)`` in the loop.
 
-Without a CUDA device it runs on the CPU, where no copy is needed: that shows that it
+Without a CUDA device it runs on the CPU, which needs no copy: that shows that it
 works, and nothing about a GPU; the result file says which device it was.
 """
 

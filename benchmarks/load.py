@@ -8,7 +8,7 @@ with a thread for each of its partitions; pyarrow reading a table into memory; H
 its Arrow cache from nothing; and MosaicML's MDS files, written row by row for a part of the rows.
 
 Time is taken in turn, in warm processes. Memory is taken in one more pass, of each in a fresh
-process: the resident memory of the process that works, before and at its highest, looked at every
+process: the resident memory of the working process, before and at its highest, looked at every
 few milliseconds. To a node's come the files of its folder, which lies in memory: it writes shards
 there without mapping them. Hugging Face's cache and MDS files lie on disk and do not count.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.ranks [--quick]
 
 Ranks: 1, 2, 4 and 8 processes, each its rank of one job, read one shuffled epoch together. Jobs: 1,
-2 and 4 processes, each a job of one rank with another seed, read an epoch each from the same
+2 and 4 processes, each a job of one rank with a different seed, read an epoch each from the same
 cache. Rows per second are all rows over the time from a common start, when every process has its
 dataset, to the end of the last one. One node; every path is the default one, and again without
 reading mapped files of this machine (``local=False``) where the dataset can do that.

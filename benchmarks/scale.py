@@ -128,7 +128,7 @@ class InstantNode:
         """As a `Connection` is made."""
 
     def open_gather(self, *_: object, **__: object) -> InstantStream:
-        """One stream for each request in flight."""
+        """A stream: one for each running request."""
         return InstantStream()
 
     def close(self) -> None:

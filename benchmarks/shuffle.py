@@ -6,13 +6,13 @@ Three tables: 32 float32 columns and a label; embeddings of 768 float32; TPC-H l
 strings. Batches of 1024 rows, one process unless it says ranks. Each table is read by this cache
 (from shards on the same machine, and over Flight from one and two nodes, in source order and
 shuffled), by what is plainly possible in memory, by a bare Flight server that streams the same
-bytes ready-made, and by other libraries (`peers/readers.py`, in separate environments:
+bytes ready-made, and by other libraries (`peers/readers.py`, in a separate environment:
 `peers/requirements.txt`).
 
 What is measured in this process is measured in turn, A B C A B C, what enters a ratio close
 together; a ratio is the median of those of each turn. A pass is an epoch of a dataset that was read
 before, as the others are timed when their tensors are made, their connection is open, their workers
-run; what the first epoch of a new dataset takes has separate lines. The other libraries read
+run; the first epoch of a new dataset has separate lines. The other libraries read
 fewer rows, or stop after some seconds; their ratios are to epochs of this cache just before and
 after. Processor time is that of all processes, nodes and workers too.
 """

@@ -115,8 +115,8 @@ def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> 
 def read_with_pyarrow(table: Path) -> int:
     """What one writes by hand: decode on all cores, stack columns, cut that into batches.
 
-    Sixteen batches at a time are twice as fast as one. They are a third faster than the default of
-    a scan, whose stacks do not fit the processor's caches.
+    Sixteen batches at a time are twice as fast as one. They are a third faster than a scan of the
+    default size, whose stacks leave the processor's caches.
     """
     rows = 0
     for part in pyarrow.dataset.dataset(table).to_batches(batch_size=16 * BATCH_SIZE):

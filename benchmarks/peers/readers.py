@@ -5,7 +5,7 @@
 Runs in a separate environment (`requirements.txt`), knows nothing of the cache, and prints one
 JSON line for each result, or for a peer that does not run, with its reason. Tasks:
 
-- ``shuffle``: batches of 1024 in shuffled order. Conversions before reading are not timed.
+- ``shuffle``: batches of 1024 in shuffled order. What a peer converts beforehand is not timed.
   The clock of a pass starts when its first batch is there, so starting worker processes and
   filling a shuffle buffer is not timed either; the pass ends with the rows or after ``--seconds``.
   Where several settings are reasonable, each is tried and the fastest is measured.
@@ -115,7 +115,7 @@ def as_array(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[Any]:
 def as_tensors(batch: pa.Table | pa.RecordBatch) -> dict[str, Any]:
     """Numbers as tensors, on Arrow's memory wherever it lies in one piece; strings stay Arrow.
 
-    Such tensors must not be written to, and torch warns; a copy would be the peer's time.
+    torch warns that such tensors must not be written to; a copy would be the peer's time.
     """
     result: dict[str, Any] = {}
     for name in batch.schema.names:
@@ -255,7 +255,7 @@ def load_hugging_face(source: Source) -> int:
 
 
 class _Absent(ModuleType):
-    """Replaces a package that tables do not need; any name in it is an empty class."""
+    """Replaces a package that a table does not need; any name in it is an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -199,7 +199,7 @@ def mosaicml(
     from torch.utils.data import DataLoader
 
     streaming = import_streaming()
-    # Each repeat is a process of its own to Streaming, which keeps its state in shared memory.
+    # To Streaming each repeat is a separate process: it keeps its state in shared memory.
     streaming.base.util.clean_stale_shared_memory()
     dataset = streaming.StreamingDataset(
         local=str(directory), batch_size=batch_size, shuffle=True, shuffle_seed=0

@@ -131,6 +131,8 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if environ.get("HF_ENDPOINT") != os.environ.get("HF_ENDPOINT"):
+        _forget("huggingface_hub")  # accelerate imports it, and it reads the variable at its import
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(cwd)
@@ -162,6 +164,11 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
         except OSError:
             code = 120
     os._exit(code)
+
+
+def _forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
 
 
 def _run(arguments: list[str]) -> None:

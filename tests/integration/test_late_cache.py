@@ -18,7 +18,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_it_says_once_for_what_it_waits_where_and_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plan, "_SILENT_S", 0.0)
+    monkeypatch.setattr(plan, "_WARN_AFTER_S", 0.0)
 
     with caplog.at_level(logging.WARNING), pytest.raises(NodeUnavailableError):
         CacheIterableDataset("trips", endpoint=NOBODY, batch_size=1, deadline_s=0.5)

@@ -22,6 +22,7 @@ TYPE_NAMES = (
 )
 _DECIMAL = re.compile(r"decimal(32|64|128|256)\(\s*(\d{1,2})\s*(?:,\s*(-?\d{1,2})\s*)?\)")
 _ZONED = re.compile(r"timestamp\[(s|ms|us|ns),\s*tz=([\w/+:-]+)\]")
+_OFFSET = re.compile(r"[+-]([01]\d|2[0-3]):[0-5]\d")
 _LIST = re.compile(r"list<(?:item:\s*)?(.+)>")
 
 
@@ -75,7 +76,8 @@ def _parsed(text: str) -> pa.DataType:
         return make(int(found[2]), int(found[3] or 0))
     if found := _ZONED.fullmatch(text):
         dtype = pa.timestamp(found[1], found[2])
-        pc.year(pa.scalar(0, dtype))  # raises for an unknown time zone
+        if not _OFFSET.fullmatch(found[2]):  # older pyarrow computes with named zones only
+            pc.year(pa.scalar(0, dtype))  # raises for an unknown time zone
         return dtype
     if found := _LIST.fullmatch(text):
         return pa.list_(_parsed(found[1].strip()))
