@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import secrets
+import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.convert import Converter
-from cache_client.cursor import Cursor
+from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.local_shards import LocalShards
@@ -30,11 +31,10 @@ from cache_client.order import (
     OrderState,
     StepPlan,
     WorkerState,
-    next_cursor,
     read_state,
     step_windows,
-    worker_steps,
 )
+from cache_client.passes import Pass, Passes
 from cache_client.permutation import checked_integer
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
@@ -52,38 +52,6 @@ from cache_protocol.errors import (
 _MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MOST_PREFETCHED = 2**31 - 1
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of one worker over (the rest of) an epoch."""
-
-    epoch: int
-    plan: StepPlan
-    order: EpochOrder
-    worker: int
-    num_workers: int
-    in_worker: bool
-
-    @property
-    def steps(self) -> range:
-        return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
-
-    def position_after(self, batches: int) -> tuple[int, int]:
-        """Epoch and rows consumed after so many batches.
-
-        In a worker process: where the worker's own strided sequence of steps goes on. The states
-        of n workers then differ by up to n - 1 steps, and each resumes its own: see `WorkerState`.
-        """
-        plan = self.plan
-        if not self.in_worker:
-            if batches == 0 and plan.num_steps:
-                return self.epoch, plan.rows_consumed
-            return next_cursor(plan, self.epoch, batches)
-        consumed = plan.rows_consumed + batches * self.num_workers * plan.rows_per_step
-        if batches == len(self.steps):
-            consumed = plan.num_rows
-        return self.epoch, min(consumed, plan.num_rows)
 
 
 class CacheIterableDataset(IterableDataset[Any]):
@@ -213,10 +181,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
         self._cursor = Cursor()
-        self._start = (0, 0)  # epoch and rows consumed where no pass has begun since
-        self._pass: _Pass | None = None
-        self._batches_done = 0  # of the pass
-        self._worker_start: tuple[int, tuple[int, int]] | None = None
+        self._passes_of: tuple[int, Passes] | None = None  # with the process they are of
+        self._worker_start: Start | None = None  # where a state of this worker stands
 
     # -- what it is ----------------------------------------------------------------------------
 
@@ -232,8 +198,9 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next pass."""
-        return self._cursor.epoch
+        """Epoch of the next pass, the one after it where a loaded state leaves none of it."""
+        epoch, offset = self._cursor.planned()
+        return epoch + 1 if offset and not self._plan(offset).num_steps else epoch
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same for every rank.
@@ -268,19 +235,23 @@ class CacheIterableDataset(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass one over ``epoch``; reaches DataLoader workers that live on.
 
-        Setting the epoch that is set already changes nothing: a loaded state stays.
+        Setting the epoch that is set already changes nothing: a loaded state stays. In a loop over
+        epochs, call it before ``iter(loader)`` or a `for` over the loader.
 
         Raises:
-            ConfigError: quoting an epoch that is no integer in [0, 2**62].
+            ConfigError: quoting an epoch that is no integer in [0, 2**62]; or DataLoader workers
+                have begun another epoch, and no batch of it is taken yet.
         """
         try:
             epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
         except ValueError:
             raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}") from None
-        if epoch != self._cursor.epoch:
-            self._cursor.set(epoch, 0)
-        if epoch != self._position[0]:
-            self._stand_at(epoch, 0)
+        if epoch == self._cursor.epoch:
+            self._passes.give_way()
+        else:
+            self._cursor.set(epoch, 0, num_steps=self._plan(0).num_steps, any_offset=True)
+            self._passes.forget()
+        self._cursor.tell()
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """Where this job stands: constant size; any world size, batch size and workers resume it.
@@ -297,14 +268,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             ConfigError: ``steps`` is needed, or out of range.
         """
         if steps is not None:
-            plan = self._plan(self._cursor.offset)
-            try:
-                steps = checked_integer("steps", steps, 0, plan.num_steps)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            epoch, consumed = self._cursor.epoch, plan.rows_consumed
-            if steps or not plan.num_steps:
-                epoch, consumed = next_cursor(plan, epoch, steps)
+            epoch, consumed = self._cursor.epoch, self._consumed_after(steps)
         elif get_worker_info() is None and self._cursor.read_by_workers:
             raise ConfigError(
                 "state_dict needs steps=<batches taken in this pass>: the dataset is read by "
@@ -312,7 +276,8 @@ class CacheIterableDataset(IterableDataset[Any]):
                 "taken; or use torchdata's StatefulDataLoader"
             )
         else:
-            epoch, consumed = self._position
+            this = self._passes.current()
+            epoch, consumed = self._cursor.planned() if this is None else this.position
         state = OrderState(
             dataset=self._shards.dataset,
             fingerprint=self._shards.fingerprint,
@@ -329,15 +294,37 @@ class CacheIterableDataset(IterableDataset[Any]):
             **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
         ).to_dict()
 
+    def _consumed_after(self, steps: int) -> int:
+        """Rows of the epoch consumed after so many batches of the pass that training consumes."""
+        of_workers, in_order = self._cursor.pass_of_workers(steps), True
+        if of_workers is not None:
+            offset, in_order = of_workers
+        else:
+            this = self._passes.current()
+            offset = self._cursor.next_offset if this is None else this.plan.rows_consumed
+        plan = self._plan(offset)
+        try:
+            count = checked_integer("steps", steps, 0, plan.num_steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not in_order and 0 < count < plan.num_steps:
+            raise ConfigError(
+                f"a state after steps={count} of {plan.num_steps} needs batches in order, and "
+                "DataLoader(in_order=False) takes them as they come: use in_order=True, or save at "
+                "the end of an epoch"
+            )
+        return plan.rows_consumed_after(count)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass begin where ``state_dict`` stands. Takes constant time.
 
-        It holds for one pass. A second pass of DataLoader workers over that epoch raises
-        ConfigError where torch was seeded as before the first: nothing else tells them apart.
+        It holds for one pass; a pass that is given up after one batch does not use it up. After
+        that, passes are over the whole epoch until `set_epoch`. Call this before ``iter(loader)``.
 
         Raises:
             ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
-                another number of workers or another size of steps.
+                another number of workers or another size of steps; or DataLoader workers have
+                begun a pass elsewhere, and no batch of it is taken yet.
             StaleVersionError: it is of another dataset or fingerprint; names both.
         """
         try:
@@ -361,11 +348,13 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
         if isinstance(state, WorkerState):
             self._check_workers(state)
-        self._stand_at(state.epoch, state.rows_consumed)
+        start = Start(state.epoch, state.rows_consumed)
         if get_worker_info() is None:
-            self._cursor.set(state.epoch, state.rows_consumed)
+            self._cursor.set(*start, num_steps=self._plan(start.offset).num_steps)
+            self._cursor.tell()
+            self._passes.forget()
         else:
-            self._worker_start = (self._cursor.generation, self._position)
+            self._worker_start = start
 
     def _check_workers(self, state: WorkerState) -> None:
         worker = get_worker_info()
@@ -388,12 +377,20 @@ class CacheIterableDataset(IterableDataset[Any]):
         The pass begins here, not at its first batch: whoever asks for a state in between, as
         `StatefulDataLoader` does, is told where this pass stands. Nothing is opened before that.
         """
-        return self._handed_out(self._begin_pass(), self._cursor.generation)
+        this = self._begin_pass()
+        batches = self._handed_out(this)
+        this.iterator = weakref.ref(batches)
+        self._passes.begin(this)
+        return batches
 
-    def _handed_out(self, this: _Pass, generation: int) -> Generator[Any, None, None]:
-        if generation != self._cursor.generation and not this.in_worker:
-            # Told of another epoch or state since: nothing was given yet.
-            this = self._begin_pass()
+    def _handed_out(self, this: Pass) -> Generator[Any, None, None]:
+        claim, told = 0, self._cursor.told
+        if not this.in_worker:
+            # What was set since the iterator was made counts: nothing was given yet.
+            self._place(this, self._cursor.planned())
+            claim = self._cursor.begin(is_look=this.plan.num_steps > 1)
+        if this.worker == 0:
+            self._refuse_or_warn(this)
         process = os.getpid()
         with Reader(
             self.endpoint,
@@ -411,7 +408,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             with closing(batches):
                 # Counted where they are handed out: what is made ahead is not consumed.
                 for done, batch in enumerate(batches, 1):
-                    self._pass, self._batches_done = this, done
+                    if done == 2:
+                        self._cursor.use(claim)
+                    self._passes.hand_out(this)
                     yield batch
                     if os.getpid() != process:
                         raise CacheError(
@@ -419,8 +418,11 @@ class CacheIterableDataset(IterableDataset[Any]):
                             f"its rows, and cannot go on in its child {os.getpid()}: begin one here"
                         )
                     reader.keep_lease()
+        this.ended = True
+        if this.worker == 0:
+            self._cursor.end(told)
 
-    def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
+    def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         convert = Converter(self._shards.layout, *self._converter_arguments)
         steps = this.steps
@@ -437,7 +439,7 @@ class CacheIterableDataset(IterableDataset[Any]):
                     batch = convert(rows)
                     yield batch if self._transform is None else self._transform(batch)
 
-    def _begin_pass(self) -> _Pass:
+    def _begin_pass(self) -> Pass:
         worker = get_worker_info()
         if worker is not None and self._device is not None:
             raise ConfigError(
@@ -445,24 +447,42 @@ class CacheIterableDataset(IterableDataset[Any]):
                 "reach the training process through host memory: use num_workers=0, or no device"
             )
         self._check_rank()
-        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # The workers of one pass share torch's base seed; a pass without workers is one of a kind.
-        token = secrets.randbits(62) + 1 if worker is None else worker.seed - worker.id + 1
-        start = self._worker_start
-        epoch, offset = self._cursor.begin(token, worker=None if worker is None else worker.id)
-        if start is not None and start[0] == self._cursor.generation:
-            epoch, offset = start[1]
-        self._worker_start = None
-        order = EpochOrder(
+        if worker is None:
+            return self._place(Pass(), self._cursor.planned())
+        own, self._worker_start = self._worker_start, None
+        start = self._cursor.begin_in_worker(
+            worker.id, worker.seed - worker.id, own, deadline_s=self._deadline_s
+        )
+        this = Pass(worker=worker.id, num_workers=worker.num_workers, in_worker=True)
+        return self._place(this, start)
+
+    def _place(self, this: Pass, start: Start) -> Pass:
+        """Makes a pass begin there; returns it."""
+        this.epoch, this.plan = start.epoch, self._plan(start.offset)
+        this.order = EpochOrder(
             self.num_rows,
             shuffle=self.shuffle,
             shuffle_block_size=self.shuffle_block_size,
             seed=self.seed,
-            epoch=epoch,
+            epoch=start.epoch,
         )
-        this = _Pass(epoch, self._plan(offset), order, number, count, worker is not None)
-        self._pass, self._batches_done = this, 0
         return this
+
+    def _refuse_or_warn(self, this: Pass) -> None:
+        skipped, told = self._cursor.skipped_batches(), self._cursor.told
+        if skipped and (not told or this.plan.rows_consumed):
+            where = f"row {this.plan.rows_consumed} of epoch {this.epoch}"
+            raise ConfigError(
+                f"accelerate drops the first {skipped} batches of this pass, which begins at "
+                f"{where}: in transformers' Trainer set ignore_data_skip=True and load the "
+                "dataset's own state; elsewhere call set_epoch before the pass, and load no state"
+            )
+        if self.shuffle and self._cursor.repeats_an_epoch():
+            warnings.warn(
+                f"epoch {this.epoch} of {self.name!r} is read again in the same order: call "
+                "set_epoch(epoch) before each pass",
+                stacklevel=3,
+            )
 
     def _check_rank(self) -> None:
         """Raises ConfigError where the rank was found before `torch.distributed` had another."""
@@ -475,14 +495,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
 
     @property
-    def _position(self) -> tuple[int, int]:
-        """Epoch and rows consumed, as `state_dict` tells; worked out when asked for."""
-        if self._pass is None:
-            return self._start
-        return self._pass.position_after(self._batches_done)
-
-    def _stand_at(self, epoch: int, rows_consumed: int) -> None:
-        self._start, self._pass = (epoch, rows_consumed), None
+    def _passes(self) -> Passes:
+        """Those of this process; iterators that another one made do not count."""
+        if self._passes_of is None or self._passes_of[0] != os.getpid():
+            self._passes_of = (os.getpid(), Passes())
+        return self._passes_of[1]
 
     def _plan(self, offset: int) -> StepPlan:
         return StepPlan(
@@ -509,7 +526,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         return self._health[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None, "_health": None}
+        if get_spawning_popen() is not None:
+            self._check_rank()  # the process that starts knows nothing of torch.distributed
+        return {**self.__dict__, "_mapped": None, "_health": None, "_passes_of": None}
 
     def __copy__(self) -> Self:
         """Stands where this one does and goes on by itself, as any copy but that in a worker."""
@@ -519,7 +538,7 @@ class CacheIterableDataset(IterableDataset[Any]):
 
 
 def _fetch_window(
-    reader: Reader, this: _Pass, rank: int, window: range
+    reader: Reader, this: Pass, rank: int, window: range
 ) -> tuple[list[Rows], list[int]]:
     """The rows of a run of steps, and how many each step has.
 

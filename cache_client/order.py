@@ -254,6 +254,21 @@ class StepPlan:
             last = first + 1
         return range(start + first, start + last)
 
+    def rows_consumed_after(self, steps: int) -> int:
+        """Return the rows of the epoch that are consumed after the first ``steps`` steps.
+
+        After the last step these are all ``num_rows``, also where ``drop_last`` leaves rows over
+        and where the plan has no steps at all: nothing of the epoch is left.
+
+        Raises:
+            ValueError: ``steps`` outside ``[0, num_steps]``; quoted.
+        """
+        if not 0 <= checked_integer("steps", steps) <= self.num_steps:
+            raise ValueError(f"steps must be in [0, {self.num_steps}], got {steps}")
+        if steps == self.num_steps:
+            return self.num_rows
+        return self.rows_consumed + steps * self.rows_per_step
+
     def window(self, steps: range, rank: int) -> tuple[Int64Array, list[int]]:
         """Return the positions of a rank in several steps, joined, and how many each step has.
 
@@ -293,23 +308,6 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
 def step_windows(steps: range, size: int) -> Iterator[range]:
     """Cut steps into runs of ``size``, the last one shorter; made as they are asked for."""
     return (steps[start : start + size] for start in range(0, len(steps), size))
-
-
-def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:
-    """Return ``(epoch, rows_consumed)`` after the first ``steps_done`` steps of a plan.
-
-    After the last step of the plan this is ``(epoch + 1, 0)``, also where ``drop_last`` leaves rows
-    over and where the plan has no steps at all, so that a loop over epochs always moves on.
-
-    Raises:
-        ValueError: ``steps_done`` outside ``[0, num_steps]``, or a negative epoch; quoted.
-    """
-    checked_integer("epoch", epoch, 0)
-    if not 0 <= checked_integer("steps_done", steps_done) <= plan.num_steps:
-        raise ValueError(f"steps_done must be in [0, {plan.num_steps}], got {steps_done}")
-    if steps_done == plan.num_steps:
-        return epoch + 1, 0
-    return epoch, plan.rows_consumed + steps_done * plan.rows_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
