@@ -20,10 +20,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
+from cache_client.callers import refuse_callers, refuse_random_split
 from cache_client.convert import Converter
 from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.loader import CacheLoader, make_loader
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.order import (
@@ -55,7 +57,7 @@ _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 
 
 class CacheIterableDataset(IterableDataset[Any]):
-    """Ready batches of one rank; use ``DataLoader(dataset, batch_size=None, num_workers=n)``.
+    """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     Concatenating the batches over (step, rank) gives the epoch's order exactly, whatever the
     number of ranks, workers, nodes and replicas; every rank has the same number of steps.
@@ -208,6 +210,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         A loaded state does not change it: training frameworks take it as the length of every
         epoch. A pass that goes on in the middle of one has `steps_left`.
         """
+        refuse_random_split()
         return self._plan(0).num_steps
 
     @property
@@ -246,6 +249,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
         except ValueError:
             raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}") from None
+        self._refuse_callers()  # a loader that divides again calls this before it iterates
         if epoch == self._cursor.epoch:
             self._passes.give_way()
         else:
@@ -269,11 +273,11 @@ class CacheIterableDataset(IterableDataset[Any]):
         """
         if steps is not None:
             epoch, consumed = self._cursor.epoch, self._consumed_after(steps)
-        elif get_worker_info() is None and self._cursor.read_by_workers:
+        elif get_worker_info() is None and self._cursor.read_by_workers and not self._by_loader:
             raise ConfigError(
                 "state_dict needs steps=<batches taken in this pass>: the dataset is read by "
                 "DataLoader workers, and torch does not tell it how many of their batches were "
-                "taken; or use torchdata's StatefulDataLoader"
+                "taken; or use dataset.loader(), which counts them"
             )
         else:
             this = self._passes.current()
@@ -371,6 +375,45 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     # -- iteration -----------------------------------------------------------------------------
 
+    def loader(
+        self,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        multiprocessing_context: Any = None,
+        **options: Any,
+    ) -> CacheLoader:
+        """A torch DataLoader that gives the batches of this dataset unchanged.
+
+        Accelerate's `prepare`, Lightning and Fabric leave it alone, and it has the state of the
+        dataset, with any number of workers.
+
+        Args:
+            num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context:
+                as torch's DataLoader.
+            options: others of torch's DataLoader, such as ``timeout`` or ``worker_init_fn``.
+
+        Raises:
+            ConfigError: an option that the dataset decides, such as ``batch_size``, or a bad one.
+        """
+        given = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        return make_loader(self, {**given, **options})
+
+    def __getitem__(self, index: object) -> Any:
+        """Raises ConfigError: rows by number are those of `CacheDataset`."""
+        raise ConfigError(
+            f"CacheIterableDataset has no row {index!r}: it gives batches in the cache's order; "
+            "use CacheDataset for rows by number, a Subset or random_split"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank; in a DataLoader worker, every n-th of them.
 
@@ -447,6 +490,7 @@ class CacheIterableDataset(IterableDataset[Any]):
                 "reach the training process through host memory: use num_workers=0, or no device"
             )
         self._check_rank()
+        self._refuse_callers()
         if worker is None:
             return self._place(Pass(), self._cursor.planned())
         own, self._worker_start = self._worker_start, None
@@ -501,6 +545,15 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._passes_of = (os.getpid(), Passes())
         return self._passes_of[1]
 
+    def _refuse_callers(self) -> None:
+        refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
+
+    @property
+    def _by_loader(self) -> bool:
+        """Whether the pass that training consumes is one of `loader`, which counts batches."""
+        this = self._passes.current()
+        return this is not None and this.of_loader
+
     def _plan(self, offset: int) -> StepPlan:
         return StepPlan(
             self.num_rows,
@@ -528,6 +581,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
             self._check_rank()  # the process that starts knows nothing of torch.distributed
+            self._refuse_callers()
         return {**self.__dict__, "_mapped": None, "_health": None, "_passes_of": None}
 
     def __copy__(self) -> Self:

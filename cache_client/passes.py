@@ -23,6 +23,7 @@ class Pass:
     Attributes:
         handed_out: batches so far.
         ended: the iterator was asked for more batches than there are.
+        of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
     """
 
     epoch: int = field(init=False)
@@ -31,6 +32,7 @@ class Pass:
     worker: int = 0
     num_workers: int = 1
     in_worker: bool = False
+    of_loader: bool = False
     handed_out: int = 0
     ended: bool = False
     iterator: weakref.ref[Iterator[Any]] | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,9 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, CacheLoader
 
 FEATURES = ["quantity", "discount", "tax", "part"]
-
-
-class CacheLoader:
-    """A loader for Lightning, which saves the state of a loader with `state_dict`."""
-
-    def __init__(self, cached: CacheIterableDataset) -> None:
-        self.cached = cached
-
-    def __len__(self) -> int:
-        """Counts a whole epoch, because Lightning counts from its start when it resumes."""
-        return len(self.cached)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.cached)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Is the same on every rank: Lightning saves rank 0's and gives it to all."""
-        return self.cached.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next pass continue from there."""
-        self.cached.load_state_dict(state)
 
 
 class CacheData(LightningDataModule):
@@ -69,8 +46,8 @@ class CacheData(LightningDataModule):
         )
 
     def train_dataloader(self) -> CacheLoader:
-        """Returns no DataLoader: the dataset makes the batches and fetches ahead."""
-        return CacheLoader(self.dataset)
+        """Returns a loader whose state Lightning saves: it is the same on every rank."""
+        return self.dataset.loader()
 
 
 class PriceModel(LightningModule):
@@ -163,7 +140,6 @@ def train(arguments: argparse.Namespace) -> bool:
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         max_epochs=arguments.epochs,
         max_steps=arguments.stop_after_steps,
-        use_distributed_sampler=False,  # the rows are divided among the ranks already
         callbacks=ModelCheckpoint(
             arguments.output_dir, "latest", every_n_train_steps=10, enable_version_counter=False
         ),

@@ -1,0 +1,304 @@
+"""Two ranks that put a cached table through training frameworks, each as its tutorial does.
+
+    python framework_ranks.py ENDPOINT DATASET FOLDER
+
+The packages take seconds of a core to import, so both ranks fork from one process that has them.
+Prints a JSON object: case -> what each rank saw, or the error that it got.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+import transformers.trainer
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from cache_client import CacheIterableDataset
+
+WORLD_SIZE = 2
+BATCH_SIZE = 16
+
+CASES: dict[str, Callable[[], Any]] = {}
+ENDPOINT, NAME, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def dataset(**options: Any) -> CacheIterableDataset:
+    given = {"batch_size": BATCH_SIZE, "shuffle": True, "columns": ["row", "a", "label"]}
+    return CacheIterableDataset(NAME, endpoint=ENDPOINT, **{**given, **options})
+
+
+def rows(batches: Iterable[Any]) -> list[int]:
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+def error_of(read: Callable[[], Any]) -> str:
+    try:
+        return f"no error, but {read()!r:.200}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def accelerator(**options: Any) -> Accelerator:
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+
+
+# -- Accelerate ----------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "dispatch": {"dispatch_batches": True},
+    "divide": {"dispatch_batches": False},
+    "split": {"split_batches": True},
+    "stateful": {"dispatch_batches": False, "use_stateful_dataloader": True},
+}
+
+
+@case
+def accelerate_prepares_the_loader() -> Any:
+    found = {}
+    for way, options in WAYS.items():
+        for workers in (0, 2) if way in ("default", "divide") else (0,):
+            loader = dataset().loader(num_workers=workers)
+            prepared = accelerator(**options).prepare(loader)
+            assert prepared is loader
+            found[f"{way} {workers}"] = rows(prepared)
+    return found
+
+
+@case
+def accelerate_prepares_a_plain_data_loader() -> Any:
+    found = {}
+    for way, options in WAYS.items():
+        if way == "split":  # accelerate refuses batch_size=None
+            continue
+        made = DataLoader(dataset(), batch_size=None)
+        found[way] = error_of(lambda made=made, options=options: rows(
+            accelerator(**options).prepare(made)
+        ))  # fmt: skip
+    spawned = DataLoader(dataset(), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    found["spawn"] = error_of(lambda: rows(accelerator().prepare(spawned)))
+    return found
+
+
+@case
+def accelerate_knows_the_last_batch() -> Any:
+    made = accelerator()
+    loader = made.prepare(dataset().loader())
+    ends = [made.gradient_state.end_of_dataloader for _ in loader]
+    return {"ends": ends, "after": made.gradient_state.end_of_dataloader}
+
+
+@case
+def accelerate_saves_the_state() -> Any:
+    """10 batches, a checkpoint, and the rest by another loader, with other workers."""
+    found = {}
+    for before, after in ((0, 2), (2, 0)):
+        folder = str(FOLDER / f"state-{before}")
+        made = accelerator()
+        loader = made.prepare(dataset().loader(num_workers=before))
+        loader.set_epoch(3)
+        seen = []
+        for step, batch in enumerate(loader, 1):
+            seen += batch["row"].tolist()
+            if step == 10:
+                made.save_state(folder)
+                break
+        made.wait_for_everyone()
+        again = accelerator()
+        resumed = again.prepare(dataset().loader(num_workers=after))
+        again.load_state(folder)
+        seen += rows(resumed)
+        found[f"{before} {after}"] = seen
+    return found
+
+
+@case
+def accelerate_moves_batches_to_its_device() -> Any:
+    made = accelerator()
+    made.state.device, kept = torch.device("meta"), made.state.device
+    try:
+        placed = next(iter(made.prepare(dataset().loader())))["row"].device.type
+        unplaced = made.prepare(dataset().loader(), device_placement=[False])
+        left = next(iter(unplaced))["row"].device.type
+    finally:
+        made.state.device = kept
+    return {"placed": placed, "left": left}
+
+
+# -- Lightning -----------------------------------------------------------------------------------
+
+
+class Model(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[int] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.seen += batch["row"].tolist()
+        return self.layer(batch["a"][:, None]).square().mean()
+
+    validation_step = predict_step = training_step
+
+
+def trainer(**options: Any) -> lightning.Trainer:
+    given = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "devices": WORLD_SIZE}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(accelerator="cpu", strategy="ddp", **{**given, **quiet, **options})
+
+
+@case
+def lightning_fits_validates_and_predicts() -> Any:
+    found = {}
+    for sampler, workers in ((True, 0), (False, 2)):
+        model = Model()
+        trainer(use_distributed_sampler=sampler, num_sanity_val_steps=0).fit(
+            model, dataset().loader(num_workers=workers)
+        )
+        found[f"fit {sampler} {workers}"] = model.seen
+    for way in ("validate", "predict"):
+        model = Model()
+        getattr(trainer(), way)(model, dataset(drop_last=True).loader(), **(
+            {"verbose": False} if way == "validate" else {"return_predictions": False}
+        ))  # fmt: skip
+        found[way] = model.seen
+    return found
+
+
+@case
+def lightning_resumes_by_the_state_of_the_loader() -> Any:
+    """A checkpoint after step 10, and the rest with other workers."""
+    found = {}
+    for before, after in ((2, 0), (0, 2)):
+        folder = FOLDER / f"lightning-{before}"
+        keep = ModelCheckpoint(folder, "latest", every_n_train_steps=10)
+        model, resumed = Model(), Model()
+        stopped = trainer(max_steps=10, callbacks=keep, enable_checkpointing=True)
+        stopped.fit(model, dataset().loader(num_workers=before))
+        dist.barrier()
+        path = str(folder / "latest.ckpt")
+        trainer().fit(resumed, dataset().loader(num_workers=after), ckpt_path=path)
+        found[f"{before} {after}"] = model.seen + resumed.seen
+    return found
+
+
+@case
+def fabric_sets_up_the_loader() -> Any:
+    found = {}
+    for sampler, workers in ((True, 0), (False, 2)):
+        fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE, strategy="ddp")
+        fabric.launch()
+        loader = dataset().loader(num_workers=workers)
+        found[f"{sampler} {workers}"] = rows(
+            fabric.setup_dataloaders(loader, use_distributed_sampler=sampler)
+        )
+    return found
+
+
+# -- Hugging Face --------------------------------------------------------------------------------
+
+
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[int] = []
+
+    def forward(self, row: torch.Tensor, a: torch.Tensor, label: torch.Tensor) -> Any:
+        self.seen += row.tolist()
+        logits = self.layer(a[:, None])
+        return {"loss": logits.square().mean(), "logits": row}
+
+
+class CacheTrainer(transformers.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return self.train_dataset.loader(num_workers=self.args.dataloader_num_workers)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return (eval_dataset or self.eval_dataset).loader()
+
+
+def arguments(**options: Any) -> transformers.TrainingArguments:
+    given = {"num_train_epochs": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+    sizes = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
+    return transformers.TrainingArguments(
+        str(FOLDER / "trainer"), disable_tqdm=True, logging_strategy="no",
+        ddp_find_unused_parameters=False, **{**given, **sizes, **options},
+    )  # fmt: skip
+
+
+@case
+def the_trainer_of_transformers_trains() -> Any:
+    found = {}
+    for workers in (0, 2):
+        model = Rows()
+        options = arguments(dataloader_num_workers=workers)
+        CacheTrainer(model, options, train_dataset=dataset()).train()
+        found[str(workers)] = model.seen
+    return found
+
+
+@case
+def the_trainer_of_transformers_gets_the_dataset_itself() -> Any:
+    found = {}
+    for way, options in {"default": {}, "divide": {"dispatch_batches": False}}.items():
+        made = transformers.Trainer(
+            Rows(), arguments(accelerator_config=options), train_dataset=dataset()
+        )
+        found[way] = error_of(made.train)
+    return found
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    rank = int(os.fork() == 0)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
+    store = dist.FileStore(str(FOLDER / "store"), WORLD_SIZE)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, store=store)
+    found = {}
+    for name in sys.argv[4:] or CASES:
+        try:
+            mine = CASES[name]()
+        except Exception as error:
+            mine = f"{type(error).__name__}: {error}"
+            logging.disable(logging.NOTSET)
+            logging.exception(name)
+            logging.disable(logging.WARNING)
+        everywhere = [None] * WORLD_SIZE
+        dist.all_gather_object(everywhere, mine)
+        found[name] = everywhere
+    dist.barrier()
+    if rank == 0:
+        print("FOUND " + json.dumps(found), flush=True)
+        os.wait()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    assert accelerate.__version__ and torch.distributed.nn
+    main()
