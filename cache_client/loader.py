@@ -11,16 +11,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from cache_client.passes import Pass
 from cache_protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cache_client.dataset import CacheIterableDataset
 
 _FIXED = {
     "batch_size": "give it to CacheIterableDataset",
@@ -45,7 +42,7 @@ class CacheLoader(DataLoader[Any]):
     Thread-safety: as torch's DataLoader.
     """
 
-    dataset: CacheIterableDataset
+    dataset: Any  # a `CacheIterableDataset`, whose module imports this one
     use_stateful_dataloader = True
     """Makes `Accelerator.save_state` save `state_dict`."""
 
@@ -57,7 +54,8 @@ class CacheLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the training loop stands: the dataset's state, the same on every rank."""
-        return self.dataset.state_dict()
+        state: dict[str, Any] = self.dataset.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass begin there; see `CacheIterableDataset.load_state_dict`."""
@@ -66,12 +64,12 @@ class CacheLoader(DataLoader[Any]):
     @property
     def total_batch_size(self) -> int:
         """Rows of all ranks in a full step, as accelerate's loaders have it."""
-        return self.dataset.batch_size * self.dataset.world_size
+        return int(self.dataset.batch_size * self.dataset.world_size)
 
     @property
     def total_dataset_length(self) -> int:
         """Rows of the dataset, as accelerate's loaders have it."""
-        return self.dataset.num_rows
+        return int(self.dataset.num_rows)
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -143,7 +141,7 @@ class _End:
     remainder = -1
 
 
-def make_loader(dataset: CacheIterableDataset, options: Mapping[str, Any]) -> CacheLoader:
+def make_loader(dataset: Dataset[Any], options: Mapping[str, Any]) -> CacheLoader:
     """The loader of a dataset, with options of torch's DataLoader.
 
     Raises:
