@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import warnings
 import weakref
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Final, NamedTuple
@@ -30,7 +29,8 @@ from cache_protocol.errors import ConfigError
 
 # Cells of 64 bits. Those of the training process, and of whichever pass begins:
 _EPOCH, _OFFSET, _STEPS, _GENERATION, _TOLD = range(5)
-_CLAIM, _CLAIM_LOADER, _CLAIM_IS_LOOK, _READ_BY_WORKERS, _ENDED, _WARNED = range(5, 11)
+_CLAIM, _CLAIM_LOADER, _CLAIM_IS_LOOK, _READ_BY_WORKERS = range(5, 9)
+_ENDED, _ENDED_EPOCH, _WARNED = range(9, 12)
 _HEADER: Final = 16
 # Then the latest decisions of workers 0, each in the slot that the name of its pass says:
 _SLOTS: Final = 256
@@ -86,6 +86,7 @@ class Cursor:
         self._process = os.getpid()
         self._loaders: dict[int, LoaderIterator] = {}
         self._begun_here = (0, 0)  # process, and passes that it began as a worker
+        self.given_up_at = 0  # offset of the pass before in this worker, if it was not read on
         _cursors.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -210,7 +211,9 @@ class Cursor:
 
     def _refuse_if_begun(self, generation: int, new: Start) -> None:
         slots = self._slots
-        for slot in slots[(slots[:, _STATUS] != 0) & (slots[:, _AT_GENERATION] == generation)]:
+        for slot in slots[
+            (slots[:, _STATUS] == _DECIDED) & (slots[:, _AT_GENERATION] == generation)
+        ]:
             begun = Start(int(slot[_AT_EPOCH]), int(slot[_AT_OFFSET]))
             loader = self._loaders.get(int(slot[_LOADER]))
             as_told = begun.epoch == new.epoch and new.offset in (-2, begun.offset)
@@ -220,7 +223,7 @@ class Cursor:
                     f"too late: DataLoader workers have begun a pass over epoch {begun.epoch}"
                     f"{where}, and its first batch is not taken yet, so epoch {new.epoch} would "
                     "count for some of them: call set_epoch or load_state_dict before "
-                    "iter(loader), or delete the iterator and make another one afterwards"
+                    "iter(loader), or delete the iterator and its loader and make others afterwards"
                 )
 
     # -- passes ----------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ class Cursor:
         """
         process, number = self._begun_here
         number = number + 1 if process == os.getpid() else 1
-        self._begun_here = (os.getpid(), number)
+        self._begun_here, self.given_up_at = (os.getpid(), number), 0
         self._array[_READ_BY_WORKERS] = 1
         loader = self._started_by or seed % 2**61 + 1
         slot = _Slot(self._slots[(loader + number) % _SLOTS], loader, loader + number)
@@ -291,14 +294,9 @@ class Cursor:
             cells[_CLAIM], cells[_CLAIM_LOADER] = slot.name, slot.loader
             cells[_CLAIM_IS_LOOK] = 0
         slot.close()
-        given_up = claim == slot.name - 1 and cells[_ENDED] != cells[_TOLD] + 1
-        if own is None and begun_at and given_up:
-            warnings.warn(
-                f"a pass that resumed epoch {start.epoch} at row {begun_at} was not read to its "
-                "end, and the next one begins at row 0: load the state again after a look at a "
-                "batch, or call set_epoch before each pass",
-                stacklevel=2,
-            )
+        read_to_its_end = cells[_ENDED] == cells[_TOLD] + 1
+        if own is None and claim == slot.name - 1 and not read_to_its_end:
+            self.given_up_at = begun_at
         return own or start
 
     def _claim_is_look(self) -> bool:
@@ -320,7 +318,9 @@ class Cursor:
         batches, else the latest. None where no worker has begun one.
         """
         cells, slots = self._cells, self._slots
-        found = slots[(slots[:, _STATUS] != 0) & (slots[:, _AT_GENERATION] == cells[_GENERATION])]
+        found = slots[
+            (slots[:, _STATUS] == _DECIDED) & (slots[:, _AT_GENERATION] == cells[_GENERATION])
+        ]
         if not len(found):
             return None
         found = found[np.argsort(found[:, _BEGUN_NS])]
@@ -337,19 +337,20 @@ class Cursor:
 
     # -- habits that lose rows ---------------------------------------------------------------------
 
-    def end(self, told: int) -> None:
-        """Notes that a pass came to its end which began when `told` was this."""
-        self._array[_ENDED] = told + 1
-
     @property
     def told(self) -> int:
         """How often the program said which epoch or state is next."""
         return int(self._cells[_TOLD])
 
-    def repeats_an_epoch(self) -> bool:
-        """Whether a pass came to its end and nothing was told since; True once."""
+    def end(self, epoch: int, told: int) -> None:
+        """Notes that a pass over ``epoch``, begun when `told` was this, came to its end."""
+        self._array[_ENDED], self._array[_ENDED_EPOCH] = told + 1, epoch
+
+    def repeats(self, epoch: int) -> bool:
+        """Whether a pass over ``epoch`` came to its end and nothing was told since; True once."""
         cells = self._cells
-        if cells[_WARNED] or cells[_ENDED] != cells[_TOLD] + 1:
+        ended = cells[_ENDED] == cells[_TOLD] + 1 and cells[_ENDED_EPOCH] == epoch
+        if not ended or cells[_WARNED]:
             return False
         cells[_WARNED] = 1
         return True

@@ -26,6 +26,7 @@ from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.loader import CacheLoader, make_loader
+from cache_client.loader_iterators import epoch_that_lightning_begins
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.order import (
@@ -462,8 +463,8 @@ class CacheIterableDataset(IterableDataset[Any]):
                         )
                     reader.keep_lease()
         this.ended = True
-        if this.worker == 0:
-            self._cursor.end(told)
+        if this.worker == 0 and this.handed_out:
+            self._cursor.end(this.epoch, told)
 
     def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
@@ -521,7 +522,21 @@ class CacheIterableDataset(IterableDataset[Any]):
                 f"{where}: in transformers' Trainer set ignore_data_skip=True and load the "
                 "dataset's own state; elsewhere call set_epoch before the pass, and load no state"
             )
-        if self.shuffle and self._cursor.repeats_an_epoch():
+        begun = epoch_that_lightning_begins() if this.plan.rows_consumed else None
+        if begun not in (None, this.epoch):
+            raise ConfigError(
+                f"Lightning begins epoch {begun}, and this pass reads the rest of epoch "
+                f"{this.epoch} from row {this.plan.rows_consumed}: give Lightning a loader whose "
+                "attribute sampler is this dataset, so that it tells every epoch to set_epoch"
+            )
+        if self._cursor.given_up_at:
+            warnings.warn(
+                f"a pass that resumed epoch {this.epoch} at row {self._cursor.given_up_at} was not "
+                "read to its end, and this one begins at row 0: load the state again after a look "
+                "at a batch, or call set_epoch before each pass",
+                stacklevel=3,
+            )
+        if self.shuffle and self._cursor.repeats(this.epoch):
             warnings.warn(
                 f"epoch {this.epoch} of {self.name!r} is read again in the same order: call "
                 "set_epoch(epoch) before each pass",

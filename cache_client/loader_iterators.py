@@ -3,7 +3,7 @@
 torch does not tell a dataset that an iterator starts workers for it, nor how many of their batches
 the training loop has taken. Both are found here: a worker starts inside a method of its iterator,
 so the call stack names the iterator, and the iterator counts. This is the only module that reads
-private names of torch and accelerate.
+private names of torch, accelerate and Lightning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import sys
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -64,24 +65,37 @@ class LoaderIterator:
 
 def iterator_in_stack() -> _BaseDataLoaderIter | None:
     """The DataLoader iterator in whose method this is called, from however deep."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        this = frame.f_locals.get("self")
+    for this in _selves_in_stack("torch.utils.data.dataloader", "torchdata.stateful_dataloader"):
         if isinstance(this, _BaseDataLoaderIter):
             return this
-        frame = frame.f_back
     return None
 
 
 def batches_skipped_by_accelerate() -> int:
     """How many batches a loader of accelerate in the call stack drops, 0 where there is none."""
+    loaders = _selves_in_stack("accelerate.data_loader")
+    return max((getattr(this, "skip_batches", 0) for this in loaders), default=0)
+
+
+def epoch_that_lightning_begins() -> int | None:
+    """The epoch whose first batch a Trainer of Lightning in the call stack asks for, if it does."""
+    modules = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
+    for loop in _selves_in_stack(*modules):
+        epoch: int = loop.epoch_progress.current.processed
+        return None if loop.epoch_loop.batch_progress.current.ready else epoch
+    return None
+
+
+def _selves_in_stack(*modules: str) -> Iterator[Any]:
+    """What ``self`` is in the frames of these modules and of modules inside them.
+
+    Not of others: before Python 3.13, a frame whose locals were read keeps what they were.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        loader = frame.f_locals.get("self")
-        # Not isinstance: these loaders pass themselves off as those of torch.
-        if type(loader).__module__ == "accelerate.data_loader":
-            skipped: int = getattr(loader, "skip_batches", 0)
-            if skipped:
-                return skipped
+        module = str(frame.f_globals.get("__name__"))
+        if any(module == each or module.startswith(f"{each}.") for each in modules):
+            this = frame.f_locals.get("self")
+            if this is not None:
+                yield this
         frame = frame.f_back
-    return 0
