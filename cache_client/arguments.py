@@ -25,6 +25,7 @@ def argument_problems(
     batch_format: object,
     transform: object,
     local: object,
+    copy: object = True,
 ) -> list[str]:
     """What is wrong with the arguments that every way of reading takes, each quoted."""
     problems: list[str] = []
@@ -51,6 +52,7 @@ def argument_problems(
         )
     problems += function_problems("transform", transform)
     problems += switch_problems("local", local)
+    problems += switch_problems("copy", copy)
     return problems
 
 

@@ -1,9 +1,11 @@
 """Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
 
-A scalar column is a strided view of its packed matrix; columns stacked in the order in which they
-lie side by side are a view too, any other stack is a copy. The views of a matrix share one storage,
-the rows of the batch: DataLoader workers send each storage of a batch once, and whole. Of an array
-torch takes all that it spans for its storage, so there arrays are copies. Knows neither nodes nor
+A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
+memory, and a column that is kept must not keep the rows beside it. Columns stacked in the order in
+which they lie side by side are a view, as matrices are; any other stack is a copy.
+
+A DataLoader worker sends each storage of a batch once, and whole, and each costs a file descriptor.
+So there the scalar columns of a matrix are contiguous parts of one storage. Knows neither nodes nor
 order.
 """
 
@@ -22,11 +24,14 @@ from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError, RequestError
-from cache_protocol.storage.layout import Layout, is_scalar
+from cache_protocol.storage.layout import Layout, is_scalar, pool_matrix
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
 _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+_MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
+_ROWS_A_TIME = 256  # of a copy of many columns, so that what is read stays in the processor's cache
 
 
 class _View(NamedTuple):
@@ -49,6 +54,7 @@ class Converter:
             bits with floats become float64, which is exact up to 2**53 only.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch).
+        copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
 
     Raises:
         ConfigError: naming an unknown or used-up column, or one that cannot be stacked; integers
@@ -60,6 +66,8 @@ class Converter:
         layout: Layout,
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
+        *,
+        copy: bool = True,
     ) -> None:
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
         _check_stacks(layout, stacks, batch_format)
@@ -68,12 +76,16 @@ class Converter:
         views = _views(layout, stacks)
         getters = _getters(layout, stacks, views)
         self._names = list(getters)
+        self._bools = _bool_names(layout, stacks)
+        self._copied = _scalars(views) if copy else []
+        own = {name for _, names, _ in self._copied for name in names}
+        views = {name: view for name, view in views.items() if name not in own}
         self._cutters = _cutters(layout, views) if batch_format == "torch" else []
         cut = {index for index, _ in self._cutters}
         self._getters = [
             (name, get)
             for name, get in getters.items()
-            if name not in views or views[name].stored not in cut
+            if name not in own and (name not in views or views[name].stored not in cut)
         ]
 
     def __call__(self, rows: Rows) -> Any:
@@ -81,16 +93,30 @@ class Converter:
         if self._batch_format == "arrow":
             return rows.to_batch()
         batch: dict[str, Any] = dict.fromkeys(self._names)
+        as_torch = self._batch_format == "torch"
+        together = as_torch and bool(self._copied) and get_worker_info() is not None
+        for index, names, positions in self._copied:
+            matrix = rows.matrices[index]
+            if together or len(names) > _MOST_OWN:
+                batch.update(zip(names, _block(matrix, positions, as_torch), strict=True))
+                continue
+            for name, position in zip(names, positions, strict=True):
+                column = matrix[:, position].copy()
+                batch[name] = torch.from_numpy(column) if as_torch else column
         for index, cut in self._cutters:
             batch.update(cut(torch.from_numpy(rows.matrices[index])))
         convert = self._convert_value()
         for name, get in self._getters:
             batch[name] = convert(get(rows))
+        for name in self._bools:
+            batch[name] = _as_bools(batch[name])
         return batch
 
     def _convert_value(self) -> Callable[[Any], Any]:
         if self._batch_format == "torch":
-            return _to_torch
+            # A view of some columns would send those beside it too.
+            in_worker = self._copied and get_worker_info() is not None
+            return (lambda value: _to_torch(_contiguous(value))) if in_worker else _to_torch
         return _contiguous if get_worker_info() is not None else lambda value: value
 
 
@@ -156,6 +182,51 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
         if places == [(index, first + i) for i in range(len(places))]:
             views[name] = _View(index, slice(first, first + len(places)))
     return views
+
+
+def _scalars(views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
+    """Stored columns, their logical scalar columns that are not stacked, and their positions."""
+    found: dict[int, dict[str, int]] = {}
+    for name, (index, part) in views.items():
+        if isinstance(part, int):
+            found.setdefault(index, {})[name] = part
+    return [(index, list(places), list(places.values())) for index, places in found.items()]
+
+
+def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
+    """These columns, each contiguous, as parts of one storage."""
+    chosen = matrix if len(positions) == matrix.shape[1] else matrix[:, positions]
+    block = pool_matrix(len(positions), len(matrix), matrix.dtype)
+    for start in range(0, len(matrix), _ROWS_A_TIME):
+        block[:, start : start + _ROWS_A_TIME] = chosen[start : start + _ROWS_A_TIME].T
+    if not as_torch:
+        return list(block)
+    # `data`, or torch would take a change of one column in place for a change of all.
+    return [column.data for column in torch.from_numpy(block).unbind(0)]
+
+
+def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> list[str]:
+    """The columns of a batch that were bools at their source, and stacks of nothing else."""
+    bools = {
+        field.name
+        for field in layout.logical
+        if (field.metadata or {}).get(b"cache.source_type") == b"bool"
+    }
+    stacked = {column for columns in stacks.values() for column in columns}
+    whole = [name for name, columns in stacks.items() if bools.issuperset(columns)]
+    return sorted(bools - stacked) + whole
+
+
+def _as_bools(value: Any) -> Any:
+    """Numbers 0 and 1 as bools: a view of a tensor or an array; lists in place."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.bool)
+    if isinstance(value, np.ndarray):
+        return value.view(np.bool_)
+    if isinstance(value, list):
+        value[:] = [_as_bools(entry) for entry in value]
+        return value
+    return None if value is None else bool(value)
 
 
 def _getters(

@@ -65,8 +65,9 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
     ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
-    where one holds a null). They may be changed in place. The batches of a window share memory: one
-    that is kept keeps the others, so copy what is to stay. The last step of an epoch may be short;
+    where one holds a null). bools are ``torch.bool``. They may be changed in place. A
+    single column is contiguous. Stacks and fixed-size lists share the memory of a window: one that
+    you keep keeps the others, so copy what is to stay. The last step of an epoch may be short;
     where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
     `cache_client.order`.
 
@@ -97,6 +98,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             to all nodes; default: 32, fewer where they would take more than 256 MiB.
         deadline_s: how long to wait for a cache that is loading, or nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
+        copy: give each single column contiguous memory that keeps no other rows; False: columns
+            are strided views of the rows of a window, which costs less where they are many.
 
     Raises:
         ConfigError: quoting every bad argument.
@@ -127,11 +130,12 @@ class CacheIterableDataset(IterableDataset[Any]):
         prefetch_batches: int | None = None,
         deadline_s: float = 60.0,
         local: bool = True,
+        copy: bool = True,
     ) -> None:
         super().__init__()
         problems = argument_problems(
             dataset, columns, stack, deadline_s,
-            batch_format=batch_format, transform=transform, local=local,
+            batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
         if prefetch_batches is not None:
             integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MOST_PREFETCHED)
@@ -175,8 +179,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
         self._health: tuple[int, NodeHealth] | None = None  # likewise
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
-        self._converter_arguments = (stack, batch_format)
-        Converter(self._shards.layout, stack, batch_format)  # refuses bad arguments here
+        self._stack, self._batch_format = stack, batch_format
+        # Copies to a device are contiguous anyway.
+        self._copy = copy and (target is None or transform is not None)
+        self._converter()  # refuses bad arguments here
         self._sizes = WindowSizes(
             self._shards,
             self.batch_size,
@@ -468,7 +474,7 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
-        convert = Converter(self._shards.layout, *self._converter_arguments)
+        convert = self._converter()
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
@@ -559,6 +565,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         if self._passes_of is None or self._passes_of[0] != os.getpid():
             self._passes_of = (os.getpid(), Passes())
         return self._passes_of[1]
+
+    def _converter(self) -> Converter:
+        return Converter(self._shards.layout, self._stack, self._batch_format, copy=self._copy)
 
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
