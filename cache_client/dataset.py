@@ -476,7 +476,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             raise ConfigError(
                 f"accelerate drops the first {skipped} batches of this pass, which begins at "
                 f"{where}: in transformers' Trainer set ignore_data_skip=True and load the "
-                "dataset's own state; elsewhere call set_epoch before the pass, and load no state"
+                "dataset's own state; or load no state, and call set_epoch before each pass (in a "
+                "TrainerCallback: on_epoch_begin)"
             )
         begun = epoch_that_lightning_begins() if this.plan.rows_consumed else None
         if begun not in (None, this.epoch):

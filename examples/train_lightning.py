@@ -33,6 +33,7 @@ class CacheLoader:
 
     def __init__(self, cached: CacheIterableDataset) -> None:
         self.cached = cached
+        self.sampler = cached  # Lightning tells `sampler.set_epoch` each epoch, resumed ones too
 
     def __len__(self) -> int:
         """Of a whole epoch: Lightning counts from its start on, also where it resumes."""
@@ -87,10 +88,6 @@ class PriceModel(LightningModule):
         """Adam."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
-    def on_train_epoch_start(self) -> None:
-        """Another order in every epoch. In the middle of one, Lightning does not call this."""
-        self.data.dataset.set_epoch(self.current_epoch)
-
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         """The mean squared error of a batch."""
         self.keys.append(batch["row_key"].cpu())
@@ -113,8 +110,9 @@ class PriceModel(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Called on every rank. Only the check above needs the keys."""
-        # After the last step of an epoch this is the start of the next, which has seen no rows.
-        keys = self.keys if self.data.dataset.state_dict()["rows_consumed"] else []
+        # After the last step, the next start begins with the next epoch.
+        rest = self.data.dataset.state_dict()["rows_consumed"] < self.data.dataset.num_rows
+        keys = self.keys if rest else []
         checkpoint["keys"] = _of_all_ranks(keys)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
