@@ -147,8 +147,8 @@ class Cursor:
         self._skipped = batches_skipped_by_accelerate()
 
     def _is_needed(self, loader: LoaderIterator) -> bool:
-        current = self._slots[:, _AT_GENERATION] == self._array[_GENERATION]
-        return loader.alive or loader.token in self._slots[current, _LOADER]
+        current = self._decided(int(self._array[_GENERATION]))
+        return loader.alive or loader.token in current[:, _LOADER]
 
     @property
     def _slots(self) -> npt.NDArray[np.int64]:
@@ -209,11 +209,15 @@ class Cursor:
             time.sleep(_POLL_S / 10)
         self._refuse_if_begun(before, new)
 
-    def _refuse_if_begun(self, generation: int, new: Start) -> None:
+    def _decided(self, generation: int) -> npt.NDArray[np.int64]:
+        """The slots of passes that began when `generation` was this; the earliest first."""
         slots = self._slots
-        for slot in slots[
-            (slots[:, _STATUS] == _DECIDED) & (slots[:, _AT_GENERATION] == generation)
-        ]:
+        found = (slots[:, _STATUS] == _DECIDED) & (slots[:, _AT_GENERATION] == generation)
+        earliest_first: npt.NDArray[np.int64] = slots[found]
+        return earliest_first[earliest_first[:, _BEGUN_NS].argsort()]
+
+    def _refuse_if_begun(self, generation: int, new: Start) -> None:
+        for slot in self._decided(generation):
             begun = Start(int(slot[_AT_EPOCH]), int(slot[_AT_OFFSET]))
             loader = self._loaders.get(int(slot[_LOADER]))
             as_told = begun.epoch == new.epoch and new.offset in (-2, begun.offset)
@@ -317,13 +321,9 @@ class Cursor:
         Of several passes since the last `set`, it is the first whose loop has taken ``steps``
         batches, else the latest. None where no worker has begun one.
         """
-        cells, slots = self._cells, self._slots
-        found = slots[
-            (slots[:, _STATUS] == _DECIDED) & (slots[:, _AT_GENERATION] == cells[_GENERATION])
-        ]
+        found = self._decided(self.generation)
         if not len(found):
             return None
-        found = found[np.argsort(found[:, _BEGUN_NS])]
         latest = {int(slot[_LOADER]): int(slot[_NAME]) for slot in found}
         chosen = found[-1]
         for slot in found:

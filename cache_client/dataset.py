@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,7 +25,6 @@ from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.loader import CacheLoader, make_loader
-from cache_client.loader_iterators import epoch_that_lightning_begins
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.order import (
@@ -34,9 +32,9 @@ from cache_client.order import (
     OrderState,
     StepPlan,
     WorkerState,
-    read_state,
     step_windows,
 )
+from cache_client.pass_checks import check_pass, checked_state
 from cache_client.passes import Pass, Passes
 from cache_client.permutation import checked_integer
 from cache_client.plan import wait_for_plan
@@ -48,7 +46,6 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     NodeUnavailableError,
-    StaleVersionError,
     checked,
 )
 
@@ -289,21 +286,24 @@ class CacheIterableDataset(IterableDataset[Any]):
         else:
             this = self._passes.current()
             epoch, consumed = self._cursor.planned() if this is None else this.position
-        state = OrderState(
-            dataset=self._shards.dataset,
-            fingerprint=self._shards.fingerprint,
-            seed=self.seed,
-            epoch=epoch,
-            shuffle=self.shuffle,
-            shuffle_block_size=self.shuffle_block_size,
-            rows_consumed=consumed,
-        ).to_dict()
+        state = self._state(epoch, consumed).to_dict()
         worker = get_worker_info()
         if worker is None or steps is not None:
             return state
         return WorkerState(
             **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
         ).to_dict()
+
+    def _state(self, epoch: int, rows_consumed: int) -> OrderState:
+        return OrderState(
+            dataset=self._shards.dataset,
+            fingerprint=self._shards.fingerprint,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            shuffle_block_size=self.shuffle_block_size,
+            rows_consumed=rows_consumed,
+        )
 
     def _consumed_after(self, steps: int) -> int:
         """Rows of the epoch consumed after so many batches of the pass that training consumes."""
@@ -338,47 +338,21 @@ class CacheIterableDataset(IterableDataset[Any]):
                 begun a pass elsewhere, and no batch of it is taken yet.
             StaleVersionError: it is of another dataset or fingerprint; names both.
         """
-        try:
-            state = read_state(state_dict)
-        except ValueError as error:
-            raise ConfigError(f"bad state: {error}") from None
-        if (state.dataset, state.fingerprint) != (self._shards.dataset, self.fingerprint):
-            raise StaleVersionError(
-                f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}, "
-                f"this is {self._shards.dataset!r} with fingerprint {self.fingerprint}"
-            )
-        for name in ("seed", "shuffle", "shuffle_block_size"):
-            if getattr(state, name) != getattr(self, name):
-                raise ConfigError(
-                    f"the state has {name}={getattr(state, name)!r}, the dataset "
-                    f"{name}={getattr(self, name)!r}: the order would be another"
-                )
-        if state.rows_consumed > self.num_rows:
-            raise ConfigError(
-                f"bad state: rows_consumed={state.rows_consumed} of {self.num_rows} rows"
-            )
-        if isinstance(state, WorkerState):
-            self._check_workers(state)
+        worker = get_worker_info()
+        state = checked_state(
+            state_dict,
+            expected=self._state(0, 0),
+            num_rows=self.num_rows,
+            rows_per_step=self._plan(0).rows_per_step,
+            num_workers=0 if worker is None else worker.num_workers,
+        )
         start = Start(state.epoch, state.rows_consumed)
-        if get_worker_info() is None:
+        if worker is None:
             self._cursor.set(*start, num_steps=self._plan(start.offset).num_steps)
             self._cursor.tell()
             self._passes.forget()
         else:
             self._worker_start = start
-
-    def _check_workers(self, state: WorkerState) -> None:
-        worker = get_worker_info()
-        workers = 0 if worker is None else worker.num_workers
-        rows_per_step = self._plan(0).rows_per_step
-        if (state.num_workers, state.rows_per_step) != (workers, rows_per_step):
-            raise ConfigError(
-                f"the state is of one of num_workers={state.num_workers} DataLoader workers, with "
-                f"world_size * batch_size = {state.rows_per_step}; here num_workers={workers} and "
-                f"world_size * batch_size = {rows_per_step}: rows would be lost and repeated; to "
-                "go on with others, save dataset.state_dict(steps=<batches taken in this epoch>) "
-                "of the training process"
-            )
 
     # -- iteration -----------------------------------------------------------------------------
 
@@ -440,7 +414,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._place(this, self._cursor.planned())
             claim = self._cursor.begin(is_look=this.plan.num_steps > 1)
         if this.worker == 0:
-            self._refuse_or_warn(this)
+            check_pass(this, self._cursor, self._shards.dataset, shuffle=self.shuffle)
         process = os.getpid()
         with Reader(
             self.endpoint,
@@ -518,36 +492,6 @@ class CacheIterableDataset(IterableDataset[Any]):
             epoch=start.epoch,
         )
         return this
-
-    def _refuse_or_warn(self, this: Pass) -> None:
-        skipped, told = self._cursor.skipped_batches(), self._cursor.told
-        if skipped and (not told or this.plan.rows_consumed):
-            where = f"row {this.plan.rows_consumed} of epoch {this.epoch}"
-            raise ConfigError(
-                f"accelerate drops the first {skipped} batches of this pass, which begins at "
-                f"{where}: in transformers' Trainer set ignore_data_skip=True and load the "
-                "dataset's own state; elsewhere call set_epoch before the pass, and load no state"
-            )
-        begun = epoch_that_lightning_begins() if this.plan.rows_consumed else None
-        if begun not in (None, this.epoch):
-            raise ConfigError(
-                f"Lightning begins epoch {begun}, and this pass reads the rest of epoch "
-                f"{this.epoch} from row {this.plan.rows_consumed}: give Lightning a loader whose "
-                "attribute sampler is this dataset, so that it tells every epoch to set_epoch"
-            )
-        if self._cursor.given_up_at:
-            warnings.warn(
-                f"a pass that resumed epoch {this.epoch} at row {self._cursor.given_up_at} was not "
-                "read to its end, and this one begins at row 0: load the state again after a look "
-                "at a batch, or call set_epoch before each pass",
-                stacklevel=3,
-            )
-        if self.shuffle and self._cursor.repeats(this.epoch):
-            warnings.warn(
-                f"epoch {this.epoch} of {self.name!r} is read again in the same order: call "
-                "set_epoch(epoch) before each pass",
-                stacklevel=3,
-            )
 
     def _check_rank(self) -> None:
         """Raises ConfigError where the rank was found before `torch.distributed` had another."""

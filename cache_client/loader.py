@@ -8,6 +8,7 @@ prepares loaders.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -60,6 +61,15 @@ class CacheLoader(DataLoader[Any]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass begin there; see `CacheIterableDataset.load_state_dict`."""
         self.dataset.load_state_dict(state_dict)
+
+    @property
+    def sampler(self) -> Any:
+        """An object whose `set_epoch` Lightning's Trainer calls before each epoch."""
+        return _Epochs(self.dataset)
+
+    @sampler.setter
+    def sampler(self, value: Any) -> None:
+        """Takes what torch sets; an iterable dataset has none."""
 
     @property
     def total_batch_size(self) -> int:
@@ -127,6 +137,26 @@ class CacheLoader(DataLoader[Any]):
                 yield batch
         finally:
             told._remove_dataloader(end)
+
+
+class _Epochs:
+    """Stands for a sampler: torch asks it for the index of each batch, Lightning sets epochs.
+
+    Fabric counts passes instead of epochs, from 0 in each process. So its calls change nothing.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[None]:
+        return itertools.repeat(None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the dataset."""
+        callers = sys._getframe(1), sys._getframe(1).f_back
+        names = [frame.f_globals.get("__name__", "") for frame in callers if frame is not None]
+        if not any(name.endswith("fabric.wrappers") for name in names):
+            self._dataset.set_epoch(epoch)
 
 
 class _End:

@@ -194,6 +194,7 @@ class StepPlan:
         world_size: number of ranks W, at least 1.
         batch_size: rows B of a rank in a full step, at least 1.
         drop_last: leave out the last step if it has fewer than G rows.
+        pad: give every rank B positions in the last step too; see `positions` and `num_padded`.
         rows_consumed: rows C of this epoch that all ranks together have consumed before step 0.
 
     Raises:
@@ -206,6 +207,7 @@ class StepPlan:
     world_size: int
     batch_size: int
     drop_last: bool = field(kw_only=True, default=False)
+    pad: bool = field(kw_only=True, default=False)
     rows_consumed: int = field(kw_only=True, default=0)
 
     def __post_init__(self) -> None:
@@ -213,6 +215,7 @@ class StepPlan:
         _set_integer(self, "world_size", 1)
         _set_integer(self, "batch_size", 1)
         _boolean("drop_last", self.drop_last)
+        _boolean("pad", self.pad)
         _set_integer(self, "rows_consumed", 0)
         if self.rows_consumed > self.num_rows:
             raise ValueError(
@@ -231,11 +234,14 @@ class StepPlan:
         return rows // self.rows_per_step if self.drop_last else -(-rows // self.rows_per_step)
 
     def positions(self, step: int, rank: int) -> range:
-        """Return the run of positions that a rank trains on in a step; never empty.
+        """Return the run of positions that a rank trains on in a step; not empty without ``pad``.
 
         In a full step, rank r takes the r-th run of B. In the last, short step of R rows it takes
         ``[R*r//W, R*(r+1)//W)`` of the step; if that is empty (possible only if R < W), position
         ``r mod R`` of the step, the only rows an epoch ever repeats.
+
+        With ``pad`` rank r takes the r-th run of B in the last step as well, as far as there are
+        rows. The rest of its batch are repeated rows, which `window` adds.
 
         Raises:
             ValueError: step outside ``[0, num_steps)`` or rank outside ``[0, world_size)``; quoted.
@@ -246,6 +252,9 @@ class StepPlan:
             raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
         start = self.rows_consumed + step * self.rows_per_step
         rows = min(self.rows_per_step, self.num_rows - start)
+        if self.pad:
+            first = min(rank * self.batch_size, rows)
+            return range(start + first, start + min(first + self.batch_size, rows))
         # The rule for the short step gives runs of exactly B in a full one.
         first = rows * rank // self.world_size
         last = rows * (rank + 1) // self.world_size
@@ -272,12 +281,16 @@ class StepPlan:
     def window(self, steps: range, rank: int) -> tuple[Int64Array, list[int]]:
         """Return the positions of a rank in several steps, joined, and how many each step has.
 
+        With ``pad``, each step has B. The missing ones are the first of the epoch's order again.
+
         Raises:
             ValueError: as `positions`.
         """
         if not steps:
             return np.empty(0, np.int64), []
         last = self.positions(steps[-1], rank)  # the only one that may be short
+        if self.pad:
+            return self._padded_window(steps, rank, len(last))
         if len(steps) == 1:  # a batch may be longer than memory where no step is full
             return np.arange(last.start, last.stop, dtype=np.int64), [len(last)]
         first = self.positions(steps[0], rank).start
@@ -287,6 +300,20 @@ class StepPlan:
         full = starts[:, None] + np.arange(self.batch_size, dtype=np.int64)
         joined = np.concatenate([full.reshape(-1), np.arange(last.start, last.stop)])
         return joined, [self.batch_size] * (len(steps) - 1) + [len(last)]
+
+    def num_padded(self, step: int, rank: int) -> int:
+        """Return how many repeated rows end the batch of a rank in a step; 0 without ``pad``."""
+        return self.batch_size - len(self.positions(step, rank)) if self.pad else 0
+
+    def _padded_window(
+        self, steps: range, rank: int, in_last: int
+    ) -> tuple[Int64Array, list[int]]:
+        starts = self.rows_consumed + np.array(steps, np.int64) * self.rows_per_step
+        batches = starts[:, None] + np.arange(self.batch_size) + rank * self.batch_size
+        if in_last < self.batch_size:
+            repeated = np.arange(self.batch_size - in_last, dtype=np.int64) % self.num_rows
+            batches[-1, in_last:] = repeated
+        return batches.reshape(-1), [self.batch_size] * len(steps)
 
 
 def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:

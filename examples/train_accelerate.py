@@ -79,8 +79,8 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
             steps += 1
             if steps == arguments.stop_after_steps:
                 accelerator.save_state(str(arguments.state_dir))
-                # A stop after the last step is a stop before the next epoch.
-                keys = keys if dataset.state_dict()["rows_consumed"] else []
+                # After the last step, the next start begins with the next epoch.
+                keys = keys if dataset.state_dict()["rows_consumed"] < dataset.num_rows else []
                 save_keys(keys, arguments.state_dir, accelerator)
                 accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
                 return complete

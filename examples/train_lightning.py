@@ -64,10 +64,6 @@ class PriceModel(LightningModule):
         """Adam."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
-    def on_train_epoch_start(self) -> None:
-        """Sets another order; Lightning does not call this when it resumes inside an epoch."""
-        self.data.dataset.set_epoch(self.current_epoch)
-
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         """The mean squared error of a batch."""
         self.keys.append(batch["row_key"].cpu())
@@ -89,9 +85,10 @@ class PriceModel(LightningModule):
         self.print(f"epoch {self.current_epoch}: loss {loss:.5f}, {done}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the keys for the check above; every rank calls this."""
-        # After the last step of an epoch this is the start of the next epoch, without rows.
-        keys = self.keys if self.data.dataset.state_dict()["rows_consumed"] else []
+        """Called on every rank. Only the check above needs the keys."""
+        # After the last step, the next start begins with the next epoch.
+        rest = self.data.dataset.state_dict()["rows_consumed"] < self.data.dataset.num_rows
+        keys = self.keys if rest else []
         checkpoint["keys"] = _of_all_ranks(keys)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

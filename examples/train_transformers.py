@@ -75,8 +75,9 @@ class CacheCallback(TrainerCallback):
         position = self.trainer.train_dataset.state_dict()
         if state.is_world_process_zero:
             Path(checkpoint, "dataset.json").write_text(json.dumps(position), encoding="utf-8")
-        # After the last step of an epoch this is the start of the next epoch, without rows.
-        keys = self.trainer.keys if position["rows_consumed"] else []
+        # After the last step, the next start begins with the next epoch.
+        rest = position["rows_consumed"] < self.trainer.train_dataset.num_rows
+        keys = self.trainer.keys if rest else []
         torch.save(keys, self._keys_file(checkpoint))
 
     def on_step_end(

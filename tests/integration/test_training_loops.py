@@ -6,14 +6,17 @@ Every case runs the real loaders of torch and torchdata on a real cache.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -384,6 +387,8 @@ def test_batches_that_accelerate_skips_need_an_epoch_that_was_set(
     make: Callable[..., CacheIterableDataset], workers: int
 ) -> None:
     """transformers' Trainer makes such a loader where it resumes, and tells it no epoch."""
+    from accelerate import skip_first_batches
+
     dataset = make()
     skipping = skip_first_batches(DataLoader(dataset, batch_size=None, num_workers=workers), 5)
     with raises_in_workers(ConfigError, match=r"drops the first 5 batches.*ignore_data_skip=True"):
@@ -393,6 +398,64 @@ def test_batches_that_accelerate_skips_need_an_epoch_that_was_set(
         rows_of(skipping)
     dataset.set_epoch(2)
     assert rows_of(skipping) == rows_in(2)[5 * BATCH :]
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, which warns of many things
+@pytest.mark.parametrize("limit", [1.0, 10])
+@pytest.mark.parametrize("stop", ["mid", "last step", "later"])
+def test_lightning_resumes_where_it_saved_and_tells_a_loader_with_a_sampler_the_epoch(
+    make: Callable[..., CacheIterableDataset], tmp_path: Path, limit: int | float, stop: str
+) -> None:
+    from tests.framework_trainers import LightningLoader, fit_with_lightning
+
+    steps = STEPS if limit == 1.0 else 10
+    seen: list[list[int]] = [[] for _ in range(EPOCHS)]
+    for stop_at in ({"mid": 5, "last step": steps, "later": steps + 3}[stop], None):
+        dataset = make()
+        loader = LightningLoader(dataset, tells_epochs=True)
+        fit_with_lightning(dataset, loader, seen, tmp_path, limit=limit, stop=stop_at)
+    assert seen == [rows_in(epoch)[: steps * BATCH] for epoch in range(EPOCHS)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "limit"), [("custom", 1.0), ("custom", 10), ("stateful", 10)])
+def test_lightning_that_begins_an_epoch_with_the_rest_of_another_is_refused(
+    make: Callable[..., CacheIterableDataset], tmp_path: Path, limit: int | float, kind: str
+) -> None:
+    """It calls no hook of an epoch's start where it saved at the last step of the epoch before."""
+    from tests.framework_trainers import LightningLoader, fit_with_lightning
+
+    steps = STEPS if limit == 1.0 else 10
+    seen: list[list[int]] = [[] for _ in range(EPOCHS)]
+    with raises_in_workers(ConfigError, match=r"Lightning begins epoch 1, .* rest of epoch 0"):
+        for stop_at in (steps, None):
+            dataset = make()
+            loader: Any = LightningLoader(dataset, tells_epochs=False)
+            if kind == "stateful":
+                loader = StatefulDataLoader(dataset, batch_size=None)
+            fit_with_lightning(dataset, loader, seen, tmp_path, limit=limit, stop=stop_at)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_trainer_of_transformers_that_skips_batches_reads_its_epoch_or_is_refused(
+    make: Callable[..., CacheIterableDataset], tmp_path: Path, workers: int, tells: bool
+) -> None:
+    from tests.framework_trainers import train_with_transformers
+
+    stop, seen = STEPS + 5, list[int]()
+    train_with_transformers(make(), workers, seen, tmp_path, EPOCHS, stop=stop)
+    resumed = functools.partial(
+        train_with_transformers, make(), workers, seen, tmp_path, EPOCHS, resume=stop, tells=tells
+    )
+    expected = [row for epoch in range(EPOCHS) for row in rows_in(epoch)]
+    if tells:
+        resumed()
+    else:
+        with raises_in_workers(ConfigError, match="drops the first 5 batches"):
+            resumed()
+    assert seen == (expected if tells else expected[: ROWS + 5 * BATCH])
 
 
 # -- Where a dataset is made -----------------------------------------------------------------------
@@ -416,3 +479,41 @@ def test_a_dataset_made_under_a_mode_of_torch_reads_and_is_set_outside_it(
         duplicate = make()
         duplicate.set_epoch(2)
     assert rows_of(dataset) == rows_of(duplicate) == rows_in(2)
+
+
+SPAWNS = """
+import sys, torch.distributed
+from torch.utils.data import DataLoader
+from cache_client import CacheIterableDataset, ConfigError
+if __name__ == "__main__":
+    rank, endpoint, file, method = int(sys.argv[1]), *sys.argv[2:]
+    dataset = CacheIterableDataset("training-loops", endpoint=endpoint, batch_size=4)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=2
+    )
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=method)
+    try:
+        print(sum(len(batch["row"]) for batch in loader))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_rank_that_changed_is_found_before_workers_start_that_cannot_know_it(
+    make: Callable[..., CacheIterableDataset], cluster: LocalCluster, tmp_path: Path, method: str
+) -> None:
+    assert make().num_rows == ROWS
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    arguments = [cluster.endpoint, str(tmp_path / "store"), method]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), *arguments], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    for rank, output in enumerate(outputs):
+        assert "the dataset reads as rank 0 of 1" in output
+        assert f"says rank {rank} of 2" in output
