@@ -112,12 +112,26 @@ class Converter:
             batch[name] = _as_bools(batch[name])
         return batch
 
+    @property
+    def names(self) -> list[str]:
+        """The names in a batch, in order."""
+        return self._layout.logical.names if self._batch_format == "arrow" else self._names
+
     def _convert_value(self) -> Callable[[Any], Any]:
         if self._batch_format == "torch":
             # A view of some columns would send those beside it too.
             in_worker = self._copied and get_worker_info() is not None
             return (lambda value: _to_torch(_contiguous(value))) if in_worker else _to_torch
         return _contiguous if get_worker_info() is not None else lambda value: value
+
+
+def with_mask(batch: Any, name: str, num_rows: int, num_padded: int) -> Any:
+    """The batch with a boolean column that is False for its last ``num_padded`` rows."""
+    mask = np.arange(num_rows) < num_rows - num_padded
+    if isinstance(batch, pa.RecordBatch):
+        return batch.append_column(name, pa.array(mask))
+    arrays = any(isinstance(value, np.ndarray) for value in batch.values())
+    return {**batch, name: mask if arrays else torch.from_numpy(mask)}
 
 
 def _check_stacks(

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.callers import refuse_callers, refuse_random_split
-from cache_client.convert import Converter
+from cache_client.convert import Converter, with_mask
 from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
@@ -82,6 +82,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             blocks, instead of all rows; for datasets on disk.
         seed: of the order; all ranks must use the same.
         drop_last: leave out a short last step.
+        pad_mask: repeat rows so that every batch of every rank has ``batch_size`` rows, and add a
+            boolean column of this name, False for the repeated ones.
         rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1. A pass
             raises ConfigError where `torch.distributed` was initialised since and says otherwise.
         transform: applied to every batch, in the process that yields it; with ``device``, in a
@@ -119,6 +121,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         shuffle_block_size: int | None = None,
         seed: int = 0,
         drop_last: bool = False,
+        pad_mask: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -155,6 +158,10 @@ class CacheIterableDataset(IterableDataset[Any]):
             ),
             ValueError,
         )
+        if pad_mask is not None and (not isinstance(pad_mask, str) or not pad_mask):
+            problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
+        if pad_mask is not None and drop_last:
+            problems.append("pad_mask and drop_last exclude each other: one step is short or none")
         if problems or who is None or where is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
@@ -168,6 +175,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
         self.seed = operator.index(seed)
         self.drop_last = drop_last
+        self._pad_mask = pad_mask
         self._columns = () if columns is None else tuple(columns)
         self._transform = transform
         self._device = target
@@ -179,7 +187,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._stack, self._batch_format = stack, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
-        self._converter()  # refuses bad arguments here
+        names = self._converter().names  # refuses bad arguments here
+        if pad_mask in names:
+            raise ConfigError(f"pad_mask must be the name of a new column, got {pad_mask!r}")
         self._sizes = WindowSizes(
             self._shards,
             self.batch_size,
@@ -458,9 +468,12 @@ class CacheIterableDataset(IterableDataset[Any]):
             threads=FETCH_THREADS,
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
+            step = iter(steps)
             for pieces, sizes in results:
                 for rows in cut(pieces, sizes):
-                    batch = convert(rows)
+                    batch, padded = convert(rows), this.plan.num_padded(next(step), self.rank)
+                    if self._pad_mask is not None:
+                        batch = with_mask(batch, self._pad_mask, rows.num_rows, padded)
                     yield batch if self._transform is None else self._transform(batch)
 
     def _begin_pass(self) -> Pass:
@@ -528,6 +541,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self.world_size,
             self.batch_size,
             drop_last=self.drop_last,
+            pad=self._pad_mask is not None,
             rows_consumed=offset,
         )
 

@@ -132,6 +132,9 @@ class CacheLoader(DataLoader[Any]):
             for step, batch in enumerate(batches, 1):
                 if step == plan.num_steps:
                     end.end_of_dataloader = True
+                    if plan.pad:
+                        left = plan.num_rows - plan.rows_consumed
+                        end.remainder = left % plan.rows_per_step
                 if self._accelerate_device is not None:
                     batch = send_to_device(batch, self._accelerate_device)
                 yield batch
@@ -164,7 +167,8 @@ class _End:
 
     Attributes:
         end_of_dataloader: whether the batch handed out is the last.
-        remainder: rows in the last step of all ranks, if it is padded; -1 for unknown.
+        remainder: rows of the last step that are not repeated, over all ranks; 0 if all steps
+            are full, -1 if they are not padded. `gather_for_metrics` drops the others.
     """
 
     end_of_dataloader = False

@@ -305,9 +305,7 @@ class StepPlan:
         """Return how many repeated rows end the batch of a rank in a step; 0 without ``pad``."""
         return self.batch_size - len(self.positions(step, rank)) if self.pad else 0
 
-    def _padded_window(
-        self, steps: range, rank: int, in_last: int
-    ) -> tuple[Int64Array, list[int]]:
+    def _padded_window(self, steps: range, rank: int, in_last: int) -> tuple[Int64Array, list[int]]:
         starts = self.rows_consumed + np.array(steps, np.int64) * self.rows_per_step
         batches = starts[:, None] + np.arange(self.batch_size) + rank * self.batch_size
         if in_last < self.batch_size:

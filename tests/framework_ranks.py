@@ -146,6 +146,42 @@ def accelerate_moves_batches_to_its_device() -> Any:
     return {"placed": placed, "left": left}
 
 
+@case
+def gather_for_metrics_counts_each_row_once() -> Any:
+    found = {}
+    for workers in (0, 2):
+        made = accelerator()
+        loader = made.prepare(dataset(pad_mask="valid").loader(num_workers=workers))
+        gathered, sizes = [], set()
+        for batch in loader:
+            sizes.add(len(batch["row"]))
+            gathered += made.gather_for_metrics(batch["row"]).tolist()
+        found[f"rows {workers}"], found[f"sizes {workers}"] = gathered, list(sizes)
+    return found
+
+
+@case
+def collectives_over_columns_and_a_mask() -> Any:
+    """The recipe of the page: gather, then drop the repeated rows; and a broadcast in place."""
+    seen: list[int] = []
+    for batch in dataset(pad_mask="valid").loader():
+        both = [torch.empty_like(batch["row"]) for _ in range(WORLD_SIZE)]
+        masks = [torch.empty_like(batch["valid"]) for _ in range(WORLD_SIZE)]
+        dist.all_gather(both, batch["row"])
+        dist.all_gather(masks, batch["valid"])
+        seen += torch.cat(both)[torch.cat(masks)].tolist()
+    batch = next(iter(dataset(columns=["a", "b", "row"], rank=dist.get_rank(), world_size=2)))
+    before = {name: column.clone() for name, column in batch.items()}
+    dist.broadcast(batch["a"], 0)
+    everywhere = [torch.empty_like(before["a"]) for _ in range(WORLD_SIZE)]
+    dist.all_gather(everywhere, before["a"])
+    return {
+        "rows": seen,
+        "broadcast": torch.equal(batch["a"], everywhere[0]),
+        "beside": torch.equal(batch["b"], before["b"]),
+    }
+
+
 # -- Lightning -----------------------------------------------------------------------------------
 
 
@@ -187,6 +223,26 @@ def lightning_fits_validates_and_predicts() -> Any:
         ))  # fmt: skip
         found[way] = model.seen
     return found
+
+
+@case
+def lightning_tells_the_loader_the_epoch() -> Any:
+    orders = []
+    for epochs in (1, 2):
+        model = Model()
+        trainer(max_epochs=epochs).fit(model, dataset().loader(num_workers=2))
+        orders.append(model.seen)
+    first, both = orders
+    fabric = Fabric(accelerator="cpu", devices=WORLD_SIZE, strategy="ddp")
+    fabric.launch()
+    loader = dataset().loader()
+    loader.set_epoch(1)
+    return {
+        "rows": both[len(first) :],
+        "epoch 0": both[: len(first)] == first,
+        "epoch 1": both[len(first) :] == rows(fabric.setup_dataloaders(loader)),
+        "another order": both[len(first) :] != first,
+    }
 
 
 @case
@@ -234,6 +290,11 @@ class Rows(torch.nn.Module):
         return {"loss": logits.square().mean(), "logits": row}
 
 
+def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    """gather_for_metrics drops the repeated rows, and the model takes no mask."""
+    return {name: column for name, column in batch.items() if name != "valid"}
+
+
 class CacheTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
         return self.train_dataset.loader(num_workers=self.args.dataloader_num_workers)
@@ -260,6 +321,22 @@ def the_trainer_of_transformers_trains() -> Any:
         CacheTrainer(model, options, train_dataset=dataset()).train()
         found[str(workers)] = model.seen
     return found
+
+
+@case
+def the_trainer_of_transformers_evaluates() -> Any:
+    predictions: list[int] = []
+
+    def metrics(evaluated: Any) -> dict[str, float]:
+        predictions.extend(evaluated.predictions.tolist())
+        return {}
+
+    made = CacheTrainer(
+        Rows(), arguments(label_names=["label"]), compute_metrics=metrics,
+        eval_dataset=dataset(pad_mask="valid", transform=without_mask),
+    )  # fmt: skip
+    made.evaluate()
+    return {"rows": predictions}
 
 
 @case

@@ -101,6 +101,20 @@ def test_accelerate_places_batches_unless_it_was_told_not_to(found: Found) -> No
         assert rank == {"placed": "meta", "left": "cpu"}
 
 
+def test_gather_for_metrics_counts_each_row_once(found: Found) -> None:
+    cases = of_both(found["gather_for_metrics_counts_each_row_once"])
+    for workers in (0, 2):
+        for rank in cases[f"rows {workers}"]:
+            assert_every_row([rank])
+        assert cases[f"sizes {workers}"] == [[16], [16]]
+
+
+def test_collectives_take_columns_and_the_mask_drops_repeated_rows(found: Found) -> None:
+    for rank in found["collectives_over_columns_and_a_mask"]:
+        assert_every_row([rank["rows"]])
+        assert rank["broadcast"] and rank["beside"]
+
+
 def test_lightning_leaves_the_loader_alone(found: Found) -> None:
     cases = of_both(found["lightning_fits_validates_and_predicts"])
     for way in ("fit True 0", "fit False 2"):
@@ -108,6 +122,12 @@ def test_lightning_leaves_the_loader_alone(found: Found) -> None:
     for way in ("validate", "predict"):
         seen = [row for rank in cases[way] for row in rank]
         assert len(seen) == len(set(seen)) == 31 * 32
+
+
+def test_lightning_tells_the_loader_the_epoch_and_fabric_leaves_it(found: Found) -> None:
+    cases = of_both(found["lightning_tells_the_loader_the_epoch"])
+    assert_every_row(cases.pop("rows"))
+    assert all(value == [True, True] for value in cases.values()), cases
 
 
 def test_a_checkpoint_of_lightning_resumes_with_other_workers(found: Found) -> None:
@@ -123,6 +143,11 @@ def test_fabric_leaves_the_loader_alone(found: Found) -> None:
 def test_the_trainer_of_transformers_reads_the_loader(found: Found) -> None:
     for ranks in of_both(found["the_trainer_of_transformers_trains"]).values():
         assert_every_row(ranks, times=2)  # epochs
+
+
+def test_the_trainer_of_transformers_evaluates_each_row_once(found: Found) -> None:
+    for rank in found["the_trainer_of_transformers_evaluates"]:
+        assert_every_row([rank["rows"]])
 
 
 def test_the_trainer_of_transformers_gets_one_clear_error_for_the_dataset(found: Found) -> None:

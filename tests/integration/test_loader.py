@@ -182,3 +182,49 @@ def test_random_split_is_told_what_to_use_instead(
         random_split(dataset, lengths)
     with pytest.raises(ConfigError, match="use CacheDataset for rows by number"):
         dataset[3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_format", ["torch", "numpy", "arrow"])
+def test_a_mask_tells_the_rows_that_fill_the_last_batch(
+    cluster: LocalCluster, table: str, workers: int, batch_format: Any
+) -> None:
+    seen = []
+    for rank in range(3):
+        made = CacheIterableDataset(
+            table, endpoint=cluster.endpoint, batch_size=10, shuffle=True, pad_mask="valid",
+            batch_format=batch_format, rank=rank, world_size=3,
+        )  # fmt: skip
+        batches = list(made.loader(num_workers=workers))
+        assert len(batches) == len(made) == 7
+        for batch in batches:
+            row, valid = np.asarray(batch["row"]), np.asarray(batch["valid"])
+            assert len(row) == 10 and valid.dtype == np.bool_
+            seen += row[valid].tolist()
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_padded_pass_resumes(cluster: LocalCluster, table: str) -> None:
+    def made() -> CacheIterableDataset:
+        return CacheIterableDataset(
+            table, endpoint=cluster.endpoint, batch_size=64, shuffle=True, pad_mask="valid"
+        )
+
+    first, rest = made(), made()
+    batch = next(iter(first))
+    rest.load_state_dict(first.state_dict())
+    seen = batch["row"].tolist()
+    for batch in rest:
+        assert batch["row"].shape == (64,)
+        seen += batch["row"][batch["valid"]].tolist()
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_mask_needs_a_new_name_and_a_last_step(cluster: LocalCluster, table: str) -> None:
+    options: dict[str, Any] = {"endpoint": cluster.endpoint, "batch_size": 8}
+    with pytest.raises(ConfigError, match="pad_mask must be the name of a new column, got 'row'"):
+        CacheIterableDataset(table, pad_mask="row", **options)
+    with pytest.raises(ConfigError, match="pad_mask must be the name of a new column, got True"):
+        CacheIterableDataset(table, pad_mask=True, **options)
+    with pytest.raises(ConfigError, match="pad_mask and drop_last exclude each other"):
+        CacheIterableDataset(table, pad_mask="valid", drop_last=True, **options)

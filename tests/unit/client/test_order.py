@@ -544,6 +544,31 @@ def test_a_step_that_is_longer_than_the_epoch_takes_no_memory_of_its_own(
     assert peak < 1_000_000
 
 
+@pytest.mark.parametrize("consumed", [0, 37])
+@pytest.mark.parametrize(
+    ("num_rows", "world_size", "batch_size"), [(100, 3, 7), (38, 4, 5), (40, 1, 6)]
+)
+def test_padded_steps_are_full_and_their_first_rows_are_the_order_itself(
+    num_rows: int, world_size: int, batch_size: int, consumed: int
+) -> None:
+    plan = StepPlan(num_rows, world_size, batch_size, pad=True, rows_consumed=consumed)
+    steps = range(plan.num_steps)
+    joined = [plan.window(steps, rank)[0].reshape(-1, batch_size) for rank in range(world_size)]
+    real, gathered = [], []
+    for step in steps:
+        for rank in range(world_size):
+            batch = joined[rank][step].tolist()
+            padded = plan.num_padded(step, rank)
+            assert plan.window(range(step, step + 1), rank)[0].tolist() == batch
+            assert list(plan.positions(step, rank)) == batch[: batch_size - padded]
+            real += batch[: batch_size - padded]
+            gathered += batch
+    assert real == list(range(consumed, num_rows))
+    # The repeated rows come last, over all ranks: `[:remainder]` of a gathered step drops them.
+    assert gathered[: len(real)] == real and all(0 <= row < num_rows for row in gathered)
+    assert plan.rows_consumed_after(plan.num_steps) == num_rows
+
+
 def test_an_empty_dataset_has_no_steps() -> None:
     assert StepPlan(0, world_size=4, batch_size=8).num_steps == 0
     assert StepPlan(5, world_size=4, batch_size=8, rows_consumed=5).num_steps == 0
