@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -34,6 +34,11 @@ from cache_client.order import (
     WorkerState,
     step_windows,
 )
+from cache_client.parallel_groups import (
+    rank_in_group,
+    rank_in_mesh,
+    warn_of_model_parallelism,
+)
 from cache_client.pass_checks import check_pass, checked_state
 from cache_client.passes import Pass, Passes
 from cache_client.permutation import checked_integer
@@ -48,6 +53,10 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     checked,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _MOST_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MOST_PREFETCHED = 2**31 - 1
@@ -84,8 +93,12 @@ class CacheIterableDataset(IterableDataset[Any]):
         drop_last: leave out a short last step.
         pad_mask: repeat rows so that every batch of every rank has ``batch_size`` rows, and add a
             boolean column of this name, False for the repeated ones.
-        rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1. A pass
-            raises ConfigError where `torch.distributed` was initialised since and says otherwise.
+        rank, world_size: default: `torch.distributed`, JAX, ``RANK``/``WORLD_SIZE`` or the
+            variables of another launcher, else 0 of 1. A pass raises ConfigError where
+            `torch.distributed` or JAX was initialised since and says otherwise.
+        device_mesh: a `DeviceMesh`; the rows are divided over its data parallel dimensions only, so
+            that ranks of one tensor, pipeline or context parallel group read the same rows.
+        process_group: the data parallel group, instead of a mesh.
         transform: applied to every batch, in the process that yields it; with ``device``, in a
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
@@ -124,6 +137,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         pad_mask: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
         message_bytes: int = MESSAGE_BYTES,
@@ -148,7 +163,16 @@ class CacheIterableDataset(IterableDataset[Any]):
             None if n is None else integer_or_problem(problems, k, n) for k, n in given.items()
         ]
         refused = ranks.count(None) > list(given.values()).count(None)
-        who = None if refused else checked(problems, lambda: find_rank(ranks[0], ranks[1]))
+        ways = {"rank": rank, "device_mesh": device_mesh, "process_group": process_group}
+        named = [way for way, value in ways.items() if value is not None]
+        if len(named) > 1:
+            problems.append(f"{' and '.join(named)} exclude each other: give one of them")
+        if device_mesh is not None:
+            who = checked(problems, lambda: rank_in_mesh(device_mesh))
+        elif process_group is not None:
+            who = checked(problems, lambda: rank_in_group(process_group))
+        else:
+            who = None if refused else checked(problems, lambda: find_rank(ranks[0], ranks[1]))
         where = checked(problems, lambda: find_endpoint(endpoint))
         checked(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last), ValueError)
         checked(
@@ -168,7 +192,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         self.endpoint = where
         self.batch_size = operator.index(batch_size)
         self.rank, self.world_size = who.rank, who.world_size
-        self._rank_is_given = rank is not None
+        self._warned_of_groups = False
+        self._rank_is_given = bool(named)
         self.shuffle = shuffle
         self.shuffle_block_size = (
             None if shuffle_block_size is None else operator.index(shuffle_block_size)
@@ -507,12 +532,14 @@ class CacheIterableDataset(IterableDataset[Any]):
         return this
 
     def _check_rank(self) -> None:
-        """Raises ConfigError where the rank was found before `torch.distributed` had another."""
+        """Raises ConfigError where the rank was found before a library had another."""
         now = None if self._rank_is_given else find_initialised_rank()
-        if now is not None and now != Rank(self.rank, self.world_size):
+        if now is not None and not self._warned_of_groups:
+            self._warned_of_groups = warn_of_model_parallelism(self.name, self.world_size)
+        if now is not None and now.rank != Rank(self.rank, self.world_size):
             raise ConfigError(
-                f"the dataset reads as rank {self.rank} of {self.world_size}, but "
-                f"torch.distributed, initialised later, says rank {now.rank} of {now.world_size}: "
+                f"the dataset reads as rank {self.rank} of {self.world_size}, but {now.library}, "
+                f"initialised later, says rank {now.rank.rank} of {now.rank.world_size}: "
                 "make the dataset after that, or pass rank and world_size"
             )
 

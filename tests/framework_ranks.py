@@ -27,6 +27,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from cache_client import CacheIterableDataset
@@ -179,6 +180,23 @@ def collectives_over_columns_and_a_mask() -> Any:
         "rows": seen,
         "broadcast": torch.equal(batch["a"], everywhere[0]),
         "beside": torch.equal(batch["b"], before["b"]),
+    }
+
+
+@case
+def a_mesh_with_a_tensor_parallel_dimension() -> Any:
+    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("dp", "tp"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = dataset()
+        rows(made.loader())
+        made.set_epoch(1)
+        rows(made.loader(num_workers=1))
+    return {
+        "mesh": rows(dataset(device_mesh=mesh).loader()),
+        "group": rows(dataset(process_group=mesh.get_group("dp")).loader(num_workers=2)),
+        "warned": [str(each.message) for each in caught if "device_mesh" in str(each.message)],
+        "both": error_of(lambda: dataset(device_mesh=mesh, rank=0, world_size=1)),
     }
 
 

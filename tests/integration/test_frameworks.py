@@ -115,6 +115,17 @@ def test_collectives_take_columns_and_the_mask_drops_repeated_rows(found: Found)
         assert rank["broadcast"] and rank["beside"]
 
 
+def test_ranks_of_one_tensor_parallel_group_read_the_same_rows(found: Found) -> None:
+    for rank in found["a_mesh_with_a_tensor_parallel_dimension"]:
+        assert_every_row([rank["mesh"]])
+        assert rank["group"] == rank["mesh"]
+        (warning,) = rank["warned"]
+        assert "divides the model (tp)" in warning and "device_mesh=" in warning
+        assert (
+            rank["both"] == "ConfigError: rank and device_mesh exclude each other: give one of them"
+        )
+
+
 def test_lightning_leaves_the_loader_alone(found: Found) -> None:
     cases = of_both(found["lightning_fits_validates_and_predicts"])
     for way in ("fit True 0", "fit False 2"):
