@@ -28,6 +28,7 @@ from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.grpc_guard.call_threads import CallThreads
+from cache_client.grpc_guard.forks import fork_gate
 from cache_client.permutation import checked_integer
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
@@ -311,6 +312,7 @@ class CacheClient:
             look_up_s = min(look_up_s, max(left, _LEAST_LOOK_UP_S))
         with CallThreads() as aside:
             location = aside.call(self._find_coordinator, look_up_s)
+            fork_gate.use()
             channel = aside.call(open_channel, location)
             try:
                 yield _Calls(aside, cache_pb2_grpc.CoordinatorStub(channel))

@@ -2,10 +2,10 @@
 
 A rank comes from the arguments, an initialised `torch.distributed` or JAX, or the first of
 `SOURCES` that speaks of this process; else it is 0 of 1. The first one wins: whatever comes after
-it is not looked at, even where it says something else. So under torchrun the ``PET_*`` of the pod, which count nodes
-and are still there, do not matter. A source that says half, or what cannot be, is an error and
-never skipped: two processes that both take themselves for rank 0 would train on the same rows
-without a word.
+it is not looked at, even where it says something else. So under torchrun the ``PET_*`` of the pod,
+which count nodes and are still there, do not matter. A source that says half, or what cannot be, is
+an error and never skipped: two processes that both take themselves for rank 0 would train on the
+same rows without a word.
 
 An empty variable counts as absent. Numbers are read as torch reads them. The only module of this
 package, but `__main__`, that reads the environment; it opens no connection.
