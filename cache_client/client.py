@@ -80,6 +80,21 @@ class DatasetInfo:
     waits: str | None = None
     replicas: int = 1
 
+    def __repr__(self) -> str:
+        """The facts in a few lines; `schema` and `placement` are there in full."""
+        columns = self.schema.names[:8] + ["..."] * (len(self.schema.names) > 8)
+        nodes = sorted({node for nodes in self.placement.values() for node in nodes})
+        lines = [
+            f"DatasetInfo({self.name!r}, {self.state}, fingerprint={self.fingerprint})",
+            f"  {self.num_rows:,} rows, {self.num_bytes:,} bytes, {self.num_shards} shards, "
+            f"{self.replicas} replicas on {len(nodes)} nodes",
+            f"  {len(self.schema.names)} columns: {', '.join(columns)}",
+        ]
+        lines += [
+            f"  {name}: {value}" for name in ("error", "waits") if (value := getattr(self, name))
+        ]
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True)
 class NodeInfo:

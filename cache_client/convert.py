@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
-from cache_protocol.errors import ConfigError, RequestError
+from cache_protocol.errors import CacheError, ConfigError, RequestError
 from cache_protocol.storage.layout import Layout, is_scalar, pool_matrix
 
 _Array = npt.NDArray[np.generic]
@@ -54,6 +54,7 @@ class Converter:
             bits with floats become float64, which is exact up to 2**53 only.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch).
+        stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
         copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
 
     Raises:
@@ -68,15 +69,23 @@ class Converter:
         batch_format: BatchFormat = "torch",
         *,
         copy: bool = True,
+        stack_dtype: object = None,
     ) -> None:
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
-        _check_stacks(layout, stacks, batch_format)
+        dtype = None if stack_dtype is None else _number_dtype(stack_dtype)
+        _check_stacks(layout, stacks, batch_format, dtype)
         self._layout = layout
         self._batch_format = batch_format
         views = _views(layout, stacks)
-        getters = _getters(layout, stacks, views)
+        cast = {
+            name
+            for name, columns in stacks.items()
+            if dtype is not None and any(_dtype(layout, column) != dtype for column in columns)
+        }
+        views = {name: view for name, view in views.items() if name not in cast}
+        getters = _getters(layout, stacks, views, dtype)
         self._names = list(getters)
-        self._bools = _bool_names(layout, stacks)
+        self._bools = _bool_names(layout, stacks, cast=dtype is not None)
         self._copied = _scalars(views) if copy else []
         own = {name for _, names, _ in self._copied for name in names}
         views = {name: view for name, view in views.items() if name not in own}
@@ -135,7 +144,10 @@ def with_mask(batch: Any, name: str, num_rows: int, num_padded: int) -> Any:
 
 
 def _check_stacks(
-    layout: Layout, stacks: Mapping[str, Sequence[str]], batch_format: BatchFormat
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    batch_format: BatchFormat,
+    dtype: np.dtype[np.generic] | None,
 ) -> None:
     if stacks and batch_format == "arrow":
         raise ConfigError("stack makes tensors: it cannot be used with batch_format='arrow'")
@@ -156,14 +168,35 @@ def _check_stacks(
             if column in used:
                 raise ConfigError(f"stack {name!r}: column {column!r} is in another stack already")
             used.add(column)
-        _check_dtypes(layout, name, columns)
+        _check_dtypes(layout, name, columns, dtype)
     taken = [name for name in stacks if name in layout.logical.names and name not in used]
     if taken:
         raise ConfigError(f"stack {taken[0]!r} has the name of a column that is not stacked")
 
 
-def _check_dtypes(layout: Layout, name: str, columns: Sequence[str]) -> None:
+def _number_dtype(dtype: object) -> np.dtype[np.generic]:
+    """A dtype of torch or numpy, as numpy's."""
+    try:
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        found: np.dtype[np.generic] = np.dtype(name)  # type: ignore[call-overload]
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "iuf":
+        raise ConfigError(f"stack_dtype must be a dtype of numbers, got {dtype!r}")
+    return found
+
+
+def _check_dtypes(
+    layout: Layout, name: str, columns: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> None:
     dtypes = [_dtype(layout, column) for column in columns]
+    if dtype is not None:
+        for column, own in zip(columns, dtypes, strict=True):
+            if not np.can_cast(own, dtype, "same_kind"):
+                raise ConfigError(
+                    f"stack {name!r}: stack_dtype={dtype} cannot hold column {column!r}, {own}"
+                )
+        return
     common = np.result_type(*dtypes)
     if common.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
         # One of each dtype: there may be hundreds of columns.
@@ -219,7 +252,7 @@ def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
     return [column.data for column in torch.from_numpy(block).unbind(0)]
 
 
-def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> list[str]:
+def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]], *, cast: bool) -> list[str]:
     """The columns of a batch that were bools at their source, and stacks of nothing else."""
     bools = {
         field.name
@@ -227,7 +260,7 @@ def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> list[str
         if (field.metadata or {}).get(b"cache.source_type") == b"bool"
     }
     stacked = {column for columns in stacks.values() for column in columns}
-    whole = [name for name, columns in stacks.items() if bools.issuperset(columns)]
+    whole = [name for name, columns in stacks.items() if bools.issuperset(columns) and not cast]
     return sorted(bools - stacked) + whole
 
 
@@ -244,7 +277,10 @@ def _as_bools(value: Any) -> Any:
 
 
 def _getters(
-    layout: Layout, stacks: Mapping[str, Sequence[str]], views: Mapping[str, _View]
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    views: Mapping[str, _View],
+    dtype: np.dtype[np.generic] | None,
 ) -> dict[str, _Getter]:
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
@@ -255,7 +291,7 @@ def _getters(
         if name in views:
             getters[name] = _view_getter(views[name])
         elif name in stacks:
-            getters[name] = _copy_getter(layout, stacks[name])
+            getters[name] = _copy_getter(layout, stacks[name], dtype)
         else:
             getters[name] = _column_getter(layout, name)
     return getters
@@ -266,16 +302,18 @@ def _view_getter(view: _View) -> _Getter:
     return lambda rows: rows.matrices[index][:, part]
 
 
-def _copy_getter(layout: Layout, names: Sequence[str]) -> _Getter:
+def _copy_getter(
+    layout: Layout, names: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> _Getter:
     places = [layout.place(name) for name in names]
+    common = np.result_type(*(_dtype(layout, name) for name in names)) if dtype is None else dtype
     if len({index for index, _ in places}) == 1:
         index, positions = places[0][0], [position for _, position in places]
-        return lambda rows: rows.matrices[index][:, positions]
-    dtype = np.result_type(*(_dtype(layout, name) for name in names))
+        return lambda rows: rows.matrices[index][:, positions].astype(common, copy=False)
 
     def join(rows: Rows) -> _Array:
         columns = [rows.matrices[index][:, position] for index, position in places]
-        return np.stack(columns, axis=1, dtype=dtype)
+        return np.stack(columns, axis=1, dtype=common, casting="same_kind")
 
     return join
 
@@ -286,7 +324,7 @@ def _column_getter(layout: Layout, name: str) -> _Getter:
     if column.kind == "matrix":
         shape = column.shape
         return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
-    return lambda rows: _values(rows.arrays[index])
+    return lambda rows: _values_of(name, rows.arrays[index])
 
 
 def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:
@@ -318,6 +356,32 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
         return views
 
     return cut
+
+
+def _values_of(name: str, array: pa.Array) -> list[Any]:
+    """As `_values`.
+
+    Raises:
+        InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
+    """
+    try:
+        return _values(array)
+    except UnicodeDecodeError:
+        for row in range(len(array)):
+            try:
+                array[row].as_py()
+            except UnicodeDecodeError as bad:
+                error = bad
+                break
+        raise InvalidTextError(
+            f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
+            f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
+            f"arrow_cast({name}, 'Binary')"
+        ) from None
+
+
+class InvalidTextError(CacheError):
+    """A string column holds bytes that are no UTF-8."""
 
 
 def _values(array: pa.Array) -> list[Any]:

@@ -84,6 +84,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
+        stack_dtype: of every stack; default: the smallest that holds its columns, as in numpy.
         batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader makes
             tensors of arrays, unless its ``collate_fn`` returns what it is given.
         shuffle: a new permutation of all rows in every epoch.
@@ -129,6 +130,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         batch_size: int,
         columns: Sequence[str] | None = None,
         stack: Mapping[str, Sequence[str]] | None = None,
+        stack_dtype: torch.dtype | str | None = None,
         batch_format: BatchFormat = "torch",
         shuffle: bool = False,
         shuffle_block_size: int | None = None,
@@ -209,7 +211,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._mapped: tuple[int, LocalShards] | None = None  # with the process they are of
         self._health: tuple[int, NodeHealth] | None = None  # likewise
         self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
-        self._stack, self._batch_format = stack, batch_format
+        self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
         names = self._converter().names  # refuses bad arguments here
@@ -551,7 +553,13 @@ class CacheIterableDataset(IterableDataset[Any]):
         return self._passes_of[1]
 
     def _converter(self) -> Converter:
-        return Converter(self._shards.layout, self._stack, self._batch_format, copy=self._copy)
+        return Converter(
+            self._shards.layout,
+            self._stack,
+            self._batch_format,
+            copy=self._copy,
+            stack_dtype=self._stack_dtype,
+        )
 
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)

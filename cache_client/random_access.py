@@ -167,8 +167,8 @@ class CacheDataset(Dataset[Any]):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def __getitem__(self, index: SupportsIndex | RowNumbers) -> Any:
-        """One row for an integer, one batch for several; negative ones count from the end.
+    def __getitem__(self, index: SupportsIndex | slice | RowNumbers) -> Any:
+        """One row for an integer, one batch for several or a slice; negative ones count back.
 
         Raises:
             IndexError: naming a row that is not there.
@@ -176,6 +176,8 @@ class CacheDataset(Dataset[Any]):
             NodeUnavailableError: a row's nodes did not answer before the deadline; names them.
             StaleVersionError: the version is gone.
         """
+        if isinstance(index, slice):
+            return self.fetch(range(*index.indices(self.num_rows)))
         if isinstance(index, (list, tuple, range)) or getattr(index, "ndim", 0) > 0:
             return self.fetch(index)  # type: ignore[arg-type]  # which checks it
         if isinstance(index, (bool, np.bool_)):

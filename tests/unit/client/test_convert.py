@@ -11,7 +11,7 @@ import torch
 from cache_client.arguments import BatchFormat
 from cache_client.convert import Converter
 from cache_client.reader import Rows
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import CacheError, ConfigError
 from cache_protocol.storage.layout import Layout
 
 LOGICAL = pa.schema(
@@ -173,6 +173,35 @@ def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
     empty = Converter(Layout(LOGICAL))(rows().slice(1, 1))
     assert {name: len(value) for name, value in empty.items()} == dict.fromkeys(LOGICAL.names, 0)
     assert empty["image"].shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "float32", np.float32])
+def test_stacks_take_a_dtype(dtype: object) -> None:
+    batch = Converter(
+        Layout(LOGICAL), {"x": ["c", "n"], "y": ["a", "b"]}, stack_dtype=dtype
+    )(rows())  # fmt: skip
+    assert batch["x"].dtype == batch["y"].dtype == torch.float32
+    assert batch["x"].tolist() == [[2, 0], [5, 1], [8, 2], [11, 3]]
+    assert Converter(Layout(LOGICAL), {"y": ["a", "b"]}, stack_dtype="float64")(rows())[
+        "y"
+    ].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
+
+
+def test_a_dtype_that_cannot_hold_a_column_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stack_dtype=int64 cannot hold column 'c', float32"):
+        Converter(Layout(LOGICAL), {"x": ["n", "c"]}, stack_dtype="int64")
+    for bad in ("text", "str", torch.bool, 7):
+        with pytest.raises(ConfigError, match="stack_dtype must be a dtype of numbers, got"):
+            Converter(Layout(LOGICAL), {"x": ["n", "c"]}, stack_dtype=bad)
+
+
+def test_invalid_utf_8_names_column_and_row() -> None:
+    layout = Layout(pa.schema([("name", pa.string())]))
+    offsets, data = pa.array([0, 2, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfe")
+    array = pa.StringArray.from_buffers(2, offsets, data)
+    with pytest.raises(CacheError, match="column 'name' holds no valid UTF-8 in row 1") as caught:
+        Converter(layout)(Rows(layout, {}, {0: array}, 2))
+    assert "arrow_cast(name, 'Binary')" in str(caught.value)
 
 
 @pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])
