@@ -4,8 +4,8 @@
     CacheIterableDataset     reads a dataset in a training loop
     CacheDataset             reads rows by number, for samplers and libraries with their own order
 
-The two datasets need torch and are imported at their first use. `CacheClient` and ``cachectl`` work
-without torch.
+The datasets and the loader need torch. They are imported at their first use: `CacheClient` and
+``cachectl`` work without torch.
 """
 
 from importlib import import_module
@@ -31,15 +31,21 @@ from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
     from cache_client.dataset import CacheIterableDataset
+    from cache_client.loader import CacheLoader
     from cache_client.random_access import CacheDataset
 
-_NEED_TORCH = {"CacheDataset": "random_access", "CacheIterableDataset": "dataset"}
+_NEED_TORCH = {
+    "CacheDataset": "random_access",
+    "CacheIterableDataset": "dataset",
+    "CacheLoader": "loader",
+}
 
 __all__ = [
     "CacheClient",
     "CacheDataset",
     "CacheError",
     "CacheIterableDataset",
+    "CacheLoader",
     "ConfigError",
     "DatasetInfo",
     "DatasetNotFoundError",

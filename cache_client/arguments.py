@@ -25,6 +25,7 @@ def argument_problems(
     batch_format: object,
     transform: object,
     local: object,
+    copy: object = True,
 ) -> list[str]:
     """The problems of the arguments that both datasets take; each is quoted."""
     problems: list[str] = []
@@ -51,6 +52,7 @@ def argument_problems(
         )
     problems += function_problems("transform", transform)
     problems += flag_problems("local", local)
+    problems += flag_problems("copy", copy)
     return problems
 
 

@@ -28,6 +28,7 @@ from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.grpc_guard.call_threads import CallThreads
+from cache_client.grpc_guard.forks import fork_gate
 from cache_client.permutation import checked_integer
 from cache_client.ranks import find_endpoint
 from cache_client.reader import Reader
@@ -77,6 +78,21 @@ class DatasetInfo:
     error: str | None = None
     waits: str | None = None
     replicas: int = 1
+
+    def __repr__(self) -> str:
+        """The facts in a few lines; `schema` and `placement` are there in full."""
+        columns = self.schema.names[:8] + ["..."] * (len(self.schema.names) > 8)
+        nodes = sorted({node for nodes in self.placement.values() for node in nodes})
+        lines = [
+            f"DatasetInfo({self.name!r}, {self.state}, fingerprint={self.fingerprint})",
+            f"  {self.num_rows:,} rows, {self.num_bytes:,} bytes, {self.num_shards} shards, "
+            f"{self.replicas} replicas on {len(nodes)} nodes",
+            f"  {len(self.schema.names)} columns: {', '.join(columns)}",
+        ]
+        lines += [
+            f"  {name}: {value}" for name in ("error", "waits") if (value := getattr(self, name))
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -311,6 +327,7 @@ class CacheClient:
             lookup_s = min(lookup_s, max(remaining_s, _MIN_LOOKUP_S))
         with CallThreads() as threads:
             location = threads.call(self._find_coordinator, lookup_s)
+            fork_gate.use()
             channel = threads.call(open_channel, location)
             try:
                 yield _Calls(threads, cache_pb2_grpc.CoordinatorStub(channel))

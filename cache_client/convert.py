@@ -1,9 +1,12 @@
 """Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
 
-A scalar column is a strided view of its packed matrix. A stack of neighbouring columns in stored
-order is a view, too; any other stack is a copy. The views of a matrix share one storage, which
-DataLoader workers send once, as a whole. For an array, torch sends everything that it spans, so in
-workers arrays are copied. Knows neither nodes nor order.
+A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
+memory, and a column that is kept must not keep the rows beside it. Columns stacked in the order in
+which they lie side by side are a view, as matrices are; any other stack is a copy.
+
+A DataLoader worker sends each storage of a batch once, and whole, and each costs a file descriptor.
+So there the scalar columns of a matrix are contiguous parts of one storage. Knows neither nodes nor
+order.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from torch.utils.data import get_worker_info
 from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
-from cache_protocol.errors import ConfigError, RequestError
-from cache_protocol.storage.layout import Layout, is_scalar
+from cache_protocol.errors import CacheError, ConfigError, RequestError
+from cache_protocol.storage.layout import Layout, is_scalar, pool_matrix
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
 _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+_MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
+_ROWS_A_TIME = 256  # of a copy of many columns, so that what is read stays in the processor's cache
 
 
 class _View(NamedTuple):
@@ -48,6 +54,8 @@ class Converter:
             float64, which is exact up to 2**53.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch).
+        stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
+        copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
 
     Raises:
         ConfigError: names a column that is unknown, used twice, or cannot be stacked. Integers
@@ -59,20 +67,34 @@ class Converter:
         layout: Layout,
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
+        *,
+        copy: bool = True,
+        stack_dtype: object = None,
     ) -> None:
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
-        _check_stacks(layout, stacks, batch_format)
+        dtype = None if stack_dtype is None else _number_dtype(stack_dtype)
+        _check_stacks(layout, stacks, batch_format, dtype)
         self._layout = layout
         self._batch_format = batch_format
         views = _views(layout, stacks)
-        getters = _getters(layout, stacks, views)
+        cast = {
+            name
+            for name, columns in stacks.items()
+            if dtype is not None and any(_dtype(layout, column) != dtype for column in columns)
+        }
+        views = {name: view for name, view in views.items() if name not in cast}
+        getters = _getters(layout, stacks, views, dtype)
         self._names = list(getters)
+        self._bools = _bool_names(layout, stacks, cast=dtype is not None)
+        self._copied = _scalars(views) if copy else []
+        own = {name for _, names, _ in self._copied for name in names}
+        views = {name: view for name, view in views.items() if name not in own}
         self._cutters = _cutters(layout, views) if batch_format == "torch" else []
         cut = {index for index, _ in self._cutters}
         self._getters = [
             (name, get)
             for name, get in getters.items()
-            if name not in views or views[name].stored not in cut
+            if name not in own and (name not in views or views[name].stored not in cut)
         ]
 
     def __call__(self, rows: Rows) -> Any:
@@ -80,21 +102,52 @@ class Converter:
         if self._batch_format == "arrow":
             return rows.to_batch()
         batch: dict[str, Any] = dict.fromkeys(self._names)
+        as_torch = self._batch_format == "torch"
+        together = as_torch and bool(self._copied) and get_worker_info() is not None
+        for index, names, positions in self._copied:
+            matrix = rows.matrices[index]
+            if together or len(names) > _MOST_OWN:
+                batch.update(zip(names, _block(matrix, positions, as_torch), strict=True))
+                continue
+            for name, position in zip(names, positions, strict=True):
+                column = matrix[:, position].copy()
+                batch[name] = torch.from_numpy(column) if as_torch else column
         for index, cut in self._cutters:
             batch.update(cut(torch.from_numpy(rows.matrices[index])))
         convert = self._convert_value()
         for name, get in self._getters:
             batch[name] = convert(get(rows))
+        for name in self._bools:
+            batch[name] = _as_bools(batch[name])
         return batch
+
+    @property
+    def names(self) -> list[str]:
+        """The names in a batch, in order."""
+        return self._layout.logical.names if self._batch_format == "arrow" else self._names
 
     def _convert_value(self) -> Callable[[Any], Any]:
         if self._batch_format == "torch":
-            return _to_torch
+            # A view of some columns would send those beside it too.
+            in_worker = self._copied and get_worker_info() is not None
+            return (lambda value: _to_torch(_contiguous(value))) if in_worker else _to_torch
         return _contiguous if get_worker_info() is not None else lambda value: value
 
 
+def with_mask(batch: Any, name: str, num_rows: int, num_padded: int) -> Any:
+    """The batch with a boolean column that is False for its last ``num_padded`` rows."""
+    mask = np.arange(num_rows) < num_rows - num_padded
+    if isinstance(batch, pa.RecordBatch):
+        return batch.append_column(name, pa.array(mask))
+    arrays = any(isinstance(value, np.ndarray) for value in batch.values())
+    return {**batch, name: mask if arrays else torch.from_numpy(mask)}
+
+
 def _check_stacks(
-    layout: Layout, stacks: Mapping[str, Sequence[str]], batch_format: BatchFormat
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    batch_format: BatchFormat,
+    dtype: np.dtype[np.generic] | None,
 ) -> None:
     if stacks and batch_format == "arrow":
         raise ConfigError("stack cannot be used with batch_format='arrow': it makes tensors")
@@ -115,14 +168,35 @@ def _check_stacks(
             if column in used:
                 raise ConfigError(f"stack {name!r}: column {column!r} is already in another stack")
             used.add(column)
-        _check_dtypes(layout, name, columns)
+        _check_dtypes(layout, name, columns, dtype)
     taken = [name for name in stacks if name in layout.logical.names and name not in used]
     if taken:
         raise ConfigError(f"stack {taken[0]!r} has the name of a column that is not stacked")
 
 
-def _check_dtypes(layout: Layout, name: str, columns: Sequence[str]) -> None:
+def _number_dtype(dtype: object) -> np.dtype[np.generic]:
+    """A dtype of torch or numpy, as numpy's."""
+    try:
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        found: np.dtype[np.generic] = np.dtype(name)  # type: ignore[call-overload]
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "iuf":
+        raise ConfigError(f"stack_dtype must be a dtype of numbers, got {dtype!r}")
+    return found
+
+
+def _check_dtypes(
+    layout: Layout, name: str, columns: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> None:
     dtypes = [_dtype(layout, column) for column in columns]
+    if dtype is not None:
+        for column, own in zip(columns, dtypes, strict=True):
+            if not np.can_cast(own, dtype, "same_kind"):
+                raise ConfigError(
+                    f"stack {name!r}: stack_dtype={dtype} cannot hold column {column!r}, {own}"
+                )
+        return
     common = np.result_type(*dtypes)
     if common.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
         # One of each dtype: there may be hundreds of columns.
@@ -157,8 +231,56 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
     return views
 
 
+def _scalars(views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
+    """Stored columns, their logical scalar columns that are not stacked, and their positions."""
+    found: dict[int, dict[str, int]] = {}
+    for name, (index, part) in views.items():
+        if isinstance(part, int):
+            found.setdefault(index, {})[name] = part
+    return [(index, list(places), list(places.values())) for index, places in found.items()]
+
+
+def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
+    """These columns, each contiguous, as parts of one storage."""
+    chosen = matrix if len(positions) == matrix.shape[1] else matrix[:, positions]
+    block = pool_matrix(len(positions), len(matrix), matrix.dtype)
+    for start in range(0, len(matrix), _ROWS_A_TIME):
+        block[:, start : start + _ROWS_A_TIME] = chosen[start : start + _ROWS_A_TIME].T
+    if not as_torch:
+        return list(block)
+    # `data`, or torch would take a change of one column in place for a change of all.
+    return [column.data for column in torch.from_numpy(block).unbind(0)]
+
+
+def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]], *, cast: bool) -> list[str]:
+    """The columns of a batch that were bools at their source, and stacks of nothing else."""
+    bools = {
+        field.name
+        for field in layout.logical
+        if (field.metadata or {}).get(b"cache.source_type") == b"bool"
+    }
+    stacked = {column for columns in stacks.values() for column in columns}
+    whole = [name for name, columns in stacks.items() if bools.issuperset(columns) and not cast]
+    return sorted(bools - stacked) + whole
+
+
+def _as_bools(value: Any) -> Any:
+    """Numbers 0 and 1 as bools: a view of a tensor or an array; lists in place."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.bool)
+    if isinstance(value, np.ndarray):
+        return value.view(np.bool_)
+    if isinstance(value, list):
+        value[:] = [_as_bools(entry) for entry in value]
+        return value
+    return None if value is None else bool(value)
+
+
 def _getters(
-    layout: Layout, stacks: Mapping[str, Sequence[str]], views: Mapping[str, _View]
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    views: Mapping[str, _View],
+    dtype: np.dtype[np.generic] | None,
 ) -> dict[str, _Getter]:
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
@@ -169,7 +291,7 @@ def _getters(
         if name in views:
             getters[name] = _view_getter(views[name])
         elif name in stacks:
-            getters[name] = _copy_getter(layout, stacks[name])
+            getters[name] = _copy_getter(layout, stacks[name], dtype)
         else:
             getters[name] = _column_getter(layout, name)
     return getters
@@ -180,16 +302,18 @@ def _view_getter(view: _View) -> _Getter:
     return lambda rows: rows.matrices[index][:, part]
 
 
-def _copy_getter(layout: Layout, names: Sequence[str]) -> _Getter:
+def _copy_getter(
+    layout: Layout, names: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> _Getter:
     places = [layout.place(name) for name in names]
+    common = np.result_type(*(_dtype(layout, name) for name in names)) if dtype is None else dtype
     if len({index for index, _ in places}) == 1:
         index, positions = places[0][0], [position for _, position in places]
-        return lambda rows: rows.matrices[index][:, positions]
-    dtype = np.result_type(*(_dtype(layout, name) for name in names))
+        return lambda rows: rows.matrices[index][:, positions].astype(common, copy=False)
 
     def join(rows: Rows) -> _Array:
         columns = [rows.matrices[index][:, position] for index, position in places]
-        return np.stack(columns, axis=1, dtype=dtype)
+        return np.stack(columns, axis=1, dtype=common, casting="same_kind")
 
     return join
 
@@ -200,7 +324,7 @@ def _column_getter(layout: Layout, name: str) -> _Getter:
     if column.kind == "matrix":
         shape = column.shape
         return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
-    return lambda rows: _values(rows.arrays[index])
+    return lambda rows: _values_of(name, rows.arrays[index])
 
 
 def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:
@@ -232,6 +356,32 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
         return views
 
     return cut
+
+
+def _values_of(name: str, array: pa.Array) -> list[Any]:
+    """As `_values`.
+
+    Raises:
+        InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
+    """
+    try:
+        return _values(array)
+    except UnicodeDecodeError:
+        for row in range(len(array)):
+            try:
+                array[row].as_py()
+            except UnicodeDecodeError as bad:
+                error = bad
+                break
+        raise InvalidTextError(
+            f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
+            f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
+            f"arrow_cast({name}, 'Binary')"
+        ) from None
+
+
+class InvalidTextError(CacheError):
+    """A string column holds bytes that are no UTF-8."""
 
 
 def _values(array: pa.Array) -> list[Any]:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import operator
 import os
-import secrets
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Self
+from multiprocessing.context import get_spawning_popen
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
-from cache_client.convert import Converter
-from cache_client.cursor import Cursor
+from cache_client.callers import refuse_callers, refuse_random_split
+from cache_client.convert import Converter, with_mask
+from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.loader import CacheLoader, make_loader
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.order import (
@@ -30,11 +32,15 @@ from cache_client.order import (
     OrderState,
     StepPlan,
     WorkerState,
-    next_cursor,
-    read_state,
     step_windows,
-    worker_steps,
 )
+from cache_client.parallel_groups import (
+    rank_in_group,
+    rank_in_mesh,
+    warn_of_model_parallelism,
+)
+from cache_client.pass_checks import check_pass, checked_state
+from cache_client.passes import Pass, Passes
 from cache_client.permutation import checked_integer
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
@@ -45,58 +51,31 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     NodeUnavailableError,
-    StaleVersionError,
     checked,
 )
 
-_MAX_MESSAGE_BYTES = 2**31 - 1  # Arrow's limit; `WindowSizes` asks for half of it at most
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_MAX_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MAX_PREFETCHED = 2**31 - 1
-_LAST_EPOCH = 2**62  # an epoch has 64 bits, see `cache_client.cursor`
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of one worker over an epoch, or over the rest of it."""
-
-    epoch: int
-    plan: StepPlan
-    order: EpochOrder
-    worker: int
-    num_workers: int
-    in_worker: bool
-
-    @property
-    def steps(self) -> range:
-        return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
-
-    def position_after(self, batches: int) -> tuple[int, int]:
-        """Epoch and rows consumed after so many batches.
-
-        In a worker process, it is the position in the worker's own strided sequence of steps. The
-        states of n workers then differ by up to n - 1 steps: see `WorkerState`.
-        """
-        plan = self.plan
-        if not self.in_worker:
-            if batches == 0 and plan.num_steps:
-                return self.epoch, plan.rows_consumed
-            return next_cursor(plan, self.epoch, batches)
-        consumed = plan.rows_consumed + batches * self.num_workers * plan.rows_per_step
-        if batches == len(self.steps):
-            consumed = plan.num_rows
-        return self.epoch, min(consumed, plan.num_rows)
+_LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 
 
 class CacheIterableDataset(IterableDataset[Any]):
-    """Ready batches of one rank; use ``DataLoader(dataset, batch_size=None, num_workers=n)``.
+    """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
     ranks, workers, nodes and replicas. Every rank has the same number of steps.
 
-    A batch is a dict from column to value. Numbers are tensors of shape ``[B]``, fixed-size lists
-    ``[B, n]``. Strings are a list of ``str``. Lists of numbers are a list of 1-d tensors; a list
-    with a null is a Python list. You may change batches in place. The batches of a window share
-    memory, so copy a batch that you keep. The last step of an epoch may be short. If it has fewer
-    rows than there are ranks, some ranks repeat a row of another: see `cache_client.order`.
+    A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
+    ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
+    where one holds a null). bools are ``torch.bool``. They may be changed in place. A
+    single column is contiguous. Stacks and fixed-size lists share the memory of a window: one that
+    you keep keeps the others, so copy what is to stay. The last step of an epoch may be short;
+    where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
+    `cache_client.order`.
 
     Args:
         dataset: name of a dataset in the cache.
@@ -104,16 +83,23 @@ class CacheIterableDataset(IterableDataset[Any]):
             this TrainJob.
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all.
-        stack: new name -> columns; one ``[B, n]`` tensor replaces each group of columns.
-        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader turns
-            arrays into tensors, unless its ``collate_fn`` returns them unchanged.
+        stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
+        stack_dtype: of every stack; default: the smallest that holds its columns, as in numpy.
+        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader makes
+            tensors of arrays, unless its ``collate_fn`` returns what it is given.
         shuffle: a new permutation of all rows in every epoch.
         shuffle_block_size: permute blocks of so many consecutive rows, and rows inside windows of
             blocks, instead of all rows; for datasets on disk.
         seed: of the order; you must use the same on all ranks.
         drop_last: leave out a short last step.
-        rank, world_size: default: `torch.distributed`, ``RANK``/``WORLD_SIZE``, else 0 of 1. A pass
-            raises ConfigError if `torch.distributed` was initialised later and differs.
+        pad_mask: repeat rows so that every batch of every rank has ``batch_size`` rows, and add a
+            boolean column of this name, False for the repeated ones.
+        rank, world_size: default: `torch.distributed`, JAX, ``RANK``/``WORLD_SIZE`` or the
+            variables of another launcher, else 0 of 1. A pass raises ConfigError where
+            `torch.distributed` or JAX was initialised since and says otherwise.
+        device_mesh: a `DeviceMesh`; the rows are divided over its data parallel dimensions only, so
+            that ranks of one tensor, pipeline or context parallel group read the same rows.
+        process_group: the data parallel group, instead of a mesh.
         transform: applied to every batch, in the process that yields it; with ``device``, in a
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
@@ -125,6 +111,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             most 256 MiB.
         deadline_s: how long to wait for a cache that loads, or for nodes that do not answer.
         local: read shards of nodes on this machine from their files, without the node.
+        copy: give each single column contiguous memory that keeps no other rows; False: columns
+            are strided views of the rows of a window, which costs less where they are many.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -142,24 +130,29 @@ class CacheIterableDataset(IterableDataset[Any]):
         batch_size: int,
         columns: Sequence[str] | None = None,
         stack: Mapping[str, Sequence[str]] | None = None,
+        stack_dtype: torch.dtype | str | None = None,
         batch_format: BatchFormat = "torch",
         shuffle: bool = False,
         shuffle_block_size: int | None = None,
         seed: int = 0,
         drop_last: bool = False,
+        pad_mask: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device_mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
         message_bytes: int = MESSAGE_BYTES,
         prefetch_batches: int | None = None,
         deadline_s: float = 60.0,
         local: bool = True,
+        copy: bool = True,
     ) -> None:
         super().__init__()
         problems = argument_problems(
             dataset, columns, stack, deadline_s,
-            batch_format=batch_format, transform=transform, local=local,
+            batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
         if prefetch_batches is not None:
             integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MAX_PREFETCHED)
@@ -171,11 +164,18 @@ class CacheIterableDataset(IterableDataset[Any]):
         numbers = [
             None if n is None else integer_or_problem(problems, k, n) for k, n in given.items()
         ]
-        has_bad_number = numbers.count(None) > list(given.values()).count(None)
-        this_rank = (
-            None if has_bad_number else checked(problems, lambda: find_rank(numbers[0], numbers[1]))
-        )
-        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
+        refused = numbers.count(None) > list(given.values()).count(None)
+        ways = {"rank": rank, "device_mesh": device_mesh, "process_group": process_group}
+        named = [way for way, value in ways.items() if value is not None]
+        if len(named) > 1:
+            problems.append(f"{' and '.join(named)} exclude each other: give one of them")
+        if device_mesh is not None:
+            who = checked(problems, lambda: rank_in_mesh(device_mesh))
+        elif process_group is not None:
+            who = checked(problems, lambda: rank_in_group(process_group))
+        else:
+            who = None if refused else checked(problems, lambda: find_rank(numbers[0], numbers[1]))
+        where = checked(problems, lambda: find_endpoint(endpoint))
         checked(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last), ValueError)
         checked(
             problems,
@@ -184,30 +184,39 @@ class CacheIterableDataset(IterableDataset[Any]):
             ),
             ValueError,
         )
-        if problems or this_rank is None or found_endpoint is None:
+        if pad_mask is not None and (not isinstance(pad_mask, str) or not pad_mask):
+            problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
+        if pad_mask is not None and drop_last:
+            problems.append("pad_mask and drop_last exclude each other: one step is short or none")
+        if problems or who is None or where is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
-        self.endpoint = found_endpoint
+        self.endpoint = where
         self.batch_size = operator.index(batch_size)
-        self.rank, self.world_size = this_rank.rank, this_rank.world_size
-        self._rank_is_given = rank is not None
+        self.rank, self.world_size = who.rank, who.world_size
+        self._warned_of_groups = False
+        self._rank_is_given = bool(named)
         self.shuffle = shuffle
         self.shuffle_block_size = (
             None if shuffle_block_size is None else operator.index(shuffle_block_size)
         )
         self.seed = operator.index(seed)
         self.drop_last = drop_last
+        self._pad_mask = pad_mask
         self._columns = () if columns is None else tuple(columns)
         self._transform = transform
         self._device = target
         self._deadline_s = float(deadline_s)
         self._local = local
-        # Each with the id of the process that it belongs to.
-        self._process_shards: tuple[int, LocalShards] | None = None
-        self._process_health: tuple[int, NodeHealth] | None = None
-        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, self._deadline_s)
-        self._converter_arguments = (stack, batch_format)
-        Converter(self._shards.layout, stack, batch_format)  # raises for bad arguments
+        self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
+        self._process_health: tuple[int, NodeHealth] | None = None  # likewise
+        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
+        self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
+        # Copies to a device are contiguous anyway.
+        self._copy = copy and (target is None or transform is not None)
+        names = self._converter().names  # refuses bad arguments here
+        if pad_mask in names:
+            raise ConfigError(f"pad_mask must be the name of a new column, got {pad_mask!r}")
         self._sizes = WindowSizes(
             self._shards,
             self.batch_size,
@@ -215,10 +224,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
         self._cursor = Cursor()
-        self._start = (0, 0)  # epoch and rows consumed, until a pass starts
-        self._pass: _Pass | None = None
-        self._batches_done = 0  # of the pass
-        self._worker_start: tuple[int, tuple[int, int]] | None = None
+        self._passes_of: tuple[int, Passes] | None = None  # with the process they are of
+        self._worker_start: Start | None = None  # where a state of this worker stands
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -234,8 +241,9 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the next pass."""
-        return self._cursor.epoch
+        """Epoch of the next pass, the one after it where a loaded state leaves none of it."""
+        epoch, offset = self._cursor.planned()
+        return epoch + 1 if offset and not self._plan(offset).num_steps else epoch
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same for every rank.
@@ -243,6 +251,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         A loaded state does not change it, because training frameworks use it as the length of every
         epoch. For a pass that resumes inside an epoch, see `steps_left`.
         """
+        refuse_random_split()
         return self._plan(0).num_steps
 
     @property
@@ -270,19 +279,24 @@ class CacheIterableDataset(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass read ``epoch``; also reaches persistent DataLoader workers.
 
-        If ``epoch`` is already the next one, nothing changes: a loaded state stays.
+        Setting the epoch that is set already changes nothing: a loaded state stays. In a loop over
+        epochs, call it before ``iter(loader)`` or a `for` over the loader.
 
         Raises:
-            ConfigError: quotes an epoch that is no integer in [0, 2**62].
+            ConfigError: quoting an epoch that is no integer in [0, 2**62]; or DataLoader workers
+                have begun another epoch, and no batch of it is taken yet.
         """
         try:
             epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
         except ValueError:
             raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}") from None
-        if epoch != self._cursor.epoch:
-            self._cursor.set(epoch, 0)
-        if epoch != self._position[0]:
-            self._set_position(epoch, 0)
+        self._refuse_callers()  # a loader that divides again calls this before it iterates
+        if epoch == self._cursor.epoch:
+            self._passes.give_way()
+        else:
+            self._cursor.set(epoch, 0, num_steps=self._plan(0).num_steps, any_offset=True)
+            self._passes.forget()
+        self._cursor.tell()
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """The position of this job, in constant size.
@@ -299,31 +313,17 @@ class CacheIterableDataset(IterableDataset[Any]):
             ConfigError: ``steps`` is needed, or out of range.
         """
         if steps is not None:
-            plan = self._plan(self._cursor.offset)
-            try:
-                steps = checked_integer("steps", steps, 0, plan.num_steps)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            epoch, consumed = self._cursor.epoch, plan.rows_consumed
-            if steps or not plan.num_steps:
-                epoch, consumed = next_cursor(plan, epoch, steps)
-        elif get_worker_info() is None and self._cursor.read_by_workers:
+            epoch, consumed = self._cursor.epoch, self._consumed_after(steps)
+        elif get_worker_info() is None and self._cursor.read_by_workers and not self._by_loader:
             raise ConfigError(
-                "pass steps=<batches taken in this pass> to state_dict, or use torchdata's "
-                "StatefulDataLoader: torch does not tell the dataset how many batches of its "
+                "pass steps=<batches taken in this pass> to state_dict, or use dataset.loader(), "
+                "which counts them: torch does not tell the dataset how many batches of its "
                 "DataLoader workers were taken"
             )
         else:
-            epoch, consumed = self._position
-        state = OrderState(
-            dataset=self._shards.dataset,
-            fingerprint=self._shards.fingerprint,
-            seed=self.seed,
-            epoch=epoch,
-            shuffle=self.shuffle,
-            shuffle_block_size=self.shuffle_block_size,
-            rows_consumed=consumed,
-        ).to_dict()
+            this = self._passes.current()
+            epoch, consumed = self._cursor.planned() if this is None else this.position
+        state = self._state(epoch, consumed).to_dict()
         worker = get_worker_info()
         if worker is None or steps is not None:
             return state
@@ -331,58 +331,106 @@ class CacheIterableDataset(IterableDataset[Any]):
             **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
         ).to_dict()
 
+    def _state(self, epoch: int, rows_consumed: int) -> OrderState:
+        return OrderState(
+            dataset=self._shards.dataset,
+            fingerprint=self._shards.fingerprint,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            shuffle_block_size=self.shuffle_block_size,
+            rows_consumed=rows_consumed,
+        )
+
+    def _consumed_after(self, steps: int) -> int:
+        """Rows of the epoch consumed after so many batches of the pass that training consumes."""
+        of_workers, in_order = self._cursor.pass_of_workers(steps), True
+        if of_workers is not None:
+            offset, in_order = of_workers
+        else:
+            this = self._passes.current()
+            offset = self._cursor.next_offset if this is None else this.plan.rows_consumed
+        plan = self._plan(offset)
+        try:
+            count = checked_integer("steps", steps, 0, plan.num_steps)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not in_order and 0 < count < plan.num_steps:
+            raise ConfigError(
+                f"a state after steps={count} of {plan.num_steps} needs batches in order, and "
+                "DataLoader(in_order=False) takes them as they come: use in_order=True, or save at "
+                "the end of an epoch"
+            )
+        return plan.rows_consumed_after(count)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass start at the position of a state. Takes constant time.
 
-        It holds for one pass. A second pass of DataLoader workers over that epoch raises
-        ConfigError if torch had the same seed before both passes: nothing else tells them apart.
+        It holds for one pass; a pass that is given up after one batch does not use it up. After
+        that, passes are over the whole epoch until `set_epoch`. Call this before ``iter(loader)``.
 
         Raises:
-            ConfigError: it is no state, or of another order (seed, shuffle), or of a worker among
-                another number of workers or with another size of steps.
+            ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
+                another number of workers or another size of steps; or DataLoader workers have
+                begun a pass elsewhere, and no batch of it is taken yet.
             StaleVersionError: it is of another dataset or fingerprint; names both.
         """
-        try:
-            state = read_state(state_dict)
-        except ValueError as error:
-            raise ConfigError(f"bad state: {error}") from None
-        if (state.dataset, state.fingerprint) != (self._shards.dataset, self.fingerprint):
-            raise StaleVersionError(
-                f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}, "
-                f"this is {self._shards.dataset!r} with fingerprint {self.fingerprint}"
-            )
-        for name in ("seed", "shuffle", "shuffle_block_size"):
-            if getattr(state, name) != getattr(self, name):
-                raise ConfigError(
-                    f"the state has {name}={getattr(state, name)!r}, the dataset "
-                    f"{name}={getattr(self, name)!r}: the order would differ"
-                )
-        if state.rows_consumed > self.num_rows:
-            raise ConfigError(
-                f"bad state: rows_consumed={state.rows_consumed} of {self.num_rows} rows"
-            )
-        if isinstance(state, WorkerState):
-            self._check_workers(state)
-        self._set_position(state.epoch, state.rows_consumed)
-        if get_worker_info() is None:
-            self._cursor.set(state.epoch, state.rows_consumed)
-        else:
-            self._worker_start = (self._cursor.generation, self._position)
-
-    def _check_workers(self, state: WorkerState) -> None:
         worker = get_worker_info()
-        workers = 0 if worker is None else worker.num_workers
-        rows_per_step = self._plan(0).rows_per_step
-        if (state.num_workers, state.rows_per_step) != (workers, rows_per_step):
-            raise ConfigError(
-                f"the state is of one of num_workers={state.num_workers} DataLoader workers, with "
-                f"world_size * batch_size = {state.rows_per_step}; here num_workers={workers} and "
-                f"world_size * batch_size = {rows_per_step}: rows would be lost and repeated. To "
-                "change them, save dataset.state_dict(steps=<batches taken in this epoch>) in the "
-                "training process"
-            )
+        state = checked_state(
+            state_dict,
+            expected=self._state(0, 0),
+            num_rows=self.num_rows,
+            rows_per_step=self._plan(0).rows_per_step,
+            num_workers=0 if worker is None else worker.num_workers,
+        )
+        start = Start(state.epoch, state.rows_consumed)
+        if worker is None:
+            self._cursor.set(*start, num_steps=self._plan(start.offset).num_steps)
+            self._cursor.tell()
+            self._passes.forget()
+        else:
+            self._worker_start = start
 
     # -- iteration -----------------------------------------------------------------------------
+
+    def loader(
+        self,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        multiprocessing_context: Any = None,
+        **options: Any,
+    ) -> CacheLoader:
+        """A torch DataLoader that gives the batches of this dataset unchanged.
+
+        Accelerate's `prepare`, Lightning and Fabric leave it alone, and it has the state of the
+        dataset, with any number of workers.
+
+        Args:
+            num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context:
+                as torch's DataLoader.
+            options: others of torch's DataLoader, such as ``timeout`` or ``worker_init_fn``.
+
+        Raises:
+            ConfigError: an option that the dataset decides, such as ``batch_size``, or a bad one.
+        """
+        given = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "multiprocessing_context": multiprocessing_context,
+        }
+        return make_loader(self, {**given, **options})
+
+    def __getitem__(self, index: object) -> Any:
+        """Raises ConfigError: rows by number are those of `CacheDataset`."""
+        raise ConfigError(
+            f"CacheIterableDataset has no row {index!r}: it gives batches in the cache's order; "
+            "use CacheDataset for rows by number, a Subset or random_split"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of this rank; in a DataLoader worker, every n-th of them.
@@ -390,12 +438,20 @@ class CacheIterableDataset(IterableDataset[Any]):
         The pass starts here, not at its first batch, because `StatefulDataLoader` may ask for its
         state in between. No connection is opened before the first batch.
         """
-        return self._iterate(self._start_pass(), self._cursor.generation)
+        this = self._begin_pass()
+        batches = self._handed_out(this)
+        this.iterator = weakref.ref(batches)
+        self._passes.begin(this)
+        return batches
 
-    def _iterate(self, this: _Pass, generation: int) -> Generator[Any, None, None]:
-        if generation != self._cursor.generation and not this.in_worker:
-            # Another epoch or state was set before the first batch.
-            this = self._start_pass()
+    def _handed_out(self, this: Pass) -> Generator[Any, None, None]:
+        claim, told = 0, self._cursor.told
+        if not this.in_worker:
+            # What was set since the iterator was made counts: nothing was given yet.
+            self._place(this, self._cursor.planned())
+            claim = self._cursor.begin(is_look=this.plan.num_steps > 1)
+        if this.worker == 0:
+            check_pass(this, self._cursor, self._shards.dataset, shuffle=self.shuffle)
         process = os.getpid()
         with Reader(
             self.endpoint,
@@ -413,7 +469,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             with closing(batches):
                 # Counted here: batches that are made ahead are not consumed.
                 for done, batch in enumerate(batches, 1):
-                    self._pass, self._batches_done = this, done
+                    if done == 2:
+                        self._cursor.use(claim)
+                    self._passes.hand_out(this)
                     yield batch
                     if os.getpid() != process:
                         raise CacheError(
@@ -421,10 +479,13 @@ class CacheIterableDataset(IterableDataset[Any]):
                             f"its rows; create a new iterator in its child {os.getpid()}"
                         )
                     reader.keep_lease()
+        this.ended = True
+        if this.worker == 0 and this.handed_out:
+            self._cursor.end(this.epoch, told)
 
-    def _batches(self, this: _Pass, reader: Reader) -> Generator[Any, None, None]:
-        """The batches of a pass; does not change this dataset, and may run in any thread."""
-        convert = Converter(self._shards.layout, *self._converter_arguments)
+    def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
+        """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
+        convert = self._converter()
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
@@ -433,13 +494,16 @@ class CacheIterableDataset(IterableDataset[Any]):
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
         )
-        with closing(results):  # even if an error of the transform keeps this frame alive
+        with closing(results):  # also where an error of the transform is kept, and this with it
+            step = iter(steps)
             for pieces, sizes in results:
                 for rows in cut(pieces, sizes):
-                    batch = convert(rows)
+                    batch, padded = convert(rows), this.plan.num_padded(next(step), self.rank)
+                    if self._pad_mask is not None:
+                        batch = with_mask(batch, self._pad_mask, rows.num_rows, padded)
                     yield batch if self._transform is None else self._transform(batch)
 
-    def _start_pass(self) -> _Pass:
+    def _begin_pass(self) -> Pass:
         worker = get_worker_info()
         if worker is not None and self._device is not None:
             raise ConfigError(
@@ -447,44 +511,64 @@ class CacheIterableDataset(IterableDataset[Any]):
                 "to the training process through host memory: use num_workers=0, or no device"
             )
         self._check_rank()
-        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        # The workers of one pass share torch's base seed; without workers, the token is random.
-        token = secrets.randbits(62) + 1 if worker is None else worker.seed - worker.id + 1
-        start = self._worker_start
-        epoch, offset = self._cursor.begin(token, worker=None if worker is None else worker.id)
-        if start is not None and start[0] == self._cursor.generation:
-            epoch, offset = start[1]
-        self._worker_start = None
-        order = EpochOrder(
+        self._refuse_callers()
+        if worker is None:
+            return self._place(Pass(), self._cursor.planned())
+        own, self._worker_start = self._worker_start, None
+        start = self._cursor.begin_in_worker(
+            worker.id, worker.seed - worker.id, own, deadline_s=self._deadline_s
+        )
+        this = Pass(worker=worker.id, num_workers=worker.num_workers, in_worker=True)
+        return self._place(this, start)
+
+    def _place(self, this: Pass, start: Start) -> Pass:
+        """Makes a pass begin there; returns it."""
+        this.epoch, this.plan = start.epoch, self._plan(start.offset)
+        this.order = EpochOrder(
             self.num_rows,
             shuffle=self.shuffle,
             shuffle_block_size=self.shuffle_block_size,
             seed=self.seed,
-            epoch=epoch,
+            epoch=start.epoch,
         )
-        this = _Pass(epoch, self._plan(offset), order, number, count, worker is not None)
-        self._pass, self._batches_done = this, 0
         return this
 
     def _check_rank(self) -> None:
-        """Raises ConfigError if `torch.distributed` was initialised later with another rank."""
+        """Raises ConfigError where the rank was found before a library had another."""
         now = None if self._rank_is_given else find_initialised_rank()
-        if now is not None and now != Rank(self.rank, self.world_size):
+        if now is not None and not self._warned_of_groups:
+            self._warned_of_groups = warn_of_model_parallelism(self.name, self.world_size)
+        if now is not None and now.rank != Rank(self.rank, self.world_size):
             raise ConfigError(
-                f"the dataset reads as rank {self.rank} of {self.world_size}, but "
-                f"torch.distributed, initialised later, says rank {now.rank} of {now.world_size}: "
-                "create the dataset after that, or pass rank and world_size"
+                f"the dataset reads as rank {self.rank} of {self.world_size}, but {now.library}, "
+                f"initialised later, says rank {now.rank.rank} of {now.rank.world_size}: "
+                "make the dataset after that, or pass rank and world_size"
             )
 
     @property
-    def _position(self) -> tuple[int, int]:
-        """Epoch and rows consumed, for `state_dict`."""
-        if self._pass is None:
-            return self._start
-        return self._pass.position_after(self._batches_done)
+    def _passes(self) -> Passes:
+        """Those of this process; iterators that another one made do not count."""
+        if self._passes_of is None or self._passes_of[0] != os.getpid():
+            self._passes_of = (os.getpid(), Passes())
+        return self._passes_of[1]
 
-    def _set_position(self, epoch: int, rows_consumed: int) -> None:
-        self._start, self._pass = (epoch, rows_consumed), None
+    def _converter(self) -> Converter:
+        return Converter(
+            self._shards.layout,
+            self._stack,
+            self._batch_format,
+            copy=self._copy,
+            stack_dtype=self._stack_dtype,
+        )
+
+    def _refuse_callers(self) -> None:
+        refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
+
+    @property
+    def _by_loader(self) -> bool:
+        """Whether the pass that training consumes is one of `loader`, which counts batches."""
+        this = self._passes.current()
+        return this is not None and this.of_loader
 
     def _plan(self, offset: int) -> StepPlan:
         return StepPlan(
@@ -492,6 +576,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             self.world_size,
             self.batch_size,
             drop_last=self.drop_last,
+            pad=self._pad_mask is not None,
             rows_consumed=offset,
         )
 
@@ -513,7 +598,15 @@ class CacheIterableDataset(IterableDataset[Any]):
         return self._process_health[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_shards": None, "_process_health": None}
+        if get_spawning_popen() is not None:
+            self._check_rank()  # the process that starts knows nothing of torch.distributed
+            self._refuse_callers()
+        return {
+            **self.__dict__,
+            "_process_shards": None,
+            "_process_health": None,
+            "_passes_of": None,
+        }
 
     def __copy__(self) -> Self:
         """An independent dataset with the same position; only copies in workers share it."""
@@ -523,7 +616,7 @@ class CacheIterableDataset(IterableDataset[Any]):
 
 
 def _fetch_window(
-    reader: Reader, this: _Pass, rank: int, window: range
+    reader: Reader, this: Pass, rank: int, window: range
 ) -> tuple[list[Rows], list[int]]:
     """The rows of a run of steps, and how many each step has.
 

@@ -192,6 +192,7 @@ class StepPlan:
         world_size: number of ranks W, at least 1.
         batch_size: rows B of a rank in a full step, at least 1.
         drop_last: leave out the last step if it has fewer than G rows.
+        pad: give every rank B positions in the last step too; see `positions` and `num_padded`.
         rows_consumed: rows C of this epoch that all ranks together have consumed before step 0.
 
     Raises:
@@ -204,6 +205,7 @@ class StepPlan:
     world_size: int
     batch_size: int
     drop_last: bool = field(kw_only=True, default=False)
+    pad: bool = field(kw_only=True, default=False)
     rows_consumed: int = field(kw_only=True, default=0)
 
     def __post_init__(self) -> None:
@@ -211,6 +213,7 @@ class StepPlan:
         _set_integer(self, "world_size", 1)
         _set_integer(self, "batch_size", 1)
         _boolean("drop_last", self.drop_last)
+        _boolean("pad", self.pad)
         _set_integer(self, "rows_consumed", 0)
         if self.rows_consumed > self.num_rows:
             raise ValueError(
@@ -229,11 +232,14 @@ class StepPlan:
         return rows // self.rows_per_step if self.drop_last else -(-rows // self.rows_per_step)
 
     def positions(self, step: int, rank: int) -> range:
-        """Return the run of positions that a rank trains on in a step; never empty.
+        """Return the run of positions that a rank trains on in a step; not empty without ``pad``.
 
         In a full step, rank r takes the r-th run of B. In the last, short step of R rows it takes
         ``[R*r//W, R*(r+1)//W)`` of the step; if that is empty (possible only if R < W), position
         ``r mod R`` of the step, the only rows an epoch ever repeats.
+
+        With ``pad`` rank r takes the r-th run of B in the last step as well, as far as there are
+        rows. The rest of its batch are repeated rows, which `window` adds.
 
         Raises:
             ValueError: step outside ``[0, num_steps)``, or rank outside ``[0, world_size)``.
@@ -244,6 +250,9 @@ class StepPlan:
             raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")
         start = self.rows_consumed + step * self.rows_per_step
         rows = min(self.rows_per_step, self.num_rows - start)
+        if self.pad:
+            first = min(rank * self.batch_size, rows)
+            return range(start + first, start + min(first + self.batch_size, rows))
         # The rule for the short step gives runs of exactly B in a full one.
         first = rows * rank // self.world_size
         last = rows * (rank + 1) // self.world_size
@@ -252,8 +261,25 @@ class StepPlan:
             last = first + 1
         return range(start + first, start + last)
 
+    def rows_consumed_after(self, steps: int) -> int:
+        """Return the rows of the epoch that are consumed after the first ``steps`` steps.
+
+        After the last step these are all ``num_rows``, also where ``drop_last`` leaves rows over
+        and where the plan has no steps at all: nothing of the epoch is left.
+
+        Raises:
+            ValueError: ``steps`` outside ``[0, num_steps]``; quoted.
+        """
+        if not 0 <= checked_integer("steps", steps) <= self.num_steps:
+            raise ValueError(f"steps must be in [0, {self.num_steps}], got {steps}")
+        if steps == self.num_steps:
+            return self.num_rows
+        return self.rows_consumed + steps * self.rows_per_step
+
     def window(self, steps: range, rank: int) -> tuple[Int64Array, list[int]]:
         """Return the positions of a rank in several steps, joined, and how many each step has.
+
+        With ``pad``, each step has B. The missing ones are the first of the epoch's order again.
 
         Raises:
             ValueError: as `positions`.
@@ -261,6 +287,8 @@ class StepPlan:
         if not steps:
             return np.empty(0, np.int64), []
         last = self.positions(steps[-1], rank)  # the only one that may be short
+        if self.pad:
+            return self._padded_window(steps, rank, len(last))
         if len(steps) == 1:  # a batch may be longer than memory where no step is full
             return np.arange(last.start, last.stop, dtype=np.int64), [len(last)]
         first = self.positions(steps[0], rank).start
@@ -270,6 +298,18 @@ class StepPlan:
         full = starts[:, None] + np.arange(self.batch_size, dtype=np.int64)
         joined = np.concatenate([full.reshape(-1), np.arange(last.start, last.stop)])
         return joined, [self.batch_size] * (len(steps) - 1) + [len(last)]
+
+    def num_padded(self, step: int, rank: int) -> int:
+        """Return how many repeated rows end the batch of a rank in a step; 0 without ``pad``."""
+        return self.batch_size - len(self.positions(step, rank)) if self.pad else 0
+
+    def _padded_window(self, steps: range, rank: int, in_last: int) -> tuple[Int64Array, list[int]]:
+        starts = self.rows_consumed + np.array(steps, np.int64) * self.rows_per_step
+        batches = starts[:, None] + np.arange(self.batch_size) + rank * self.batch_size
+        if in_last < self.batch_size:
+            repeated = np.arange(self.batch_size - in_last, dtype=np.int64) % self.num_rows
+            batches[-1, in_last:] = repeated
+        return batches.reshape(-1), [self.batch_size] * len(steps)
 
 
 def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
@@ -291,23 +331,6 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
 def step_windows(steps: range, size: int) -> Iterator[range]:
     """Cut steps into runs of ``size``; the last one may be shorter."""
     return (steps[start : start + size] for start in range(0, len(steps), size))
-
-
-def next_cursor(plan: StepPlan, epoch: int, steps_done: int) -> tuple[int, int]:
-    """Return ``(epoch, rows_consumed)`` after the first ``steps_done`` steps of a plan.
-
-    After the last step of the plan this is ``(epoch + 1, 0)``, even if ``drop_last`` leaves rows
-    out or if the plan has no steps, so that a loop over epochs always moves on.
-
-    Raises:
-        ValueError: ``steps_done`` outside ``[0, num_steps]``, or a negative epoch; quotes it.
-    """
-    checked_integer("epoch", epoch, 0)
-    if not 0 <= checked_integer("steps_done", steps_done) <= plan.num_steps:
-        raise ValueError(f"steps_done must be in [0, {plan.num_steps}], got {steps_done}")
-    if steps_done == plan.num_steps:
-        return epoch + 1, 0
-    return epoch, plan.rows_consumed + steps_done * plan.rows_per_step
 
 
 @dataclass(frozen=True, kw_only=True)

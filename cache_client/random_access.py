@@ -166,8 +166,8 @@ class CacheDataset(Dataset[Any]):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def __getitem__(self, index: SupportsIndex | RowNumbers) -> Any:
-        """One row for an integer, one batch for several; negative numbers count from the end.
+    def __getitem__(self, index: SupportsIndex | slice | RowNumbers) -> Any:
+        """One row for an integer, one batch for several or a slice; negative ones count back.
 
         Raises:
             IndexError: names a row that does not exist.
@@ -175,6 +175,8 @@ class CacheDataset(Dataset[Any]):
             NodeUnavailableError: nodes did not answer before the deadline; names them.
             StaleVersionError: the version is gone.
         """
+        if isinstance(index, slice):
+            return self.fetch(range(*index.indices(self.num_rows)))
         if isinstance(index, (list, tuple, range)) or getattr(index, "ndim", 0) > 0:
             return self.fetch(index)  # type: ignore[arg-type]  # which checks it
         if isinstance(index, (bool, np.bool_)):

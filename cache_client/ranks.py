@@ -1,8 +1,9 @@
 """Finds rank, world size and endpoint of this process, from arguments or the launcher.
 
-A rank comes from the arguments, else from an initialised `torch.distributed`, else from the first
-of `RANK_VARIABLES` that applies; else it is 0 of 1. The first one wins, even if a later one
-differs. So under torchrun the ``PET_*`` variables of the pod, which count nodes, have no effect. An
+A rank comes from the arguments, else from an initialised `torch.distributed`, JAX or torch_xla,
+else from the first of `RANK_VARIABLES` that applies; else it is 0 of 1. The first one wins, even if
+a later one differs.
+So under torchrun the ``PET_*`` variables of the pod, which count nodes, have no effect. An
 incomplete or impossible pair is an error and never skipped: two processes that both take rank 0
 would silently train on the same rows.
 
@@ -17,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cache_protocol.errors import ConfigError
 
@@ -135,9 +137,13 @@ RANK_VARIABLES = (
     RankVariables("torchrun", "RANK", "WORLD_SIZE"),
     RankVariables("Kubeflow Trainer", "PET_NODE_RANK", "PET_NNODES", _is_one_process_a_node),
     RankVariables("Kubeflow Trainer", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    # Set by the Gloo launchers of Horovod; those with MPI have the variables of MPI.
+    RankVariables("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE"),
     RankVariables("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     RankVariables("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
-    # First the size of the step: with `srun --preserve-env`, SLURM_NTASKS is that of the job.
+    # `set_task_env` of Flux; the script of a `flux batch` has neither.
+    RankVariables("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    # Of the step; SLURM_NTASKS is the job's with `srun --preserve-env`.
     RankVariables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", _is_counted_task_of_srun),
     RankVariables("srun", "SLURM_PROCID", "SLURM_NTASKS", _is_task_of_srun),
 )
@@ -164,16 +170,41 @@ def find_rank(
     if rank is not None and world_size is not None:
         return Rank(rank, world_size)
     found = find_initialised_rank()
-    return found or find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
+    if found is not None:
+        return found.rank
+    return find_rank_in(os.environ if environ is None else environ) or Rank(0, 1)
 
 
-def find_initialised_rank() -> Rank | None:
-    """The rank in `torch.distributed`; None while it is not initialised."""
-    # Not imported means not initialised; torch may be missing.
+class InitialisedRank(NamedTuple):
+    """The rank that a library of this process says.
+
+    Attributes:
+        library: its name, for messages.
+        rank: of this process.
+    """
+
+    library: str
+    rank: Rank
+
+
+def find_initialised_rank() -> InitialisedRank | None:
+    """What `torch.distributed`, JAX or torch_xla says; None while none is initialised.
+
+    Imports none of them, and initialises nothing.
+    """
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return InitialisedRank("torch.distributed", Rank(dist.get_rank(), dist.get_world_size()))
+    # `jax.process_index` would initialise a backend, so this reads what it returns.
+    jax = sys.modules.get("jax._src.distributed")
+    state = getattr(jax, "global_state", None)
+    if state is not None and state.client is not None:
+        return InitialisedRank("jax.distributed", Rank(state.process_id, state.num_processes))
+    # Devices are replicated in the processes that `torch_xla.launch` starts, and only there.
+    xla, runtime = sys.modules.get("torch_xla"), sys.modules.get("torch_xla.runtime")
+    if runtime is None or xla is None or not xla._XLAC._xla_get_replication_devices_count():
         return None
-    return Rank(dist.get_rank(), dist.get_world_size())
+    return InitialisedRank("torch_xla", Rank(runtime.global_ordinal(), runtime.world_size()))
 
 
 def find_rank_in(environ: Mapping[str, str]) -> Rank | None:

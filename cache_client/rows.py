@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
 from cache_protocol.storage.row_index import Indices
 
@@ -101,7 +102,7 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
     for index, column in enumerate(layout.columns):
         columns = [batch.column(index) for batch in batches]
         if column.kind == "plain":
-            joined = pa.concat_arrays(columns or [pa.array([], column.field.type)])
+            joined = concat(column.field, columns)
             arrays[index] = joined.take(pa.array(inverse))
             continue
         assert column.dtype is not None
@@ -155,11 +156,31 @@ def join(pieces: Sequence[Rows]) -> Rows:
             for index in first.matrices
         },
         {
-            index: pa.concat_arrays([piece.arrays[index] for piece in pieces])
+            index: concat(first.layout.columns[index].field, [p.arrays[index] for p in pieces])
             for index in first.arrays
         },
         sum(piece.num_rows for piece in pieces),
     )
+
+
+def concat(field: pa.Field, arrays: Sequence[pa.Array]) -> pa.Array:
+    """Plain columns one after the other.
+
+    Raises:
+        ConfigError: they hold more than the 2 GiB that 32-bit offsets of Arrow reach; names the
+            column, the rows and the remedy.
+    """
+    try:
+        return pa.concat_arrays(arrays or [pa.array([], field.type)])
+    except pa.ArrowInvalid as error:
+        if "overflow" not in str(error):
+            raise
+        rows, size = sum(map(len, arrays)), sum(array.nbytes for array in arrays)
+        raise ConfigError(
+            f"column {field.name!r} has {size:,} bytes in {rows:,} rows that are read together, "
+            f"and a column of type {field.type} ends at 2 GiB: use a smaller batch_size, or cast "
+            f"it in the sql to a type with 64-bit offsets, such as LargeUtf8 or LargeBinary"
+        ) from None
 
 
 def cut(pieces: Iterable[Rows], sizes: Iterable[int]) -> Iterator[Rows]:

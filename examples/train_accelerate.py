@@ -57,11 +57,9 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
     )
     model: nn.Module = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    # Prepare the model and the optimizer, not a loader of this dataset. With `dispatch_batches`,
-    # the default for iterable datasets, rank 0 would read for all ranks, and it reads only its
-    # rows. Without it, accelerate would divide the rows again. `device` above does the copy.
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(dataset)
+    # accelerate leaves this loader alone, and saves its state with the others. A DataLoader of
+    # another kind is refused: accelerate would divide among the ranks what is divided already.
+    model, optimizer, loader = accelerator.prepare(model, optimizer, dataset.loader())
 
     keys: list[torch.Tensor] = []
     if arguments.state_dir.exists():
@@ -71,7 +69,7 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
     for epoch in range(dataset.epoch, arguments.epochs):
         dataset.set_epoch(epoch)  # changes nothing in a resumed epoch
         losses: list[torch.Tensor] = []
-        for batch in dataset:
+        for batch in loader:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(batch["features"]).squeeze(1), batch["price"])
             accelerator.backward(loss)
@@ -81,8 +79,8 @@ def train(arguments: argparse.Namespace, accelerator: Accelerator) -> bool:
             steps += 1
             if steps == arguments.stop_after_steps:
                 accelerator.save_state(str(arguments.state_dir))
-                # A stop after the last step is a stop before the next epoch.
-                keys = keys if dataset.state_dict()["rows_consumed"] else []
+                # After the last step, the next start begins with the next epoch.
+                keys = keys if dataset.state_dict()["rows_consumed"] < dataset.num_rows else []
                 save_keys(keys, arguments.state_dir, accelerator)
                 accelerator.print(f"stopped after {steps} steps, in epoch {epoch}")
                 return complete

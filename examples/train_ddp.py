@@ -20,9 +20,8 @@ import torch.distributed.nn  # before the group: see "The end of a rank" in READ
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, CacheLoader
 
 FEATURES = ["quantity", "discount", "tax", "part"]
 
@@ -65,7 +64,7 @@ def train(arguments: argparse.Namespace) -> bool:
         shuffle=True,
         seed=0,
     )
-    loader = DataLoader(dataset, batch_size=None, num_workers=arguments.workers)
+    loader = dataset.loader(num_workers=arguments.workers)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     )
@@ -87,7 +86,7 @@ def train(arguments: argparse.Namespace) -> bool:
 def train_epoch(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loader: DataLoader[dict[str, torch.Tensor]],
+    loader: CacheLoader,
     dataset: CacheIterableDataset,
     epoch: int,
 ) -> EpochReport:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,9 @@ from lightning import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, CacheLoader
 
 FEATURES = ["quantity", "discount", "tax", "part"]
-
-
-class CacheLoader:
-    """A loader for Lightning, which saves the state of a loader with `state_dict`."""
-
-    def __init__(self, cached: CacheIterableDataset) -> None:
-        self.cached = cached
-
-    def __len__(self) -> int:
-        """Counts a whole epoch, because Lightning counts from its start when it resumes."""
-        return len(self.cached)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.cached)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Is the same on every rank: Lightning saves rank 0's and gives it to all."""
-        return self.cached.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next pass continue from there."""
-        self.cached.load_state_dict(state)
 
 
 class CacheData(LightningDataModule):
@@ -69,8 +46,8 @@ class CacheData(LightningDataModule):
         )
 
     def train_dataloader(self) -> CacheLoader:
-        """Returns no DataLoader: the dataset makes the batches and fetches ahead."""
-        return CacheLoader(self.dataset)
+        """Returns a loader whose state Lightning saves: it is the same on every rank."""
+        return self.dataset.loader()
 
 
 class PriceModel(LightningModule):
@@ -86,10 +63,6 @@ class PriceModel(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam."""
         return torch.optim.Adam(self.parameters(), lr=3e-3)
-
-    def on_train_epoch_start(self) -> None:
-        """Sets another order; Lightning does not call this when it resumes inside an epoch."""
-        self.data.dataset.set_epoch(self.current_epoch)
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         """The mean squared error of a batch."""
@@ -112,9 +85,10 @@ class PriceModel(LightningModule):
         self.print(f"epoch {self.current_epoch}: loss {loss:.5f}, {done}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the keys for the check above; every rank calls this."""
-        # After the last step of an epoch this is the start of the next epoch, without rows.
-        keys = self.keys if self.data.dataset.state_dict()["rows_consumed"] else []
+        """Called on every rank. Only the check above needs the keys."""
+        # After the last step, the next start begins with the next epoch.
+        rest = self.data.dataset.state_dict()["rows_consumed"] < self.data.dataset.num_rows
+        keys = self.keys if rest else []
         checkpoint["keys"] = _of_all_ranks(keys)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -163,7 +137,6 @@ def train(arguments: argparse.Namespace) -> bool:
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         max_epochs=arguments.epochs,
         max_steps=arguments.stop_after_steps,
-        use_distributed_sampler=False,  # the rows are divided among the ranks already
         callbacks=ModelCheckpoint(
             arguments.output_dir, "latest", every_n_train_steps=10, enable_version_counter=False
         ),

@@ -32,14 +32,6 @@ if is_deepspeed_available():
 FEATURES = ["quantity", "discount", "tax", "part"]
 
 
-class CacheLoader(DataLoader[Any]):
-    """A loader whose `set_epoch` the Trainer calls."""
-
-    def __init__(self, dataset: CacheIterableDataset) -> None:
-        super().__init__(dataset, batch_size=None)
-        self.set_epoch = dataset.set_epoch
-
-
 class CacheTrainer(Trainer):
     """A Trainer that takes the batches of the cache unchanged."""
 
@@ -50,13 +42,8 @@ class CacheTrainer(Trainer):
         self.keys: list[torch.Tensor] = []  # of the rows that this rank saw in the epoch
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader that accelerate has not prepared.
-
-        Trainer's own makes batches of these batches. Accelerate then has rank 0 read for all, which
-        is its default for iterable datasets, and rank 0 reads no row of another rank; or with
-        `dispatch_batches=False` it divides among the ranks what is divided already.
-        """
-        return CacheLoader(self.train_dataset)
+        """A loader of ready batches; the dataset refuses Trainer's own, which collates again."""
+        return self.train_dataset.loader(num_workers=self.args.dataloader_num_workers)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Counts rows, for the speeds that the Trainer prints."""
@@ -88,8 +75,9 @@ class CacheCallback(TrainerCallback):
         position = self.trainer.train_dataset.state_dict()
         if state.is_world_process_zero:
             Path(checkpoint, "dataset.json").write_text(json.dumps(position), encoding="utf-8")
-        # After the last step of an epoch this is the start of the next epoch, without rows.
-        keys = self.trainer.keys if position["rows_consumed"] else []
+        # After the last step, the next start begins with the next epoch.
+        rest = position["rows_consumed"] < self.trainer.train_dataset.num_rows
+        keys = self.trainer.keys if rest else []
         torch.save(keys, self._keys_file(checkpoint))
 
     def on_step_end(

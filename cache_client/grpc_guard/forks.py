@@ -21,7 +21,8 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 _GRPC_THREADS = {"event_engine", "grpc_global_tim", "lifeguard", "grpc_shutdown"}
-_NAMELESS_S = 0.1  # a new thread has a name after that
+_NAMELESS_S = 0.1  # a thread has its name before that
+_ENDED = -1  # stands for a thread that ended during a look
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 # How long a fork waits for calls, whose deadlines are shorter, and then for gRPC's threads.
 _CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
@@ -50,6 +51,14 @@ class ForkGate:
         # By thread: if an interrupt skips a countdown, the thread must still be able to fork.
         self._running: Counter[int] = Counter()
         self._forking = 0
+        # gRPC threads that were there before this package used gRPC: of other libraries.
+        self._of_others: set[int] | None = None
+
+    def use(self) -> None:
+        """Notes that this package uses gRPC from now on, so that the next fork waits for it."""
+        with self._lock:
+            if self._of_others is None:
+                self._of_others = _grpc_threads() - {_ENDED}
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Registers what to close before a fork; ``last``: after everything that uses it."""
@@ -79,6 +88,7 @@ class ForkGate:
             self._leave(thread)
 
     def _enter(self) -> int:
+        self.use()
         thread = threading.get_ident()
         self._running[thread] += 1
         return thread
@@ -91,20 +101,28 @@ class ForkGate:
             self._changed.notify_all()
 
     def before_fork(self) -> None:
-        """Closes everything, then waits a limited time until gRPC is gone."""
+        """Closes everything and waits until gRPC is gone, for a bounded time.
+
+        It does not wait for threads that were there before this package used gRPC. Libraries such
+        as Ray and JAX have a gRPC of their own, which may live as long as the process.
+        """
         here = {threading.get_ident()}
         with self._lock:
             self._forking += 1
         self._close_all()  # cancels running streams
         with self._lock:
             self._changed.wait_for(lambda: self._running.keys() <= here, _CALLS_WAIT_S)
-        self._close_all()  # what running calls opened meanwhile
+        self._close_all()  # and what they were opening meanwhile
+        with self._lock:
+            of_others, self._of_others = self._of_others, None
+        if of_others is None:
+            return
         deadline = time.monotonic() + _THREADS_WAIT_S
-        while _grpc_threads():
+        while _grpc_threads() - of_others:
             if time.monotonic() > deadline:
                 logger.warning(
-                    "gRPC still runs in this process %g s after its connections were closed: a "
-                    "child of this fork may hang when it reads",
+                    "threads of gRPC still run %g s after its connections were closed: if they "
+                    "belong to no other library, a child of this fork may hang when it reads",
                     _THREADS_WAIT_S,
                 )
                 return
@@ -127,23 +145,24 @@ class ForkGate:
         self.__init__()  # type: ignore[misc]  # as new
 
 
-def _grpc_threads() -> bool:
-    """Whether a gRPC thread lives in this process; always False where there is no /proc.
+def _grpc_threads() -> set[int]:
+    """The threads of gRPC in this process, by their ids; Linux only, elsewhere none.
 
     A thread that gRPC has just started, for example to shut down, has no name yet: so every young
     thread that is not Python's counts. A thread that ends during this call counts, too: it may have
     started another one that this call does not see.
     """
-    python = {thread.native_id for thread in threading.enumerate()}
+    python, found = {thread.native_id for thread in threading.enumerate()}, set()
     for task in Path("/proc/self/task").glob("*"):
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:
-            return True
+            found.add(_ENDED)
+            continue
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest.split()[19]) / _TICKS_A_SECOND
         if name in _GRPC_THREADS or (int(task.name) not in python and age_s < _NAMELESS_S):
-            return True
-    return False
+            found.add(int(task.name))
+    return found
 
 
 fork_gate = ForkGate()

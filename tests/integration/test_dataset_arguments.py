@@ -369,6 +369,7 @@ def test_batches_may_be_changed_in_place_without_touching_others(
                 if isinstance(value, torch.Tensor):
                     value.zero_()
         assert sum(sums) == sum(range(100))
+        dataset.set_epoch(0)
         assert sum(int(batch["row"].sum()) for batch in dataset) == sum(range(100))
 
 
@@ -396,4 +397,6 @@ def test_a_transform_and_the_last_states_of_an_epoch(cluster: LocalCluster, tabl
         table, endpoint=cluster.endpoint, batch_size=30, transform=lambda batch: batch["row"]
     )
     states = [dataset.state_dict() for rows in dataset if rows.dtype == torch.int64]
-    assert [(s["epoch"], s["rows_consumed"]) for s in states] == [(0, 30), (0, 60), (0, 90), (1, 0)]
+    consumed = [(state["epoch"], state["rows_consumed"]) for state in states]
+    assert consumed == [(0, 30), (0, 60), (0, 90), (0, 100)]
+    assert (dataset.state_dict()["epoch"], dataset.state_dict()["rows_consumed"]) == (1, 0)

@@ -110,7 +110,6 @@ def test_a_row_that_is_not_there_is_named(dataset: CacheDataset, index: Any) -> 
         3.0,
         True,
         None,
-        slice(2),
         [1.0],
         ["3"],
         [True],
@@ -193,6 +192,11 @@ def test_several_numbers_are_a_batch_whatever_holds_them(
     batch = dataset[indices]
     assert batch["row"].tolist() == [3, 1, 3] and batch["text"] == ["row 3", "row 1", "row 3"]
     assert dataset[range(10, 4, -2)]["row"].tolist() == [10, 8, 6]
+
+
+def test_a_slice_is_a_batch(dataset: CacheDataset) -> None:
+    for some in (slice(1, 3), slice(-3, None), slice(None, None, -40), slice(5, 5)):
+        assert dataset[some]["row"].tolist() == list(range(len(dataset)))[some]
 
 
 def test_no_rows_are_an_empty_batch(dataset: CacheDataset) -> None:

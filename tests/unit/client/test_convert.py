@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 import torch
 
+from cache_client.arguments import BatchFormat
 from cache_client.convert import Converter
 from cache_client.reader import Rows
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import CacheError, ConfigError
 from cache_protocol.storage.layout import Layout
 
 LOGICAL = pa.schema(
@@ -62,11 +63,11 @@ def test_neighbouring_columns_stack_without_a_copy_and_others_with_one() -> None
 
 
 @pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
-def test_the_columns_of_a_batch_share_one_storage_of_only_its_rows(
+def test_without_copies_the_columns_of_a_batch_share_one_storage_of_its_own_rows_alone(
     stack: dict[str, list[str]] | None,
 ) -> None:
     window = rows()
-    batch = Converter(Layout(LOGICAL), stack)(window.slice(1, 3))
+    batch = Converter(Layout(LOGICAL), stack, copy=False)(window.slice(1, 3))
     # DataLoader workers send whole storages.
     found = {
         (value.untyped_storage().data_ptr(), value.untyped_storage().nbytes())
@@ -78,10 +79,11 @@ def test_the_columns_of_a_batch_share_one_storage_of_only_its_rows(
 
 
 @pytest.mark.parametrize("stack", [None, {"x": ["a", "b"]}])
+@pytest.mark.parametrize("copy", [True, False])
 def test_a_column_that_is_changed_in_place_does_not_mark_the_others(
-    stack: dict[str, list[str]] | None,
+    stack: dict[str, list[str]] | None, copy: bool
 ) -> None:
-    batch = Converter(Layout(LOGICAL), stack)(rows())
+    batch = Converter(Layout(LOGICAL), stack, copy=copy)(rows())
     changed, other = batch["c"], batch["x" if stack else "a"]
     weight = torch.ones((), requires_grad=True)
     loss = (weight * other).sum()
@@ -89,6 +91,73 @@ def test_a_column_that_is_changed_in_place_does_not_mark_the_others(
     loss.backward()  # torch would refuse, had it seen a change of `other`
     changed *= weight
     assert changed.requires_grad and not other.requires_grad
+
+
+@pytest.mark.parametrize("batch_format", ["torch", "numpy"])
+@pytest.mark.parametrize("width", [1, 3, 40])
+@pytest.mark.parametrize("count", [0, 1, 700])
+def test_a_scalar_column_is_contiguous_and_keeps_no_other_rows(
+    batch_format: BatchFormat, width: int, count: int
+) -> None:
+    names = [f"c{number}" for number in range(width)]
+    layout = Layout(pa.schema([(name, pa.float32()) for name in names]))
+    matrix = np.arange(1000 * width, dtype=np.float32).reshape(1000, width)
+    batch = Converter(layout, None, batch_format)(
+        Rows(layout, {0: matrix}, {}, 1000).slice(7, 7 + count)
+    )
+    for position, name in enumerate(names):
+        column = torch.as_tensor(batch[name])
+        assert column.is_contiguous()
+        assert column.tolist() == matrix[7 : 7 + count, position].tolist()
+        assert not np.shares_memory(column.numpy(), matrix)
+        if width <= 16 and batch_format == "torch":
+            assert column.untyped_storage().nbytes() == 4 * count
+        column.fill_(-1)  # no column is another's memory
+    assert torch.equal(torch.as_tensor(batch[names[0]]), torch.full((count,), -1.0))
+
+
+BOOLS = pa.schema(
+    [
+        pa.field("flag", pa.uint8(), metadata={"cache.source_type": "bool"}),
+        pa.field("number", pa.uint8()),
+        pa.field("other", pa.uint8(), metadata={"cache.source_type": "bool"}),
+        pa.field("pair", pa.list_(pa.uint8(), 2), metadata={"cache.source_type": "bool"}),
+        pa.field("some", pa.list_(pa.uint8()), metadata={"cache.source_type": "bool"}),
+    ]
+)
+
+
+def bools() -> Rows:
+    layout = Layout(BOOLS)
+    packed, pair = layout.place("flag")[0], layout.place("pair")[0]
+    matrices = {
+        packed: np.array([[1, 2, 0], [0, 3, 1]], np.uint8),
+        pair: np.array([[1, 0], [1, 1]], np.uint8),
+    }
+    some = {layout.place("some")[0]: pa.array([[1, 0], [1, None]], pa.list_(pa.uint8()))}
+    return Rows(layout, matrices, some, 2)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(("batch_format", "dtype"), [("torch", torch.bool), ("numpy", np.bool_)])
+def test_columns_that_were_bools_are_bools(
+    batch_format: BatchFormat, dtype: object, copy: bool
+) -> None:
+    batch = Converter(Layout(BOOLS), None, batch_format, copy=copy)(bools())
+    assert batch["flag"].dtype == batch["pair"].dtype == batch["some"][0].dtype == dtype
+    assert batch["flag"].tolist() == [True, False] and batch["other"].tolist() == [False, True]
+    assert batch["number"][~batch["flag"]].tolist() == [3]
+    assert batch["number"].tolist() == [2, 3]
+    assert batch["pair"].tolist() == [[True, False], [True, True]]
+    assert batch["some"][0].tolist() == [True, False]
+    assert batch["some"][1] == [True, None] and batch["some"][1][0] is True
+
+
+def test_a_stack_of_bools_is_bool_and_one_with_a_number_is_not() -> None:
+    flags = Converter(Layout(BOOLS), {"x": ["other", "flag"]})(bools())["x"]
+    assert flags.dtype == torch.bool and flags.tolist() == [[False, True], [True, False]]
+    mixed = Converter(Layout(BOOLS), {"x": ["flag", "number"]})(bools())["x"]
+    assert mixed.dtype == torch.uint8 and mixed.tolist() == [[1, 2], [0, 3]]
 
 
 def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
@@ -104,6 +173,35 @@ def test_unsigned_columns_and_empty_batches_become_tensors() -> None:
     empty = Converter(Layout(LOGICAL))(rows().slice(1, 1))
     assert {name: len(value) for name, value in empty.items()} == dict.fromkeys(LOGICAL.names, 0)
     assert empty["image"].shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "float32", np.float32])
+def test_stacks_take_a_dtype(dtype: object) -> None:
+    batch = Converter(
+        Layout(LOGICAL), {"x": ["c", "n"], "y": ["a", "b"]}, stack_dtype=dtype
+    )(rows())  # fmt: skip
+    assert batch["x"].dtype == batch["y"].dtype == torch.float32
+    assert batch["x"].tolist() == [[2, 0], [5, 1], [8, 2], [11, 3]]
+    assert Converter(Layout(LOGICAL), {"y": ["a", "b"]}, stack_dtype="float64")(rows())[
+        "y"
+    ].tolist() == [[0, 1], [3, 4], [6, 7], [9, 10]]
+
+
+def test_a_dtype_that_cannot_hold_a_column_is_refused() -> None:
+    with pytest.raises(ConfigError, match="stack_dtype=int64 cannot hold column 'c', float32"):
+        Converter(Layout(LOGICAL), {"x": ["n", "c"]}, stack_dtype="int64")
+    for bad in ("text", "str", torch.bool, 7):
+        with pytest.raises(ConfigError, match="stack_dtype must be a dtype of numbers, got"):
+            Converter(Layout(LOGICAL), {"x": ["n", "c"]}, stack_dtype=bad)
+
+
+def test_invalid_utf_8_names_column_and_row() -> None:
+    layout = Layout(pa.schema([("name", pa.string())]))
+    offsets, data = pa.array([0, 2, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfe")
+    array = pa.StringArray.from_buffers(2, offsets, data)
+    with pytest.raises(CacheError, match="column 'name' holds no valid UTF-8 in row 1") as caught:
+        Converter(layout)(Rows(layout, {}, {0: array}, 2))
+    assert "arrow_cast(name, 'Binary')" in str(caught.value)
 
 
 @pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])

@@ -6,8 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_client.cursor import Cursor
+from cache_client.cursor import Cursor, Start
 from cache_protocol.errors import ConfigError
+
+
+def at(epoch: int, offset: int) -> Cursor:
+    cursor = Cursor()
+    cursor.set(epoch, offset, num_steps=5)
+    return cursor
 
 
 def copy_in_worker(cursor: Cursor) -> Cursor:
@@ -15,29 +21,62 @@ def copy_in_worker(cursor: Cursor) -> Cursor:
     return copy.copy(cursor)
 
 
-def test_an_offset_holds_for_one_pass_of_the_main_process() -> None:
-    cursor = Cursor()
-    cursor.set(2, 50)
-    assert cursor.next_offset == 50
-    assert cursor.begin(11, worker=None) == (2, 50)
-    assert cursor.next_offset == 0
-    assert cursor.begin(12, worker=None) == (2, 0)
+def begin(cursor: Cursor, seed: int, worker: int, own: Start | None = None) -> Start:
+    return cursor.begin_in_worker(worker, seed, own, deadline_s=0.1)
+
+
+def test_an_offset_is_used_by_the_first_pass_that_hands_out_two_batches() -> None:
+    cursor = at(2, 50)
+    assert cursor.planned() == (2, 50)
+    for _ in range(2):
+        look = cursor.begin(is_look=True)
+        assert cursor.planned() == (2, 50)
+    cursor.use(look)
+    assert cursor.planned() == (2, 0)
+    cursor.use(cursor.begin(is_look=True))
+    assert cursor.planned() == (2, 0)
+    cursor.set(2, 10, num_steps=1)
+    cursor.begin(is_look=False)
+    assert cursor.planned() == (2, 0)
 
 
 def test_all_workers_of_one_pass_use_the_offset_and_none_of_the_next() -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
-    assert [copy_in_worker(cursor).begin(7, worker=n) for n in range(3)] == [(1, 30)] * 3
+    cursor = at(1, 30)
+    for seed, offset in ((7, 30), (8, 0)):
+        assert [begin(copy_in_worker(cursor), seed, n) for n in range(3)] == [(1, offset)] * 3
+        assert cursor.pass_of_workers(0) == (offset, True)
     assert cursor.read_by_workers
-    assert [copy_in_worker(cursor).begin(8, worker=n) for n in range(3)] == [(1, 0)] * 3
 
 
-def test_a_worker_that_lives_on_uses_the_offset_once_though_its_token_stays() -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
+def test_workers_that_begin_after_a_change_follow_worker_0_of_their_pass() -> None:
+    cursor = at(1, 30)
+    workers = [copy_in_worker(cursor) for _ in range(3)]
+    assert begin(workers[0], 7, 0) == (1, 30)
+    cursor.set(2, 0, num_steps=9)
+    assert [begin(worker, 7, n) for n, worker in enumerate(workers[1:], 1)] == [(1, 30)] * 2
+    assert [begin(worker, 7, n) for n, worker in enumerate(workers)] == [(2, 0)] * 3
+
+
+def test_a_worker_waits_for_worker_0_until_its_deadline() -> None:
+    with pytest.raises(ConfigError, match=r"worker 1 waited 0\.1 s for worker 0"):
+        begin(copy_in_worker(at(1, 30)), 7, 1)
+
+
+def test_a_worker_that_lives_on_uses_the_offset_once_though_its_seed_stays() -> None:
+    cursor = at(1, 30)
     worker = copy_in_worker(cursor)
-    assert worker.begin(7, worker=0) == (1, 30)
-    assert worker.begin(7, worker=0) == (1, 0)
+    assert [begin(worker, 7, 0) for _ in range(2)] == [(1, 30), (1, 0)]
+    assert worker.given_up_at == 30
+    assert cursor.pass_of_workers(0) == (0, True)
+
+
+def test_a_worker_with_a_state_of_its_own_begins_there_and_leaves_the_offset() -> None:
+    cursor = at(1, 30)
+    workers = [copy_in_worker(cursor) for _ in range(3)]
+    assert [begin(workers[n], 7, n, Start(3, 40 + n)) for n in range(2)] == [(3, 40), (3, 41)]
+    with pytest.raises(ConfigError, match="worker 0 resumes a state of its own, and worker 2"):
+        begin(workers[2], 7, 2)
+    assert cursor.planned() == (1, 30)
 
 
 @pytest.mark.parametrize(
@@ -46,64 +85,29 @@ def test_a_worker_that_lives_on_uses_the_offset_once_though_its_token_stays() ->
 def test_a_duplicate_starts_at_the_same_position_and_shares_with_its_copies(
     duplicate: Callable[[Cursor], Cursor],
 ) -> None:
-    original = Cursor()
-    original.set(3, 40)
+    original = at(3, 40)
     cursor = duplicate(original)
-    assert cursor._cells.is_shared()
-    assert (cursor.epoch, cursor.next_offset) == (3, 40)
-    cursor.set(4, 50)
-    assert (original.epoch, original.next_offset) == (3, 40)
-    assert copy_in_worker(cursor).begin(7, worker=0) == (4, 50)
+    assert cursor._shared.is_shared()
+    assert cursor.planned() == (3, 40)
+    cursor.set(4, 50, num_steps=5)
+    assert original.planned() == (3, 40)
+    assert begin(copy_in_worker(cursor), 7, 0) == (4, 50)
     assert cursor.read_by_workers
 
 
 def test_setting_reaches_the_copies() -> None:
     cursor = Cursor()
     worker = copy_in_worker(cursor)
-    cursor.set(5, 0)
-    assert worker.begin(7, worker=0) == (5, 0)
-    cursor.set(6, 9)
+    cursor.set(5, 0, num_steps=5)
+    assert begin(worker, 7, 0) == (5, 0)
+    cursor.set(6, 9, num_steps=5)
     assert not cursor.read_by_workers
-    assert worker.begin(7, worker=0) == (6, 9)
+    assert cursor.pass_of_workers(0) is None
+    assert begin(worker, 7, 0) == (6, 9)
 
 
-@pytest.mark.parametrize("worker", [None, 0])
-def test_the_offset_is_that_of_the_last_pass(worker: int | None) -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
-    assert cursor.offset == 30
-    copy_in_worker(cursor).begin(7, worker=worker)
-    assert cursor.offset == 30
-    copy_in_worker(cursor).begin(8, worker=worker)
-    assert cursor.offset == 0
-    cursor.set(1, 20)
-    assert cursor.offset == 20
-
-
-def test_the_offset_is_that_of_the_second_pass_of_a_persistent_worker() -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
-    worker = copy_in_worker(cursor)
-    worker.begin(7, worker=0)
-    worker.begin(7, worker=0)
-    assert cursor.offset == 0
-
-
-def test_a_second_pass_of_the_same_token_is_refused_where_it_would_use_the_offset_again() -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
-    first = [copy_in_worker(cursor) for _ in range(2)]
-    assert [worker.begin(7, worker=n) for n, worker in enumerate(first)] == [(1, 30)] * 2
-    with pytest.raises(ConfigError, match=r"same seed .*epoch 1 at row 30"):
-        copy_in_worker(cursor).begin(7, worker=1)
-    assert first[0].begin(7, worker=0) == (1, 0)
-    cursor.set(1, 20)
-    assert [copy_in_worker(cursor).begin(7, worker=n) for n in range(2)] == [(1, 20)] * 2
-    cursor.set(2, 0)
-    assert [copy_in_worker(cursor).begin(7, worker=0) for _ in range(2)] == [(2, 0)] * 2
-
-
-def test_a_worker_of_any_number_begins() -> None:
-    cursor = Cursor()
-    cursor.set(1, 30)
-    assert copy_in_worker(cursor).begin(7, worker=10**6) == (1, 30)
+def test_a_worker_of_any_number_and_seed_begins() -> None:
+    cursor = at(1, 30)
+    for seed in (0, 2**63 - 1):
+        first = begin(copy_in_worker(cursor), seed, 0)
+        assert begin(copy_in_worker(cursor), seed, 10**6) == first

@@ -144,6 +144,7 @@ def test_a_dataset_with_fewer_replicas_than_requested_shows_it(
 ) -> None:
     schema = pa.schema([("price", pa.float64())])
     info = DatasetInfo("houses", "f00", 9, 72, 2, schema, "ready", placement=placement, replicas=2)
+    assert len(repr(info).splitlines()) == 3 and "9 rows, 72 bytes, 2 shards" in repr(info)
 
     show_dataset(info, False)
 

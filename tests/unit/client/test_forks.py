@@ -17,7 +17,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> ForkGate:
-    monkeypatch.setattr(forks, "_grpc_threads", lambda: False)  # of other tests
+    monkeypatch.setattr(forks, "_grpc_threads", set)  # of other tests
     return ForkGate()
 
 

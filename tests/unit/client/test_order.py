@@ -22,7 +22,6 @@ from cache_client.order import (
     EpochOrder,
     OrderState,
     StepPlan,
-    next_cursor,
     step_windows,
     worker_steps,
 )
@@ -545,6 +544,31 @@ def test_a_step_longer_than_the_epoch_takes_no_extra_memory(
     assert peak < 1_000_000
 
 
+@pytest.mark.parametrize("consumed", [0, 37])
+@pytest.mark.parametrize(
+    ("num_rows", "world_size", "batch_size"), [(100, 3, 7), (38, 4, 5), (40, 1, 6)]
+)
+def test_padded_steps_are_full_and_their_first_rows_are_the_order_itself(
+    num_rows: int, world_size: int, batch_size: int, consumed: int
+) -> None:
+    plan = StepPlan(num_rows, world_size, batch_size, pad=True, rows_consumed=consumed)
+    steps = range(plan.num_steps)
+    joined = [plan.window(steps, rank)[0].reshape(-1, batch_size) for rank in range(world_size)]
+    real, gathered = [], []
+    for step in steps:
+        for rank in range(world_size):
+            batch = joined[rank][step].tolist()
+            padded = plan.num_padded(step, rank)
+            assert plan.window(range(step, step + 1), rank)[0].tolist() == batch
+            assert list(plan.positions(step, rank)) == batch[: batch_size - padded]
+            real += batch[: batch_size - padded]
+            gathered += batch
+    assert real == list(range(consumed, num_rows))
+    # The repeated rows come last, over all ranks: `[:remainder]` of a gathered step drops them.
+    assert gathered[: len(real)] == real and all(0 <= row < num_rows for row in gathered)
+    assert plan.rows_consumed_after(plan.num_steps) == num_rows
+
+
 def test_an_empty_dataset_has_no_steps() -> None:
     assert StepPlan(0, world_size=4, batch_size=8).num_steps == 0
     assert StepPlan(5, world_size=4, batch_size=8, rows_consumed=5).num_steps == 0
@@ -581,12 +605,11 @@ def test_resuming_with_other_ranks_batches_and_workers_loses_and_repeats_nothing
             owned, _ = split_step(plan, step)
             seen += order.row_ids(np.array(owned, np.int64)).tolist()
         restored = OrderState.from_dict(json.loads(json.dumps(state.to_dict())))
-        epoch, rows_consumed = next_cursor(plan, restored.epoch, stop)
-        state = replace(restored, epoch=epoch, rows_consumed=rows_consumed)
-        if state.epoch == 1:
+        state = replace(restored, rows_consumed=plan.rows_consumed_after(stop))
+        if state.rows_consumed == num_rows:
             break
     assert seen == all_rows(order)
-    assert (state.epoch, state.rows_consumed) == (1, 0)
+    assert (state.epoch, state.rows_consumed) == (0, num_rows)
 
 
 # -- Workers --------------------------------------------------------------------------------------
@@ -691,25 +714,25 @@ def test_a_state_that_is_no_mapping_is_refused() -> None:
         OrderState.from_dict([1])  # type: ignore[arg-type]
 
 
-def test_the_state_after_the_last_step_is_the_start_of_the_next_epoch() -> None:
+def test_after_the_last_step_all_rows_are_consumed() -> None:
     plan = StepPlan(10, world_size=2, batch_size=2)
-    assert [next_cursor(plan, 5, done) for done in range(4)] == [(5, 0), (5, 4), (5, 8), (6, 0)]
+    assert [plan.rows_consumed_after(steps) for steps in range(4)] == [0, 4, 8, 10]
 
 
-def test_with_drop_last_the_last_full_step_ends_the_epoch() -> None:
+def test_with_drop_last_the_last_full_step_consumes_the_rest() -> None:
     plan = StepPlan(10, world_size=2, batch_size=2, drop_last=True)
-    assert [next_cursor(plan, 5, done) for done in range(3)] == [(5, 0), (5, 4), (6, 0)]
+    assert [plan.rows_consumed_after(steps) for steps in range(3)] == [0, 4, 10]
 
 
-def test_a_plan_without_steps_moves_on_to_the_next_epoch() -> None:
-    assert next_cursor(StepPlan(0, 1, 1), 0, 0) == (1, 0)
-    assert next_cursor(StepPlan(10, 4, 4, drop_last=True), 0, 0) == (1, 0)
+def test_a_plan_without_steps_leaves_nothing() -> None:
+    assert StepPlan(0, 1, 1).rows_consumed_after(0) == 0
+    assert StepPlan(10, 4, 4, drop_last=True).rows_consumed_after(0) == 10
 
 
-def test_the_cursor_counts_on_from_where_the_plan_starts() -> None:
+def test_consumed_rows_count_on_from_where_the_plan_starts() -> None:
     plan = StepPlan(100, world_size=2, batch_size=5, rows_consumed=37)
-    assert next_cursor(plan, 0, 0) == (0, 37)
-    assert next_cursor(plan, 0, 3) == (0, 67)
+    assert plan.rows_consumed_after(0) == 37
+    assert plan.rows_consumed_after(3) == 67
 
 
 # -- Wrong arguments ------------------------------------------------------------------------------
@@ -784,8 +807,7 @@ def test_the_cursor_counts_on_from_where_the_plan_starts() -> None:
         (lambda: StepPlan(5, 2, 1).positions(-1, 0), "step must be in [0, 3), got -1"),
         (lambda: StepPlan(5, 2, 1).positions(0, 2), "rank must be in [0, 2), got 2"),
         (lambda: StepPlan(5, 2, 1).positions(0, -1), "rank must be in [0, 2), got -1"),
-        (lambda: next_cursor(StepPlan(5, 2, 1), 0, 4), "steps_done must be in [0, 3], got 4"),
-        (lambda: next_cursor(StepPlan(5, 2, 1), -1, 0), "epoch must be at least 0, got -1"),
+        (lambda: StepPlan(5, 2, 1).rows_consumed_after(4), "steps must be in [0, 3], got 4"),
         (lambda: worker_steps(-1, 0, 1), "num_steps must be at least 0, got -1"),
         (lambda: worker_steps(5, 0, 0), "num_workers must be at least 1, got 0"),
         (lambda: worker_steps(5, 2, 2), "worker must be in [0, 2), got 2"),

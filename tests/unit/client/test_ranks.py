@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_client.parallel_groups import rank_in_group, rank_in_mesh
 from cache_client.ranks import (
     RANK_VARIABLES,
     Rank,
@@ -86,8 +92,10 @@ def test_the_order_of_the_variables_is_the_documented_one() -> None:
         ("RANK", "WORLD_SIZE"),
         ("PET_NODE_RANK", "PET_NNODES"),
         ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+        ("HOROVOD_RANK", "HOROVOD_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_RANK", "PMI_SIZE"),
+        ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
     ]
@@ -294,3 +302,73 @@ def test_a_bad_name_of_a_train_job_is_quoted(name: str) -> None:
     with pytest.raises(ConfigError, match="TRAIN_JOB_NAME") as caught:
         find_endpoint(None, {"TRAIN_JOB_NAME": name})
     assert repr(name) in str(caught.value)
+
+
+# -- libraries that are initialised --------------------------------------------------------------
+
+
+def test_jax_is_asked_once_it_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(client=None, process_id=0, num_processes=1)
+    monkeypatch.setitem(
+        sys.modules,
+        "jax._src.distributed",
+        SimpleNamespace(global_state=state),  # type: ignore
+    )
+    assert find_rank(environ=JAX) == Rank(5, 8)
+    state.client, state.process_id, state.num_processes = object(), 1, 2
+    assert find_rank(environ=JAX) == Rank(1, 2)
+
+
+def test_torch_xla_is_asked_in_the_processes_that_it_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = 0
+    library = SimpleNamespace(
+        _XLAC=SimpleNamespace(_xla_get_replication_devices_count=lambda: devices)
+    )
+    runtime = SimpleNamespace(global_ordinal=lambda: 3, world_size=lambda: 4)
+    monkeypatch.setitem(sys.modules, "torch_xla", library)  # type: ignore
+    monkeypatch.setitem(sys.modules, "torch_xla.runtime", runtime)  # type: ignore
+    assert find_rank(environ={}) == Rank(0, 1)
+    devices = 4
+    assert find_rank(environ={}) == Rank(3, 4)
+
+
+MESHES = """
+import json, sys, warnings
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from cache_client.parallel_groups import model_parallel_dimensions, rank_in_group, rank_in_mesh
+from cache_protocol.errors import ConfigError
+warnings.simplefilter("ignore")
+found = []
+for rank in range(8):
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
+    ranks = [rank_in_mesh(mesh), rank_in_mesh(mesh["dp_shard"])]
+    ranks.append(rank_in_group(mesh.get_group("tp")))
+    try:
+        rank_in_mesh(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "x")))
+    except ConfigError as error:
+        refused = str(error)
+    found.append([[[r.rank, r.world_size] for r in ranks], model_parallel_dimensions(), refused])
+    dist.destroy_process_group()
+print(json.dumps(found))
+"""
+
+
+def test_the_data_parallel_rank_is_found_in_meshes_and_groups() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MESHES], capture_output=True, text=True, timeout=100, check=True
+    )
+    for rank, (ranks, dimensions, refused) in enumerate(json.loads(done.stdout)):
+        assert ranks == [[rank // 2, 4], [rank // 2 % 2, 2], [rank % 2, 2]]
+        assert dimensions == ["tp"]
+        assert "device_mesh has 'x'" in refused and "device_mesh=mesh['dp']" in refused
+
+
+@pytest.mark.parametrize(("value", "find"), [("dp", rank_in_mesh), (7, rank_in_group)])
+def test_what_is_no_mesh_and_no_group_is_refused(value: object, find: Any) -> None:
+    with pytest.raises(ConfigError, match=r"device_mesh must be|process_group must be"):
+        find(value)

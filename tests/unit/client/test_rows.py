@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_client.rows import Answer, Rows, cut, in_order, join
+from cache_client.rows import Answer, Rows, concat, cut, in_order, join
+from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, from_matrix
 
 LAYOUT = Layout(
@@ -105,3 +106,14 @@ def test_a_run_inside_a_piece_is_a_view() -> None:
 
 def test_pieces_are_joined() -> None:
     assert numbers_of(join(pieces_of([1], [], [2, 3]))) == [1, 2, 3]
+
+
+def test_a_column_above_2_gib_is_refused_by_name_with_the_remedy() -> None:
+    """Pages of the data that nobody touches take no memory."""
+    data = pa.py_buffer(np.zeros(2**30 + 1, np.uint8))
+    offsets = pa.array([0, 2**30 + 1], pa.int32()).buffers()[1]
+    half = pa.StringArray.from_buffers(1, offsets, data)
+    with pytest.raises(ConfigError, match="column 'text' has 2,147,483,6") as caught:
+        concat(pa.field("text", pa.string()), [half, half])
+    assert "2 rows that are read together" in str(caught.value)
+    assert "use a smaller batch_size" in str(caught.value)

@@ -1,0 +1,137 @@
+"""The passes over a dataset in one process, and which of them its state tells of.
+
+Several iterators of one dataset may be open at once: the training loop's, one that a program made
+to look at a batch, one of a validation. The state belongs to the one that training consumes. This
+module decides which that is. It does no I/O and knows neither torch nor other processes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from cache_client.order import EpochOrder, StepPlan, worker_steps
+from cache_protocol.errors import ConfigError
+
+
+@dataclass(eq=False)
+class Pass:
+    """One pass of one process over (the rest of) an epoch.
+
+    Attributes:
+        handed_out: batches so far.
+        ended: the iterator was asked for more batches than there are.
+        of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
+    """
+
+    epoch: int = field(init=False)
+    plan: StepPlan = field(init=False)
+    order: EpochOrder = field(init=False)
+    worker: int = 0
+    num_workers: int = 1
+    in_worker: bool = False
+    of_loader: bool = False
+    handed_out: int = 0
+    ended: bool = False
+    iterator: weakref.ref[Iterator[Any]] | None = None
+
+    @property
+    def steps(self) -> range:
+        """The steps whose batches this process makes."""
+        return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
+
+    @property
+    def open(self) -> bool:
+        """Whether more can come: the iterator exists, and has not handed out its last batch."""
+        exists = self.iterator is not None and self.iterator() is not None
+        return exists and not self.ended and self.handed_out < max(1, len(self.steps))
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and rows consumed, as a state tells them.
+
+        After the last batch all rows of the epoch are consumed. Once the iterator has ended, it is
+        the start of the next epoch. In a worker process it is where the worker's own strided
+        sequence of steps continues; the states of n workers differ by up to n - 1 steps.
+        """
+        if not self.in_worker:
+            if self.ended:
+                return self.epoch + 1, 0
+            return self.epoch, self.plan.rows_consumed_after(self.handed_out)
+        consumed = self.plan.rows_consumed
+        consumed += self.handed_out * self.num_workers * self.plan.rows_per_step
+        if self.handed_out == len(self.steps):
+            consumed = self.plan.num_rows
+        return self.epoch, min(consumed, self.plan.num_rows)
+
+
+class Passes:
+    """Finds the pass that training consumes.
+
+    That is the pass begun first, as long as its iterator exists and has batches left. A pass begun
+    meanwhile takes over only once it is read further, and gives way again when it is over. After
+    `give_way`, the next pass that begins or hands out a batch takes over at once.
+
+    Thread-safety: none.
+    """
+
+    def __init__(self) -> None:
+        self._main: Pass | None = None
+        self._overtaken: Pass | None = None  # by the main one, which is read further
+        self._fresh: Pass | None = None  # the latest begun since the main one was last read
+        self._gives_way = False
+
+    def begin(self, this: Pass) -> None:
+        """Adds a pass whose iterator was made."""
+        if self._main is None or self._gives_way or not self._main.open:
+            self._take_over(this)
+        else:
+            self._fresh = this
+
+    def hand_out(self, this: Pass) -> None:
+        """Counts a batch of a pass, before its iterator hands it out."""
+        main = self._main
+        this.handed_out += 1
+        if main is this:
+            self._fresh, self._gives_way = None, False
+        elif main is None or self._gives_way or not main.open:
+            self._take_over(this)
+        elif this.handed_out > main.handed_out:
+            self._take_over(this, overtaken=main)
+
+    def current(self) -> Pass | None:
+        """The pass that a state tells of; None where none has begun since `forget`.
+
+        Raises:
+            ConfigError: two passes may be meant.
+        """
+        main, fresh, before = self._main, self._fresh, self._overtaken
+        if main is None or main.open:
+            return main
+        if fresh is not None and fresh.open and not fresh.handed_out:
+            self._take_over(fresh)
+        elif before is not None and before.open and before.handed_out:
+            if before.handed_out == 1:
+                raise ConfigError(
+                    "two iterators of this dataset were read: one handed out 1 batch and still "
+                    f"exists, another handed out {main.handed_out} and is over; delete the one "
+                    "that training does not consume, or call set_epoch before each pass"
+                )
+            self._take_over(before)
+        return self._main
+
+    def give_way(self) -> None:
+        """Lets the next pass take over; until then the state tells what it told."""
+        if self._main is not None and self._main.ended:
+            self.forget()
+        self._gives_way = True
+
+    def forget(self) -> None:
+        """Begins anew: another epoch or a state was set."""
+        self._main = self._overtaken = self._fresh = None
+
+    def _take_over(self, this: Pass, overtaken: Pass | None = None) -> None:
+        self._main, self._overtaken = this, overtaken
+        self._fresh, self._gives_way = None, False
