@@ -27,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test floor soak check format docs bench bench-quick proto venv clean
+.PHONY: help demo test test-frameworks floor soak check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,8 +35,11 @@ help:  ## show the targets
 demo: $(STAMP)  ## cache a real table on two local nodes and train from it with two ranks
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP)  ## run the whole test suite
-	$(BIN)/pytest $(PYTEST_ARGS) $(ARGS)
+test: $(STAMP)  ## run the test suite, without the tests of training frameworks
+	$(BIN)/pytest -m "not frameworks" $(PYTEST_ARGS) $(ARGS)
+
+test-frameworks: $(STAMP)  ## test the loader inside Accelerate, Transformers, Lightning and JAX
+	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS)
 
 floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(FLOOR)/bin/pytest $(PYTEST_ARGS) $(ARGS) \

@@ -61,7 +61,7 @@ class Cursor:
 
     A loaded offset is used by one pass: the first that hands out more than one batch.
 
-    Written by the training process and, in cells of its own, by worker 0 of each pass. Each cell is
+    Written by the training process and, in separate cells, by worker 0 of each pass. Each cell is
     one aligned 64-bit word. Where order matters, the reader checks it: see `_Slot`.
     """
 

@@ -70,7 +70,7 @@ def check_pass(this: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> No
     Called before the first batch, in the training process or in worker 0.
 
     Raises:
-        ConfigError: accelerate drops batches of an epoch that nobody set, or Lightning begins
+        ConfigError: accelerate drops batches of an epoch that was not set, or Lightning begins
             another epoch.
     """
     skipped, consumed = cursor.skipped_batches(), this.plan.rows_consumed

@@ -104,7 +104,7 @@ class ForkGate:
         """Closes everything and waits until gRPC is gone, for a bounded time.
 
         It does not wait for threads that were there before this package used gRPC. Libraries such
-        as Ray and JAX have a gRPC of their own, which may live as long as the process.
+        as Ray and JAX have another gRPC, which may live as long as the process.
         """
         here = {threading.get_ident()}
         with self._lock:

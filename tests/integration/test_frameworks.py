@@ -22,12 +22,12 @@ ROWS = 1003  # 31 steps of 32 rows, and a last one of 11
 NEEDED = ("accelerate", "lightning", "transformers", "torchdata", "jax")
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.timeout(260),  # the packages take seconds of a core to import
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in NEEDED),
         reason=f"not installed: one of {', '.join(NEEDED)}",
     ),
-    pytest.mark.xdist_group("frameworks"),
 ]
 
 Found = dict[str, list[Any]]

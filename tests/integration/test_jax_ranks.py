@@ -21,6 +21,8 @@ import json, sys
 import jax
 from jax._src import xla_bridge
 from cache_client import CacheIterableDataset, ConfigError
+
+pytestmark = pytest.mark.frameworks
 endpoint, address, rank = json.loads(sys.argv[1])
 options = {"endpoint": endpoint, "batch_size": 8, "batch_format": "numpy", "columns": ["row"]}
 early = CacheIterableDataset("table", **options)

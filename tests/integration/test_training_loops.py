@@ -23,11 +23,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
 pytestmark = [
+    pytest.mark.usefixtures("forked_workers"),
     # torch advises against more workers than cores; the order must not depend on it.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
@@ -383,6 +385,7 @@ def test_a_state_after_some_steps_of_a_loader_out_of_order_is_refused(
 # -- Frameworks ------------------------------------------------------------------------------------
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_that_accelerate_skips_need_an_epoch_that_was_set(
     make: Callable[..., CacheIterableDataset], workers: int
@@ -401,6 +404,7 @@ def test_batches_that_accelerate_skips_need_an_epoch_that_was_set(
     assert rows_of(skipping) == rows_in(2)[5 * BATCH :]
 
 
+@pytest.mark.frameworks
 @pytest.mark.filterwarnings("ignore")  # of Lightning, which warns of many things
 @pytest.mark.parametrize("limit", [1.0, 10])
 @pytest.mark.parametrize("stop", ["mid", "last step", "later"])
@@ -418,6 +422,7 @@ def test_lightning_resumes_where_it_saved_and_tells_a_loader_with_a_sampler_the_
     assert seen == [rows_in(epoch)[: steps * BATCH] for epoch in range(EPOCHS)]
 
 
+@pytest.mark.frameworks
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "limit"), [("custom", 1.0), ("custom", 10), ("stateful", 10)])
 def test_lightning_that_begins_an_epoch_with_the_rest_of_another_is_refused(
@@ -437,6 +442,7 @@ def test_lightning_that_begins_an_epoch_with_the_rest_of_another_is_refused(
             fit_with_lightning(dataset, loader, seen, tmp_path, limit=limit, stop=stop_at)
 
 
+@pytest.mark.frameworks
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -509,7 +515,7 @@ def test_a_rank_that_changed_is_found_before_workers_start_that_cannot_know_it(
     script.write_text(SPAWNS)
     arguments = [cluster.endpoint, str(tmp_path / "store"), method]
     ranks = [
-        subprocess.Popen(
+        forked_python.Popen(
             [sys.executable, str(script), str(rank), *arguments], stdout=subprocess.PIPE, text=True
         )
         for rank in range(2)

@@ -16,7 +16,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("failing", ["", "check", "floor", "docs", "test"])
+@pytest.mark.parametrize("failing", ["", "check", "floor", "docs", "test", "test-frameworks"])
 def test_ci_makes_a_virtual_environment_of_its_own_and_removes_it(
     tmp_path: Path, failing: str
 ) -> None:
@@ -38,7 +38,7 @@ def test_ci_makes_a_virtual_environment_of_its_own_and_removes_it(
     done = subprocess.run([RUN], env=environ, capture_output=True, text=True, timeout=60)
 
     calls = [line.split() for line in done.stdout.splitlines()]
-    targets = ["check", "floor", "docs", "test"]
+    targets = ["check", "floor", "docs", "test", "test-frameworks"]
     assert [target for target, _ in calls] == (
         targets[: targets.index(failing) + 1] if failing else targets
     )

@@ -142,8 +142,8 @@ def test_a_type_is_stored_and_read_as_the_table_says(name: str, row: list[str]) 
         assert kind_of(column) == in_batch
         if in_batch.startswith("`[B"):
             scalar = in_arrow.type.value_type if in_batch == "`[B, n]`" else in_arrow.type
-            scalar = dtype if pa.types.is_boolean(dtype) else scalar
-            assert str(column.dtype).removeprefix("torch.") == str(numpy_dtype(scalar))
+            expected = "bool" if pa.types.is_boolean(dtype) else str(numpy_dtype(scalar))
+            assert str(column.dtype).removeprefix("torch.") == expected
 
     if null == "as one in its numbers; refused in place of a list":
         nullable = pa.list_(pa.float32(), 2)
