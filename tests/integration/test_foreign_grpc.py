@@ -45,7 +45,9 @@ for epoch in range(3):
     sizes.append(sum(len(batch["row"]) for batch in dataset))
     seconds.append(fork_s())
 dataset.set_epoch(3)
-sizes.append(sum(len(batch["row"]) for batch in dataset.loader(num_workers=2)))
+# gRPC itself does not survive a fork, so workers that use it beside another user are spawned.
+loader = dataset.loader(num_workers=1, multiprocessing_context="spawn")
+sizes.append(sum(len(batch["row"]) for batch in loader))
 print(json.dumps([only_imported, seconds, sizes]), flush=True)
 channel.close()
 server.stop(None)
@@ -59,8 +61,9 @@ def test_a_fork_does_not_wait_for_the_grpc_of_another_library(tmp_path: Path) ->
         )
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, cluster.endpoint],
-            capture_output=True, text=True, timeout=100, check=True,
+            capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     only_imported, seconds, sizes = json.loads(done.stdout)
     # Before: 2 s each.
     assert only_imported < 1.0 and min(seconds) < 1.0, (only_imported, seconds)

@@ -16,13 +16,14 @@ from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.free_ports import free_port
 
+pytestmark = pytest.mark.frameworks
+
 PROCESS = """
 import json, sys
 import jax
 from jax._src import xla_bridge
 from cache_client import CacheIterableDataset, ConfigError
 
-pytestmark = pytest.mark.frameworks
 endpoint, address, rank = json.loads(sys.argv[1])
 options = {"endpoint": endpoint, "batch_size": 8, "batch_format": "numpy", "columns": ["row"]}
 early = CacheIterableDataset("table", **options)

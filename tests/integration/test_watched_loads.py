@@ -180,7 +180,7 @@ try:
 except KeyboardInterrupt as error:
     kept = error  # and with it all that it holds, as a notebook does
 forks.fork_gate.before_fork()
-print(forks._grpc_threads())
+print(bool(forks._grpc_threads()))
 """
 
 
