@@ -171,6 +171,7 @@ def assert_every_row_once(output: str, epochs: int = 2) -> None:
 
 @long
 @needs("accelerate")
+@pytest.mark.frameworks
 def test_accelerate_goes_on_where_other_numbers_of_ranks_were_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_accelerate_goes_on_where_other_numbers_of_ranks_were_stopped_in_and_aft
 
 @long
 @needs("transformers", "accelerate")
+@pytest.mark.frameworks
 def test_the_trainer_of_transformers_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
@@ -219,6 +221,7 @@ def test_the_trainer_of_transformers_goes_on_where_it_was_stopped_in_and_after_a
 
 @long
 @needs("lightning")
+@pytest.mark.frameworks
 def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     nodes: LocalCluster, tmp_path: Path
 ) -> None:
@@ -240,6 +243,7 @@ def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
 
 
 @needs("jax")
+@pytest.mark.frameworks
 def test_two_processes_of_jax_train_together(
     nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,12 +258,14 @@ def test_two_processes_of_jax_train_together(
 
 
 @needs("jax")
+@pytest.mark.frameworks
 def test_one_process_of_jax_needs_no_variables(nodes: LocalCluster) -> None:
     assert_every_row_once(run(nodes, python("train_jax.py", "--epochs", 1)), epochs=1)
 
 
 @needs_mpirun
 @needs("deepspeed", "mpi4py")
+@pytest.mark.frameworks
 def test_deepspeed_trains_under_mpirun(nodes: LocalCluster) -> None:
     output = run(nodes, mpirun(*python("train_deepspeed.py", "--port", free_port())))
     assert_every_row_once(output)
@@ -269,6 +275,7 @@ def test_deepspeed_trains_under_mpirun(nodes: LocalCluster) -> None:
 
 
 @needs_mpirun
+@pytest.mark.frameworks
 def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> None:
     program = """if True:
         from cache_client import CacheIterableDataset
