@@ -73,9 +73,12 @@ def _callers(dataset: object) -> Iterator[Any]:
     """The objects, other than ``dataset``, whose methods are in the call stack."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        caller = frame.f_locals.get("self")
-        if caller is not None and caller is not dataset:
-            yield caller
+        # Methods only: before Python 3.13 a frame whose locals were read keeps what they were, such
+        # as a batch of the training loop.
+        if frame.f_code.co_varnames[:1] == ("self",):
+            caller = frame.f_locals.get("self")
+            if caller is not None and caller is not dataset:
+                yield caller
         frame = frame.f_back
 
 

@@ -44,6 +44,7 @@ OWN_START: Final = -1
 """Offset of a pass whose workers begin where a state of each worker stands."""
 
 _POLL_S: Final = 0.002
+_DECISION_S: Final = 5.0  # a decision takes microseconds, unless its process is stopped
 
 
 class Start(NamedTuple):
@@ -196,7 +197,8 @@ class Cursor:
             ConfigError: DataLoader workers have begun a pass elsewhere, and the training loop has
                 not yet taken its first batch.
         """
-        cells, before = self._cells, self.generation
+        cells, now = self._cells, self.generation
+        before = now - now % 2  # odd: a former call was interrupted while it wrote
         new = Start(epoch, -2 if any_offset else offset)
         self._refuse_if_begun(before, new)
         cells[_GENERATION] = before + 1  # odd: being written
@@ -205,8 +207,13 @@ class Cursor:
         cells[_READ_BY_WORKERS] = 0
         cells[_GENERATION] = before + 2
         # A worker 0 that read the former values wrote that it decides before it read them.
-        deadline = time.monotonic() + 5.0
-        while (self._slots[:, _STATUS] == _DECIDING).any() and time.monotonic() < deadline:
+        deadline = time.monotonic() + _DECISION_S
+        while (deciding := self._slots[:, _STATUS] == _DECIDING).any():
+            if (
+                time.monotonic() > deadline
+            ):  # they were killed; a slow one looks again before it ends
+                self._slots[deciding, _STATUS] = _NO_PASS
+                break
             time.sleep(_POLL_S / 10)
         self._refuse_if_begun(before, new)
 
@@ -270,7 +277,7 @@ class Cursor:
             deadline_s: how long to wait for worker 0 of the pass.
 
         Raises:
-            ConfigError: worker 0 did not begin.
+            ConfigError: worker 0 did not begin, or `set` was interrupted and not called again.
         """
         process, number = self._begun_here
         number = number + 1 if process == os.getpid() else 1
@@ -279,13 +286,20 @@ class Cursor:
         loader = self._started_by or seed % 2**61 + 1
         slot = _Slot(self._slots[(loader + number) % _SLOTS], loader, loader + number)
         if worker == 0:
-            return self._decide(slot, own)
+            return self._decide(slot, own, deadline_s)
         return own or slot.wait(worker, deadline_s)
 
-    def _decide(self, slot: _Slot, own: Start | None) -> Start:
+    def _decide(self, slot: _Slot, own: Start | None, deadline_s: float) -> Start:
         cells = self._array
         slot.open()
+        deadline = time.monotonic() + deadline_s
         while True:
+            if time.monotonic() > deadline:
+                slot.give_up()
+                raise ConfigError(
+                    "set_epoch or load_state_dict was interrupted in the training process, so the "
+                    f"next epoch is not known after {deadline_s:g} s: call it again"
+                )
             generation = int(cells[_GENERATION])
             start = Start(int(cells[_EPOCH]), int(cells[_OFFSET]))
             claim, loader = int(cells[_CLAIM]), int(cells[_CLAIM_LOADER])
@@ -385,6 +399,10 @@ class _Slot:
     def close(self) -> None:
         self._cells[_STATUS] = _DECIDED
         self._cells[_CHECK] = _sum_of(self._cells)
+
+    def give_up(self) -> None:
+        """Says that there will be no decision."""
+        self._cells[_STATUS] = _NO_PASS
 
     def wait(self, worker: int, deadline_s: float) -> Start:
         """What worker 0 decided for this pass."""

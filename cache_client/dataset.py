@@ -498,8 +498,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             step = iter(steps)
             for pieces, sizes in results:
                 for rows in cut(pieces, sizes):
-                    batch, padded = convert(rows), this.plan.num_padded(next(step), self.rank)
+                    batch = convert(rows)
                     if self._pad_mask is not None:
+                        padded = this.plan.num_padded(next(step), self.rank)
                         batch = with_mask(batch, self._pad_mask, rows.num_rows, padded)
                     yield batch if self._transform is None else self._transform(batch)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from cache_client import cursor as cursor_module
 from cache_client.cursor import Cursor, Start
 from cache_protocol.errors import ConfigError
 
@@ -111,3 +112,23 @@ def test_a_worker_of_any_number_and_seed_begins() -> None:
     for seed in (0, 2**63 - 1):
         first = begin(copy_in_worker(cursor), seed, 0)
         assert begin(copy_in_worker(cursor), seed, 10**6) == first
+
+
+def test_a_change_that_was_interrupted_ends_the_workers_and_can_be_made_again() -> None:
+    cursor = at(1, 30)
+    cursor._cells[cursor_module._GENERATION] += 1  # as `set` leaves it in the middle
+    with pytest.raises(ConfigError, match=r"was interrupted .*call it again"):
+        begin(copy_in_worker(cursor), 7, 0)
+    cursor.set(2, 10, num_steps=5)
+    assert [begin(copy_in_worker(cursor), 8, n) for n in range(2)] == [(2, 10)] * 2
+
+
+def test_a_worker_0_that_was_killed_while_it_decided_delays_one_change_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cursor_module, "_DECISION_S", 0.02)
+    cursor = at(1, 30)
+    cursor._slots[3, cursor_module._STATUS] = cursor_module._DECIDING
+    cursor.set(2, 0, num_steps=5)
+    assert cursor_module._DECIDING not in cursor._slots[:, cursor_module._STATUS]
+    assert cursor.planned() == (2, 0)
