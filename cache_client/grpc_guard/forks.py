@@ -53,12 +53,21 @@ class ForkGate:
         self._forking = 0
         # gRPC threads that were there before this package used gRPC: of other libraries.
         self._of_others: set[int] | None = None
+        self._grpc_at_fork = False  # some gRPC was alive when this process was forked
 
     def use(self) -> None:
         """Notes that this package uses gRPC from now on, so that the next fork waits for it."""
         with self._lock:
             if self._of_others is None:
                 self._of_others = _grpc_threads() - {_ENDED}
+            warns, self._grpc_at_fork = self._grpc_at_fork, False
+        if warns:
+            logger.warning(
+                "process %d was forked while another library used gRPC, which does not survive a "
+                "fork: reads over Flight may hang here; start workers with "
+                "multiprocessing_context='spawn'",
+                os.getpid(),
+            )
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Registers what to close before a fork; ``last``: after everything that uses it."""
@@ -115,8 +124,12 @@ class ForkGate:
         self._close_all()  # and what they were opening meanwhile
         with self._lock:
             of_others, self._of_others = self._of_others, None
-        if of_others is None:
-            return
+        if of_others is not None:
+            self._wait_for_threads(of_others)
+        self._grpc_at_fork = bool(_grpc_threads(young=False))
+
+    @staticmethod
+    def _wait_for_threads(of_others: set[int]) -> None:
         deadline = time.monotonic() + _THREADS_WAIT_S
         while _grpc_threads() - of_others:
             if time.monotonic() > deadline:
@@ -138,29 +151,34 @@ class ForkGate:
         """Lets calls start again."""
         with self._lock:
             self._forking = max(0, self._forking - 1)
+            self._grpc_at_fork = False
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:
         """Starts anew: the calling threads of the parent do not exist here."""
+        grpc_at_fork = self._grpc_at_fork
         self.__init__()  # type: ignore[misc]  # as new
+        self._grpc_at_fork = grpc_at_fork
 
 
-def _grpc_threads() -> set[int]:
+def _grpc_threads(*, young: bool = True) -> set[int]:
     """The threads of gRPC in this process, by their ids; Linux only, elsewhere none.
 
     A thread that gRPC has just started, for example to shut down, has no name yet: so every young
-    thread that is not Python's counts. A thread that ends during this call counts, too: it may have
-    started another one that this call does not see.
+    thread that is not Python's counts, if ``young``. A thread that ends during this call counts
+    then, too: it may have started another one that this call does not see.
     """
     python, found = {thread.native_id for thread in threading.enumerate()}, set()
     for task in Path("/proc/self/task").glob("*"):
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:
-            found.add(_ENDED)
+            if young:
+                found.add(_ENDED)
             continue
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(rest.split()[19]) / _TICKS_A_SECOND
-        if name in _GRPC_THREADS or (int(task.name) not in python and age_s < _NAMELESS_S):
+        nameless = young and int(task.name) not in python and age_s < _NAMELESS_S
+        if name in _GRPC_THREADS or nameless:
             found.add(int(task.name))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> ForkGate:
-    monkeypatch.setattr(forks, "_grpc_threads", set)  # of other tests
+    monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: set())  # of other tests
     return ForkGate()
 
 
@@ -91,3 +92,19 @@ def test_calls_begin_again_after_the_last_of_the_forks_that_run(
         waiting.result(0.1)
     gate.after_fork_in_parent()
     waiting.result(WAIT_S)
+
+
+@pytest.mark.parametrize("threads", [set(), {1}], ids=["no other", "another"])
+def test_a_child_that_uses_grpc_warns_once_if_another_user_of_it_was_forked_too(
+    threads: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: threads)
+    gate = ForkGate()
+    for end in (gate.after_fork_in_parent, gate.after_fork_in_child):
+        call(gate)
+        gate.before_fork()
+        end()
+    with caplog.at_level(logging.WARNING):
+        call(gate)
+        call(gate)
+    assert ["start workers with" in line for line in caplog.messages] == [True] * len(threads)
