@@ -157,12 +157,16 @@ def test_a_killed_cache_process_is_restarted_in_place_and_training_goes_on(
     def on_line(pod: str, text: str) -> None:
         if pod.endswith(f"initializer-0-{index}") and text.startswith('{"event": "listening"'):
             pids.append(json.loads(text)["pid"])
+            if len(pids) == 2:
+                (run.folder / "restarted").touch()
         if text == "step 3" and not (run.folder / "killed").exists():
             os.kill(pids[0], signal.SIGKILL)
             (run.folder / "killed").touch()
 
     run.on_line = on_line
-    hook = 'if step == 3:\n        while not (folder / "killed").exists(): time.sleep(0.01)'
+    # Steps 4 to 18 are read while the node restarts; the last one waits until it has.
+    hook = """awaited = {3: "killed", 19: "restarted"}.get(step)
+    while awaited and not (folder / awaited).exists(): time.sleep(0.01)"""
     code = run(job(rows, run, hook=hook))
     assert code == 0, run.report()
     assert_once(run, world_size=2)
