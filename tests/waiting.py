@@ -16,7 +16,9 @@ _STOP_S = 30.0
 _T = TypeVar("_T")
 
 
-def wait_until(predicate: Callable[[], _T], timeout_s: float, what: str) -> _T:
+def wait_until(
+    predicate: Callable[[], _T], timeout_s: float, what: str, poll_s: float = _POLL_S
+) -> _T:
     """The first true value of ``predicate``; an AssertionError naming ``what`` after the deadline.
 
     Args:
@@ -26,7 +28,7 @@ def wait_until(predicate: Callable[[], _T], timeout_s: float, what: str) -> _T:
     pause = threading.Event()
     while not (value := predicate()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        pause.wait(_POLL_S)
+        pause.wait(poll_s)
     return value
 
 

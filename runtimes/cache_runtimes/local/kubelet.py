@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ _MAX_DELAY_S = 10.0
 _DIRECT = (("grpc.enable_http_proxy", 0),)  # no proxy knows this machine's loopback addresses
 
 
+Probe = Callable[[Pod, Json, Json], Awaitable[bool]]  # of a pod, a container and its probe
+
+
 def delay_s(failures: int, first_s: float) -> float:
     """Seconds before the next start: they double. A cluster waits from 10 s up to 5 min."""
     return min(_MAX_DELAY_S, first_s * 2.0 ** min(failures - 1, 30))
@@ -39,6 +42,7 @@ class PodRun:
         log: gets a container and one of its lines.
         restarted: called before a restart in place; may raise to give the pod up.
         changed: called when `is_ready` may have changed.
+        probe: whether a probe succeeds.
     """
 
     pod: Pod
@@ -47,6 +51,7 @@ class PodRun:
     restarted: Callable[[ContainerExit], None]
     changed: Callable[[], None]
     backoff_s: float
+    probe: Probe = field(default_factory=lambda: grpc_probe)
     _ready: set[str] = field(default_factory=set)
 
     @property
@@ -148,17 +153,17 @@ class PodRun:
             await self._stop(container, running)
 
         async def watch_readiness() -> None:
-            async for succeeds in self._results(container["readinessProbe"]):
+            async for succeeds in self._results(container, "readinessProbe"):
                 self._set_ready(container, succeeds)
 
         async def watch_liveness() -> None:
-            results = self._results(container["livenessProbe"])
+            results = self._results(container, "livenessProbe")
             while await anext(results):
                 pass
             await give_up("livenessProbe")
 
         startup = container.get("startupProbe")
-        if startup and not await anext(self._results(startup)):
+        if startup and not await anext(self._results(container, "startupProbe")):
             await give_up("startupProbe")
             return
         started.set()
@@ -169,17 +174,15 @@ class PodRun:
             if container.get("livenessProbe"):
                 group.create_task(watch_liveness())
 
-    async def _results(self, probe: Json) -> AsyncIterator[bool]:
+    async def _results(self, container: Json, name: str) -> AsyncIterator[bool]:
         """Asks again and again: True at a success, False after failureThreshold periods."""
-        address = f"{self.pod.address}:{probe['grpc']['port']}"
-        service = probe["grpc"].get("service") or ""
-        timeout_s = float(probe.get("timeoutSeconds", 1))
+        probe = container[name]
         period_s = float(probe.get("periodSeconds", 10))
         patience_s = period_s * (int(probe.get("failureThreshold", 3)) - 1)
         now = asyncio.get_running_loop().time
         failing_since: float | None = None
         while True:
-            if await is_serving(address, service, timeout_s):
+            if await self.probe(self.pod, container, probe):
                 failing_since = None
                 yield True
                 await asyncio.sleep(period_s)
@@ -192,6 +195,13 @@ class PodRun:
     def _set_ready(self, container: Json, ready: bool) -> None:
         (self._ready.add if ready else self._ready.discard)(container["name"])
         self.changed()
+
+
+async def grpc_probe(pod: Pod, container: Json, probe: Json) -> bool:
+    """Whether a gRPC probe of a container succeeds."""
+    address = f"{pod.address}:{probe['grpc']['port']}"
+    service = probe["grpc"].get("service") or ""
+    return await is_serving(address, service, float(probe.get("timeoutSeconds", 1)))
 
 
 async def is_serving(address: str, service: str, timeout_s: float) -> bool:

@@ -1,0 +1,189 @@
+"""The cluster of the end-to-end tests: a control plane on this machine, or one that you have.
+
+- ``E2E_CONTROL_PLANE=DIR``: ``DIR/control_plane.py`` starts an API server with the controllers of
+  Kubernetes, JobSet and Trainer, prints ``{"kubeconfig": PATH}`` and ends with its input. Pods run
+  as processes of this machine (`tests.e2e.kubelet`).
+- ``E2E_KUBECONFIG=FILE``: a cluster with Trainer, which has the images of this project. Set
+  ``E2E_STORAGE_URI`` to where its pods find the files that ``python -m tests.e2e.rows DIR`` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kubernetes import client, config
+from kubernetes.dynamic import DynamicClient
+from kubernetes.dynamic.exceptions import NotFoundError
+
+from tests import forked_python
+from tests.manifests import read
+from tests.waiting import wait_until
+
+Json = dict[str, Any]
+
+REPOSITORY = Path(__file__).parents[2]
+_T = TypeVar("_T")
+_FIELD_MANAGER = "e2e"
+
+
+def manifests(folder: str) -> list[Json]:
+    """The objects of a folder of ``runtimes/`` without its overlays; Namespaces come first."""
+    paths = sorted((REPOSITORY / "runtimes" / folder).rglob("*.yaml"))
+    found = [read(path) for path in paths if path.name != "kustomization.yaml"]
+    return sorted(found, key=lambda thing: thing["kind"] != "Namespace")
+
+
+class Cluster:
+    """A cluster, as its administrator sees it. Thread-safe."""
+
+    def __init__(self, kubeconfig: Path, storage_uri: str, logs: Path | None) -> None:
+        config.load_kube_config(str(kubeconfig))
+        self.kubeconfig = kubeconfig
+        self.storage_uri = storage_uri
+        self._logs = logs
+        self.core = client.CoreV1Api()
+        self._dynamic = DynamicClient(client.ApiClient())
+
+    def apply(self, *manifests: Json, namespace: str | None = None) -> None:
+        """Server-side apply."""
+        for manifest in manifests:
+            api = self._dynamic.resources.get(
+                api_version=manifest["apiVersion"], kind=manifest["kind"]
+            )
+            self._dynamic.server_side_apply(
+                api,
+                body=manifest,
+                name=manifest["metadata"]["name"],
+                namespace=manifest["metadata"].get("namespace", namespace),
+                field_manager=_FIELD_MANAGER,
+                force_conflicts=True,
+            )
+
+    def get(self, kind: str, name: str, namespace: str) -> Json | None:
+        """One object as the API server has it; None where it is absent."""
+        try:
+            found = self._resource(kind).get(name=name, namespace=namespace)
+        except NotFoundError:
+            return None
+        return dict(found.to_dict())
+
+    def list_of(self, kind: str, namespace: str) -> list[Json]:
+        return list(self._resource(kind).get(namespace=namespace).to_dict()["items"])
+
+    def patch(self, kind: str, name: str, namespace: str, body: Json) -> None:
+        self._resource(kind).patch(
+            name=name,
+            namespace=namespace,
+            body=body,
+            content_type="application/merge-patch+json",
+        )
+
+    def delete(self, kind: str, name: str, namespace: str | None = None) -> None:
+        self._resource(kind).delete(name=name, namespace=namespace)
+
+    def _resource(self, kind: str) -> Any:
+        return next(
+            each for each in self._dynamic.resources.search(kind=kind) if "List" not in each.kind
+        )
+
+    def pods(self, namespace: str, part: str = "") -> list[Json]:
+        """Pods whose name has ``part`` in it, the oldest first."""
+        found = [pod for pod in self.list_of("Pod", namespace) if part in pod["metadata"]["name"]]
+        return sorted(found, key=lambda pod: pod["metadata"]["creationTimestamp"])
+
+    def lines(self, namespace: str, part: str = "") -> list[str]:
+        """The log lines of all pods whose name has ``part`` in it, those that are gone included."""
+        if self._logs is None:
+            names = [pod["metadata"]["name"] for pod in self.pods(namespace, part)]
+            texts = [self.core.read_namespaced_pod_log(name, namespace) for name in names]
+        else:
+            files = sorted((self._logs / namespace).glob("*.log"))
+            texts = [file.read_text() for file in files if part in file.name]
+        return [line.partition(" | ")[2] or line for text in texts for line in text.splitlines()]
+
+    def kill(self, namespace: str, part: str) -> None:
+        """SIGKILL for the process of a pod, which has printed its pid in a line of JSON."""
+        if self._logs is None:
+            name = self.pods(namespace, part)[0]["metadata"]["name"]
+            command = ["kubectl", "exec", "-n", namespace, name, "--", "kill", "-9", "1"]
+            environment = {**os.environ, "KUBECONFIG": str(self.kubeconfig)}
+            subprocess.run(command, check=True, env=environment)
+            return
+        lines = [line for line in self.lines(namespace, part) if '"pid"' in line]
+        os.kill(json.loads(lines[-1])["pid"], signal.SIGKILL)
+
+    def evict(self, namespace: str, pod: str) -> None:
+        """Asks for an eviction, as a drain does."""
+        meta = client.V1ObjectMeta(name=pod, namespace=namespace)
+        self.core.create_namespaced_pod_eviction(pod, namespace, client.V1Eviction(metadata=meta))
+
+    def condition(self, job: str, namespace: str) -> str | None:
+        """``Complete``, ``Failed`` or ``Suspended`` where a TrainJob has such a condition."""
+        found = self.get("TrainJob", job, namespace) or {}
+        conditions = (found.get("status") or {}).get("conditions") or ()
+        true = [item["type"] for item in conditions if item["status"] == "True"]
+        return next((name for name in ("Complete", "Failed", "Suspended") if name in true), None)
+
+    def wait(
+        self, namespace: str, predicate: Callable[[], _T], what: str, timeout_s: float = 60.0
+    ) -> _T:
+        """Waits for a state of a namespace; its pods' lines are in the message of a failure."""
+        try:
+            return wait_until(predicate, timeout_s, what, poll_s=0.1)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.report(namespace)}") from None
+
+    def report(self, namespace: str) -> str:
+        """Pods, events and lines, for the message of an assertion."""
+        pods = [
+            f"{pod['metadata']['name']}: {(pod.get('status') or {}).get('phase')}"
+            for pod in self.pods(namespace)
+        ]
+        events = [
+            f"{item['reason']}: {item['message']}" for item in self.list_of("Event", namespace)
+        ]
+        return "\n".join([*pods, *events, *self.lines(namespace)[-60:]])
+
+
+@contextmanager
+def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluster]:
+    """A control plane and a kubelet on this machine."""
+    with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:
+        kubeconfig = Path(json.loads(_first_line(plane))["kubeconfig"])
+        logs = work / "logs"
+        kubelet = [sys.executable, "-m", "tests.e2e.kubelet", str(kubeconfig), str(logs)]
+        python = forked_python.executable()
+        path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))
+        with _program(kubelet, PATH=path) as running:
+            assert _first_line(running) == "kubelet: ready\n"
+            yield Cluster(kubeconfig, storage_uri, logs)
+
+
+@contextmanager
+def _program(command: list[str], **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that ends with its input."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, **env},
+    )
+    try:
+        yield process
+    finally:
+        process.communicate(timeout=60)
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()

@@ -1,0 +1,114 @@
+"""The cluster, a namespace for each test, and the TrainJobs that tests send."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import rows
+from tests.e2e.clusters import Cluster, control_plane, manifests
+from tests.train_jobs import env, train_job
+
+Json = dict[str, Any]
+MakeJob = Callable[..., Json]
+
+_number = itertools.count()
+_RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+FLAGSHIP = "torch-distributed-data-cache"
+_RUNTIMES = (
+    *(FLAGSHIP, "torch-distributed-data-cache-colocated"),
+    *("jax-distributed-data-cache", "torch-distributed-shared-data-cache"),
+    *("torch-distributed-with-cache", "deepspeed-data-cache", "torchtune-qwen2.5-1.5b"),
+)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster with the runtimes of this project."""
+    plane, kubeconfig = os.environ.get("E2E_CONTROL_PLANE"), os.environ.get("E2E_KUBECONFIG")
+    if not plane and not kubeconfig:
+        pytest.skip("needs E2E_CONTROL_PLANE or E2E_KUBECONFIG (tests/e2e/clusters.py)")
+    if kubeconfig:
+        uri = os.environ["E2E_STORAGE_URI"]
+        yield _prepared(Cluster(Path(kubeconfig), uri, logs=None))
+        return
+    work = tmp_path_factory.mktemp("e2e")
+    rows.write(work / "rows")
+    with control_plane(Path(str(plane)), work, f"file://{work / 'rows'}") as cluster:
+        yield _prepared(cluster)
+
+
+def _prepared(cluster: Cluster) -> Cluster:
+    for folder in _RUNTIMES:
+        runtimes = manifests(folder)
+        cluster.apply(*(each for each in runtimes if each["kind"].startswith("Cluster")))
+    return cluster
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of this test, which enforces Pod Security *restricted*."""
+    name = f"e2e-{os.getpid()}-{next(_number)}"
+    metadata = {"name": name, "labels": _RESTRICTED}
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}},
+        namespace=name,
+    )
+    yield name
+    cluster.delete("Namespace", name)
+
+
+@pytest.fixture
+def make_job(cluster: Cluster) -> MakeJob:
+    """Makes a TrainJob of two trainers, which print the ids of the rows that they read."""
+
+    def make(
+        name: str = "job", *, hook: str = "pass", runtime: str = _RUNTIMES[0], **spec: Any
+    ) -> Json:
+        trainer = {
+            "numNodes": 2,
+            "numProcPerNode": 1,
+            "command": ["python", "-c"],
+            "args": [TRAIN.replace("{hook}", hook)],
+        }
+        dataset = {
+            "storageUri": cluster.storage_uri,
+            "env": env(CACHE_TARGET_SHARD_BYTES="4KiB"),
+        }
+        return train_job(
+            name,
+            **{
+                "runtimeRef": {"name": runtime},
+                "initializer": {"dataset": dataset},
+                "trainer": trainer,
+                **spec,
+            },
+        )
+
+    return make
+
+
+# Reads one epoch over the network, as trainers on other machines do.
+TRAIN = """
+import json, os, pathlib, time
+from cache_client import CacheIterableDataset
+from cache_client.ranks import find_rank
+
+rank = find_rank()
+print(json.dumps({"pid": os.getpid()}), flush=True)
+dataset = CacheIterableDataset(
+    "rows", batch_size=50, shuffle=True, local=False, prefetch_batches=1
+)
+ids = []
+for step, batch in enumerate(dataset):
+    ids.extend(batch["id"].tolist())
+    print("step", step, flush=True)
+    {hook}
+print(json.dumps({"rank": rank.rank, "world_size": rank.world_size, "ids": ids}), flush=True)
+"""

@@ -1,0 +1,117 @@
+"""One pod of the API server: its process tree, and its status at each change."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from cache_runtimes.local.kubelet import PodRun, grpc_probe
+from cache_runtimes.local.pods import Pod, Surroundings, processes
+from cache_runtimes.local.policies import ContainerExit
+from tests.e2e.kubelet.objects import runner_pod
+from tests.e2e.kubelet.status import PodState, pod_status
+from tests.e2e.kubelet.volumes import Objects, directories
+
+Json = dict[str, Any]
+
+_BACKOFF_S = 0.2
+_STOPPED = 143  # what a container that was stopped counts as
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@dataclass
+class ClusterPod:
+    """Runs one pod, once, and shows its status.
+
+    Attributes:
+        pod: as the API server has it, bound to this node.
+        report: gets each status.
+    """
+
+    pod: Json
+    address: str
+    around: Surroundings
+    secrets: Objects = field(repr=False)
+    config_maps: Objects
+    log: IO[str]
+    report: Callable[[Json], Awaitable[None]]
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Runs it to its end, or until it is cancelled; the last status is shown either way."""
+        state = PodState(self.address, now())
+        names = [container["name"] for container in self.pod["spec"]["containers"]]
+        try:
+            state.exits = await self._run(state)
+        except asyncio.CancelledError:
+            state.exits = [ContainerExit(name, _STOPPED, "stopped") for name in names]
+            raise
+        except Exception as error:
+            message = f"the pod cannot run: {type(error).__name__}: {error}"
+            print(message, file=self.log, flush=True)
+            state.exits = [ContainerExit(name, 128, message) for name in names]
+        finally:
+            state.is_ready = False
+            await self._show(state)
+
+    async def _run(self, state: PodState) -> list[ContainerExit]:
+        pod = runner_pod(self.pod, self.address)
+        with directories(self.pod["spec"], self.secrets, self.config_maps) as volumes:
+            home = next(iter(volumes.values()), Path("/tmp"))
+            run = PodRun(
+                pod,
+                processes(pod, (), volumes, self.around, home=home),
+                self._log_line,
+                lambda ended: self._restarted(state, ended),
+                self._changed.set,
+                _BACKOFF_S,
+                self._probe(volumes),
+            )
+            showing = asyncio.create_task(self._show_changes(state, run))
+            try:
+                return await run.run()
+            finally:
+                showing.cancel()
+                await asyncio.wait((showing,))
+
+    def _log_line(self, container: str, line: str) -> None:
+        print(f"{container} | {line}", file=self.log, flush=True)
+
+    def _restarted(self, state: PodState, ended: ContainerExit) -> None:
+        state.restarts[ended.container] = state.restarts.get(ended.container, 0) + 1
+        self._changed.set()
+
+    async def _show_changes(self, state: PodState, run: PodRun) -> None:
+        shown = None
+        while True:
+            state.is_ready = run.is_ready
+            if shown != (state.is_ready, dict(state.restarts)):
+                shown = (state.is_ready, dict(state.restarts))
+                await self._show(state)
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def _show(self, state: PodState) -> None:
+        await self.report({"status": pod_status(self.pod["spec"], state, now())})
+
+    def _probe(self, volumes: Mapping[str, Path]) -> Callable[[Pod, Json, Json], Awaitable[bool]]:
+        async def succeeds(pod: Pod, container: Json, probe: Json) -> bool:
+            if "exec" not in probe:
+                return await grpc_probe(pod, container, probe)
+            command = shlex.join(probe["exec"]["command"])
+            for mount in container.get("volumeMounts") or ():
+                path = rf"(?<![\w./-]){re.escape(mount['mountPath'])}(?![\w.-])"
+                command = re.sub(path, str(volumes[mount["name"]]), command)
+            process = await asyncio.create_subprocess_shell(command)
+            return await process.wait() == 0
+
+        return succeeds

@@ -1,0 +1,221 @@
+"""TrainJobs on a real API server with the controllers of Kubernetes, JobSet and Trainer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.clusters import Cluster, manifests
+from tests.e2e.conftest import MakeJob
+from tests.e2e.rows import NUM_ROWS
+
+Json = dict[str, Any]
+
+# A job that lasts long enough for a test to meddle with it: 20 steps of each rank.
+SLOWLY = "time.sleep(0.25)"
+
+
+def assert_complete(cluster: Cluster, namespace: str, name: str = "job", *, ranks: int = 2) -> None:
+    """Waits for the end of a TrainJob; it read each row exactly once."""
+    end = wait_for_end(cluster, namespace, name)
+    assert end == "Complete", cluster.report(namespace)
+    read = [json.loads(line) for line in cluster.lines(namespace, name) if '"ids"' in line]
+    assert sorted(each["rank"] for each in read) == list(range(ranks))
+    assert {each["world_size"] for each in read} == {ranks}
+    assert sorted(row for each in read for row in each["ids"]) == list(range(NUM_ROWS))
+
+
+def wait_for_end(cluster: Cluster, namespace: str, name: str = "job") -> str | None:
+    def ended() -> str | None:
+        condition = cluster.condition(name, namespace)
+        return condition if condition in ("Complete", "Failed") else None
+
+    return cluster.wait(namespace, ended, f"the end of {name}")
+
+
+def wait_for_step(cluster: Cluster, namespace: str, step: int, part: str = "node") -> None:
+    """Waits until trainers whose pods have ``part`` in their name are at a step."""
+    cluster.wait(
+        namespace,
+        lambda: f"step {step}" in cluster.lines(namespace, part),
+        f"step {step} of {part}",
+    )
+
+
+def restarts(cluster: Cluster, namespace: str, part: str) -> list[int]:
+    return [
+        status["restartCount"]
+        for pod in cluster.pods(namespace, part)
+        for status in pod["status"].get("containerStatuses") or ()
+    ]
+
+
+def test_a_killed_cache_node_restarts_in_place_and_training_continues(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job(hook=SLOWLY), namespace=namespace)
+    wait_for_step(cluster, namespace, 2)
+    cluster.kill(namespace, "initializer-0-1")
+    cluster.wait(
+        namespace,
+        lambda: restarts(cluster, namespace, "initializer-0-1") == [1],
+        "the restart of the node",
+    )
+    assert_complete(cluster, namespace)
+
+
+def test_a_deleted_coordinator_is_replaced_and_each_row_is_read_once(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job(hook=SLOWLY), namespace=namespace)
+    wait_for_step(cluster, namespace, 2)
+    (pod,) = cluster.pods(namespace, "initializer-0-0")
+    cluster.delete("Pod", pod["metadata"]["name"], namespace)
+    assert_complete(cluster, namespace)
+
+
+def test_an_evicted_cache_node_is_replaced_and_is_no_failure_of_its_job(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job(hook=SLOWLY), namespace=namespace)
+    wait_for_step(cluster, namespace, 2)
+    (pod,) = cluster.pods(namespace, "initializer-0-1")
+    cluster.evict(namespace, pod["metadata"]["name"])
+    assert_complete(cluster, namespace)
+
+
+def test_a_trainer_that_fails_once_is_replaced(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job(hook=SLOWLY), namespace=namespace)
+    wait_for_step(cluster, namespace, 2, "node-0-1")
+    cluster.kill(namespace, "node-0-1")
+    assert_complete(cluster, namespace)
+    names = {pod["metadata"]["name"] for pod in cluster.pods(namespace, "initializer")}
+    assert len(names) == 2  # the cache was not touched
+
+
+def test_a_source_that_is_not_there_fails_the_job_at_once_and_by_name(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    made = make_job()
+    made["spec"]["initializer"]["dataset"]["storageUri"] = "file:///nowhere/rows"
+    cluster.apply(made, namespace=namespace)
+    assert wait_for_end(cluster, namespace) == "Failed"
+    assert any("/nowhere/rows" in line for line in cluster.lines(namespace, "initializer"))
+    assert not cluster.pods(namespace, "node")
+
+
+def test_a_job_is_suspended_and_resumed_twice(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job(suspend=True, hook=SLOWLY), namespace=namespace)
+    for suspended in (True, False, True, False):
+        cluster.patch("TrainJob", "job", namespace, {"spec": {"suspend": suspended}})
+        if suspended:
+            cluster.wait(
+                namespace,
+                lambda: (
+                    cluster.condition("job", namespace) == "Suspended"
+                    and not cluster.pods(namespace)
+                ),
+                "the suspension",
+            )
+        else:
+            cluster.wait(namespace, lambda: len(cluster.pods(namespace)) >= 2, "the pods")
+    assert_complete(cluster, namespace)
+
+
+def test_processes_of_jax_find_their_ranks_and_the_cache(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    made = make_job(runtime="jax-distributed-data-cache")
+    del made["spec"]["trainer"]["numProcPerNode"]
+    cluster.apply(made, namespace=namespace)
+    assert_complete(cluster, namespace)
+
+
+def test_the_cache_may_be_a_sidecar_of_every_trainer(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    name = "torch-distributed-data-cache-colocated"
+    runtime = without_gang(manifests(name)[0])
+    cluster.apply(runtime)
+    made = make_job(runtime=runtime["metadata"]["name"])
+    dataset = made["spec"].pop("initializer")["dataset"]
+    variables = [{"name": "STORAGE_URI", "value": dataset["storageUri"]}, *dataset["env"]]
+    sidecar = {"name": "cache", "env": variables}
+    template = {"spec": {"template": {"spec": {"initContainers": [sidecar]}}}}
+    jobs = [{"name": "node", "template": template}]
+    made["spec"]["runtimePatches"] = [
+        {
+            "manager": "example.com/test",
+            "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}},
+        }
+    ]
+    cluster.apply(made, namespace=namespace)
+    assert_complete(cluster, namespace)
+
+
+def without_gang(runtime: Json) -> Json:
+    """As the overlay for the default scheduler makes it."""
+    made = copy.deepcopy(runtime)
+    made["metadata"]["name"] += "-default-scheduler"
+    del made["spec"]["podGroupPolicy"]
+    job = made["spec"]["template"]["spec"]["replicatedJobs"][0]
+    del job["template"]["spec"]["template"]["spec"]["schedulerName"]
+    return made
+
+
+@pytest.fixture
+def shared_cache(cluster: Cluster) -> Any:
+    cluster.apply(*manifests("shared"))
+    cluster.wait(
+        "data-cache-system",
+        lambda: (
+            (cluster.get("StatefulSet", "data-cache", "data-cache-system") or {})
+            .get("status", {})
+            .get("readyReplicas")
+            == 2
+        ),
+        "the shared cache",
+    )
+    yield
+    cluster.delete("Namespace", "data-cache-system")
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_two_jobs_read_one_dataset_of_the_shared_cache_at_once(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    for name in ("one", "two"):
+        cluster.apply(
+            make_job(name, runtime="torch-distributed-shared-data-cache"), namespace=namespace
+        )
+    for name in ("one", "two"):
+        assert_complete(cluster, namespace, name)
+    sealed = [line for line in cluster.lines("data-cache-system") if "shard sealed" in line]
+    assert len(sealed) == len(set(line.partition("shard=")[2] for line in sealed))
+
+
+def test_a_job_sets_the_size_of_a_cache_that_its_initializer_makes(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    name = "torch-distributed-with-cache"
+    access = [each for each in manifests(name) if not each["kind"].startswith("Cluster")]
+    for each in access:
+        for subject in each.get("subjects") or ():
+            subject["namespace"] = namespace
+    cluster.apply(*access, namespace=namespace)
+    made = make_job(runtime=name, hook=SLOWLY)
+    made["spec"]["initializer"]["dataset"]["env"].append({"name": "CLUSTER_SIZE", "value": "2"})
+    cluster.apply(made, namespace=namespace)
+    wait_for_step(cluster, namespace, 2)
+    cluster.evict(namespace, "job-cache-1")
+    assert_complete(cluster, namespace)
+    cluster.wait(
+        namespace, lambda: not cluster.list_of("StatefulSet", namespace), "the end of the cache"
+    )
