@@ -27,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor soak check format docs bench bench-quick proto venv clean
+.PHONY: help demo test test-frameworks floor e2e soak check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, D
 floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(FLOOR)/bin/pytest $(PYTEST_ARGS) $(ARGS) \
 		tests/floor tests/unit/client tests/unit/protocol
+
+e2e: $(STAMP)  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLANE=DIR
+	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(ARGS)
 
 soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)

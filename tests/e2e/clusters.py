@@ -155,7 +155,11 @@ class Cluster:
 
 @contextmanager
 def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluster]:
-    """A control plane and a kubelet on this machine."""
+    """A control plane and a kubelet on this machine. Unpacked programs stay for the next time."""
+    unpacked = Path.home() / ".cache/trainer-data-cache/control-plane"
+    unpacked.mkdir(parents=True, exist_ok=True)
+    (work / "plane").mkdir()
+    (work / "plane/bin").symlink_to(unpacked)
     with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:
         kubeconfig = Path(json.loads(_first_line(plane))["kubeconfig"])
         logs = work / "logs"

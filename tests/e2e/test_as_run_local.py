@@ -21,8 +21,9 @@ _ALLOWED: Json = {
 _DROP = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def job_of(name: str, script: str, *, ancestor: str = "trainer", **fields: Any) -> Json:
+def job_of(name: str, script: str, **fields: Any) -> Json:
     made = container(name, f"echo started; {script}", securityContext=_DROP)
+    ancestor = "trainer" if name == "node" else None
     return replicated_job(name, made, ancestor=ancestor, securityContext=_ALLOWED, **fields)
 
 
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[Json, str, dict[str, int]]] = {
     ),
     "failed-dependency": (
         runtime(
-            job_of("first", "exit 65", ancestor="dataset-initializer", job={"backoffLimit": 0}),
+            job_of("first", "exit 65", job={"backoffLimit": 0}),
             job_of("node", "exit 0", depends_on="first:Complete"),
         ),
         "Failed",
@@ -64,7 +65,7 @@ CASES: dict[str, tuple[Json, str, dict[str, int]]] = {
     ),
     "success-of-one-job": (
         runtime(
-            job_of("cache", "exec sleep 1000", ancestor="cache"),
+            job_of("cache", "exec sleep 1000"),
             job_of("node", "exit 0"),
             successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
         ),

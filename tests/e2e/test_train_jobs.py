@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
 from tests.e2e.rows import NUM_ROWS
+from tests.train_jobs import env
 
 Json = dict[str, Any]
 
@@ -211,7 +212,10 @@ def test_a_job_sets_the_size_of_a_cache_that_its_initializer_makes(
             subject["namespace"] = namespace
     cluster.apply(*access, namespace=namespace)
     made = make_job(runtime=name, hook=SLOWLY)
-    made["spec"]["initializer"]["dataset"]["env"].append({"name": "CLUSTER_SIZE", "value": "2"})
+    # The ready file is the default; a process without a mount finds it by the variable.
+    made["spec"]["initializer"]["dataset"]["env"] += env(
+        CLUSTER_SIZE="3", CACHE_READY_FILE="/tmp/ready"
+    )
     cluster.apply(made, namespace=namespace)
     wait_for_step(cluster, namespace, 2)
     cluster.evict(namespace, "job-cache-1")

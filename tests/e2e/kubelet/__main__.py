@@ -204,7 +204,7 @@ class Kubelet:
         }
         path = self._logs / namespace / f"{pod['metadata']['name']}.kubeconfig"
         path.write_text(json.dumps(content))
-        return {"KUBECONFIG": str(path)}
+        return {"KUBECONFIG": str(path), "PYTHONWARNINGS": "ignore:Unverified HTTPS"}
 
     def _items(self, listed: Any) -> list[Json]:
         return list(self._api.sanitize_for_serialization(listed)["items"])
