@@ -357,6 +357,37 @@ def run_local(
     raise typer.Exit(code)
 
 
+@app.command()
+def diagnose(
+    train_job: Annotated[str, typer.Argument(metavar="TRAIN_JOB", help="Name of a TrainJob.")],
+    namespace: Annotated[
+        str | None, typer.Option("-n", "--namespace", help="[default: that of the kubeconfig]")
+    ] = None,
+    kubeconfig: Annotated[
+        str | None, typer.Option(help="[default: $KUBECONFIG or ~/.kube/config]")
+    ] = None,
+    timeout_s: TimeoutS = 20.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a TrainJob does not train, from its objects and events in the cluster."""
+    try:
+        from cache_runtimes import diagnosis
+    except ImportError as error:
+        raise ConfigError(missing_package(error, "diagnose", "server,kubernetes")) from None
+    place, objects = diagnosis.read_objects(
+        train_job, namespace, kubeconfig=kubeconfig, timeout_s=timeout_s
+    )
+    found = diagnosis.diagnose(train_job, place, objects)
+    if as_json:
+        print_json(asdict(found))
+        return
+    print(found.state)
+    for finding in found.findings:
+        print(f"\n{finding.where}: {finding.what}")
+        if finding.remedy:
+            print(f"  {finding.remedy}")
+
+
 def _pair(rule: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:

@@ -78,7 +78,7 @@ def assess(stateful_set: Json, pods: Iterable[Json], events: Iterable[Json]) -> 
     """The health of a StatefulSet; other pods and events are ignored."""
     own = sorted(pods_of(stateful_set, pods), key=lambda pod: _ordinal(pod["metadata"]["name"]))
     wanted = stateful_set["spec"].get("replicas", 1)
-    problems = [problem for pod in own for problem in _pod_problems(pod)]
+    problems = [problem for pod in own for problem in pod_problems(pod)]
     if len(own) < wanted:
         problems += _refusals(stateful_set, events)
     problems.sort(key=_rank)
@@ -111,7 +111,8 @@ def is_disrupted(pod: Json) -> str | None:
     return None
 
 
-def _pod_problems(pod: Json) -> Iterator[Problem]:
+def pod_problems(pod: Json) -> Iterator[Problem]:
+    """Why a pod is not ready, or how it failed; nothing where it is ready or has succeeded."""
     name = pod["metadata"]["name"]
     status = pod.get("status") or {}
     for container in (

@@ -53,6 +53,7 @@ PURE_MODULES = (
     "protos/cache_protocol/spec/secret_settings.py",
     "protos/cache_protocol/cli/sizes.py",
     "runtimes/cache_runtimes/initializer/plan.py",
+    "runtimes/cache_runtimes/diagnosis/findings.py",
     "runtimes/cache_runtimes/initializer/cache_health.py",
     "runtimes/cache_runtimes/local/pods.py",
     "runtimes/cache_runtimes/local/policies.py",
@@ -186,7 +187,10 @@ BARRIERS = (
     Barrier(
         "runtimes/cache_runtimes",
         "kubernetes.client",
-        ("runtimes/cache_runtimes/initializer/cluster.py",),
+        (
+            "runtimes/cache_runtimes/diagnosis/objects.py",
+            "runtimes/cache_runtimes/initializer/cluster.py",
+        ),
     ),
     Barrier("runtimes/cache_runtimes", "grpc", ("runtimes/cache_runtimes/local/kubelet.py",)),
     Barrier(

@@ -1,0 +1,116 @@
+"""``cachectl diagnose`` names what keeps a job from training, as real controllers report it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from kubernetes import client
+
+from cache_runtimes.diagnosis import Diagnosis, diagnose, read_objects
+from tests.e2e.clusters import Cluster, manifests
+from tests.e2e.conftest import MakeJob
+from tests.e2e.test_as_run_local import job_of
+from tests.train_jobs import container, replicated_job, runtime, train_job
+
+Json = dict[str, Any]
+
+
+def fill_quota(cluster: Cluster, namespace: str) -> None:
+    """Leaves no room for pods; no controller of this cluster counts, so the test says so."""
+    hard = {"pods": "0"}
+    body = {"metadata": {"name": "full"}, "spec": {"hard": hard}}
+    cluster.core.create_namespaced_resource_quota(namespace, body)
+    status = {"status": {"hard": hard, "used": hard}}
+    cluster.core.patch_namespaced_resource_quota_status("full", namespace, status)
+    spec = job_of("pod", "")["template"]["spec"]["template"]["spec"]
+    pod = {"metadata": {"name": "pod"}, "spec": spec}
+
+    def is_enforced() -> bool:
+        try:
+            cluster.core.create_namespaced_pod(namespace, pod, dry_run="All")
+        except client.ApiException as error:
+            return "exceeded quota" in str(error.body)
+        return False
+
+    cluster.wait(namespace, is_enforced, "the quota")
+
+
+def with_limits(made: Json) -> Json:
+    limited = copy.deepcopy(made)
+    pod = limited["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"cpu": "2"}, "requests": {"cpu": "1"}}
+    return limited
+
+
+# Name -> the runtime, the trainer of the job, and what a finding and its remedy say.
+HANGING: dict[str, tuple[Json, Json, str, str]] = {
+    "above-limits": (
+        with_limits(runtime(job_of("node", "exit 0"))),
+        {"resourcesPerNode": {"requests": {"cpu": "16"}}},
+        "must be less than or equal to cpu limit",
+        "`limits` and `requests`",
+    ),
+    "insecure": (
+        runtime(replicated_job("node", container("node", "exit 0"), ancestor="trainer")),
+        {},
+        "violates PodSecurity",
+        "Pod Security level",
+    ),
+}
+
+
+def diagnosis_of(cluster: Cluster, namespace: str, name: str) -> Diagnosis:
+    _, objects = read_objects(name, namespace, kubeconfig=str(cluster.kubeconfig))
+    return diagnose(name, namespace, objects)
+
+
+def wait_for_finding(cluster: Cluster, namespace: str, name: str, what: str, remedy: str) -> None:
+    """Waits until one finding has these words and this remedy."""
+    cluster.wait(
+        namespace,
+        lambda: any(
+            what in finding.what and remedy in finding.remedy
+            for finding in diagnosis_of(cluster, namespace, name).findings
+        ),
+        f"a finding {what!r} of {name}",
+    )
+
+
+def test_what_keeps_a_job_from_starting_is_named_with_its_remedy(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    for name, (made, trainer, _, _) in HANGING.items():
+        made["metadata"]["name"] = f"e2e-{name}"
+        cluster.apply(made)
+        job = train_job(name, runtimeRef={"name": f"e2e-{name}"}, trainer=trainer)
+        cluster.apply(job, namespace=namespace)
+    for name, (_, _, what, remedy) in HANGING.items():
+        wait_for_finding(cluster, namespace, name, what, remedy)
+
+
+def test_a_gang_without_its_scheduler_and_a_full_quota_are_named(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    fill_quota(cluster, namespace)
+    cluster.apply(make_job("full"), namespace=namespace)
+    colocated = "torch-distributed-data-cache-colocated"
+    cluster.apply(*manifests(colocated))
+    gang = make_job("gang", runtime=colocated)
+    del gang["spec"]["initializer"]
+    cluster.apply(gang, namespace=namespace)
+    wait_for_finding(cluster, namespace, "full", "exceeded quota", "no quota left")
+    wait_for_finding(cluster, namespace, "gang", "PodGroup", "gang scheduler")
+
+
+def test_a_bad_source_a_suspended_job_and_an_unknown_one_are_named(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(make_job("waiting", suspend=True), namespace=namespace)
+    bad = make_job("bad")
+    bad["spec"]["initializer"]["dataset"]["storageUri"] = "file:///nowhere/rows"
+    cluster.apply(bad, namespace=namespace)
+    wait_for_finding(cluster, namespace, "waiting", "suspended", "kubectl patch")
+    wait_for_finding(cluster, namespace, "bad", "/nowhere/rows", "source or the SQL")
+    unknown = diagnosis_of(cluster, namespace, "lineitem")
+    assert unknown.state.endswith("TrainJobs there: bad, waiting")

@@ -1,0 +1,84 @@
+"""``cachectl diagnose`` against an API server of this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cache_client.__main__ import app
+from cache_protocol.errors import ConfigError, NodeUnavailableError
+from tests.api_server import ApiServer
+from tests.train_jobs import train_job
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        yield running
+
+
+def run(server: ApiServer, tmp_path: Path, *arguments: str) -> str:
+    kubeconfig = server.write_kubeconfig(tmp_path / "kubeconfig", namespace="a")
+    arguments = ("diagnose", *arguments, "--kubeconfig", str(kubeconfig))
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refuse_a_job(server: ApiServer) -> None:
+    server.store.create("trainjobs", train_job("job"), "a")
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "e"},
+        "involvedObject": {"kind": "JobSet", "name": "job"},
+        "reason": "JobCreationFailed",
+        "message": "cpu request must be less than or equal to cpu limit of 2",
+    }
+    server.store.create("events", event, "a")
+
+
+def test_it_prints_the_state_each_cause_and_what_to_do(server: ApiServer, tmp_path: Path) -> None:
+    refuse_a_job(server)
+    state, _, cause, remedy = run(server, tmp_path, "job").splitlines()
+    assert state == "TrainJob job has no JobSet yet: Trainer has not created it"
+    assert cause.startswith("JobSet/job: JobCreationFailed: cpu request must be less than")
+    assert remedy.startswith("  The requests of `spec.trainer.resourcesPerNode`")
+    assert json.loads(run(server, tmp_path, "job", "--json"))["state"] == state
+    assert {verb for verb, _ in server.verbs} == {"list"}
+
+
+def test_it_says_which_kinds_the_caller_may_not_read(server: ApiServer, tmp_path: Path) -> None:
+    refuse_a_job(server)
+    server.permissions = {("list", "trainjobs"), ("list", "jobsets"), ("list", "pods")}
+    told = run(server, tmp_path, "job")
+    assert "events: 403" in told
+    assert "jobs: 403" in told
+
+
+def test_a_namespace_without_the_job_lists_the_jobs_there(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    refuse_a_job(server)
+    assert "TrainJobs there: job" in run(server, tmp_path, "jbo")
+    assert "TrainJobs there: none" in run(server, tmp_path, "job", "--namespace", "b")
+
+
+def test_a_server_that_does_not_answer_and_a_missing_kubeconfig_are_named(tmp_path: Path) -> None:
+    with ApiServer() as ended:
+        kubeconfig = ended.write_kubeconfig(tmp_path / "kubeconfig")
+    for path, error, words in (
+        (kubeconfig, NodeUnavailableError, "does not answer"),
+        (tmp_path / "absent", ConfigError, "no cluster to ask"),
+    ):
+        with pytest.raises(error, match=words):
+            CliRunner().invoke(
+                app, ["diagnose", "job", "--kubeconfig", str(path)], catch_exceptions=False
+            )
