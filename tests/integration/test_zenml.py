@@ -14,7 +14,7 @@ import cache_runtimes
 from cache_client.ranks import Rank, find_rank_in
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local import read_manifests, render
-from cache_runtimes.local.render import containers
+from cache_runtimes.local.trainer.info import containers
 from tests.kubeflow_backend import EXAMPLES, assert_every_row_once, lineitem, run_locally
 from tests.zenml_replica import mapped, train_job
 

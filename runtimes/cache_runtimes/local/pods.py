@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from kubernetes.utils.quantity import parse_quantity
 
 from cache_protocol.errors import ConfigError
-from cache_runtimes.local.render import COMPLETION_INDEX, JOBSET_LABEL, containers, pod_spec
 from cache_runtimes.local.supported import UnsupportedFieldError
+from cache_runtimes.local.trainer.info import COMPLETION_INDEX, containers, pod_spec
+from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 
 Json = dict[str, Any]
 _T = TypeVar("_T")

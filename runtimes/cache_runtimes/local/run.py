@@ -23,8 +23,9 @@ from cache_protocol.errors import ConfigError
 from cache_runtimes.local.controller import Console, JobFailed, JobSetRun
 from cache_runtimes.local.manifests import Manifests
 from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes
-from cache_runtimes.local.render import JAX_PORT, TORCH_PORT, Json
+from cache_runtimes.local.render import Json
 from cache_runtimes.local.supported import JOBSET, check_supported
+from cache_runtimes.local.trainer.info import TRAINER_PORT
 
 EXIT_FAILURE = 1
 # They replace the environment of an image.
@@ -160,15 +161,11 @@ def _subnet() -> Iterator[str]:
 
 @contextmanager
 def _free_ports() -> Iterator[dict[int, int]]:
-    """A free port for each framework, which binds its port on every address.
+    """A free port for the frameworks, which bind their port on every address.
 
-    The ports are bound and do not listen, so no other program gets them before the framework.
+    The port is bound and does not listen, so no other program gets it before the framework.
     """
-    with ExitStack() as stack:
-        ports: dict[int, int] = {}
-        for port in (TORCH_PORT, JAX_PORT):
-            held = stack.enter_context(socket.socket())
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("", 0))
-            ports[port] = held.getsockname()[1]
-        yield ports
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield {TRAINER_PORT: held.getsockname()[1]}

@@ -36,7 +36,11 @@ _CONTAINER = _fields(
         *("name", "value"),
         valueFrom={
             "fieldRef": _fields("apiVersion", "fieldPath"),
-            "resourceFieldRef": {"resource": ("limits.memory",)},
+            "resourceFieldRef": {
+                "resource": ("limits.memory",),
+                "containerName": ("", None),
+                "divisor": ("0", None),
+            },
             "secretKeyRef": _fields("name", "key"),
         },
     ),
@@ -94,7 +98,7 @@ JOBSET = _fields(
     ),
     suspend=(False, None),
 )
-ML_POLICY = _fields("numNodes", "jax", torch={"envInjection": _ANY})
+ML_POLICY = _fields("numNodes", "torch", "jax", "mpi", "xgboost")
 
 
 class UnsupportedFieldError(ConfigError):

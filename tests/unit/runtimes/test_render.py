@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from cache_protocol.errors import ConfigError
-from cache_runtimes.local.render import pod_spec, render
+from cache_runtimes.local.render import render
 from cache_runtimes.local.supported import UnsupportedFieldError
+from cache_runtimes.local.trainer.info import pod_spec
 from tests.train_jobs import container, env, replicated_job, runtime, train_job
 
 Json = dict[str, Any]
