@@ -1,8 +1,8 @@
 """A TrainJob and its runtime -> the objects that Kubeflow Trainer 2.3 makes of them. Pure.
 
 Restates ``pkg/runtime/core/trainingruntime.go`` of kubeflow/trainer; `trainer` has its plugins.
-``ownerReferences`` and the SSH key of MPI are left out: only a cluster gives them. So are the
-defaults that the API server fills in.
+The objects do not have what only a cluster adds: ``ownerReferences``, the SSH key of MPI, and the
+defaults of the API server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from cache_runtimes.local.supported import ML_POLICY, check_supported
 from cache_runtimes.local.trainer import gangs, jax, jobset, mpi, plainml, torch, xgboost
-from cache_runtimes.local.trainer.admission import job_set_problems, train_job_problems
+from cache_runtimes.local.trainer.admission import is_readable, job_set_problems, train_job_problems
 from cache_runtimes.local.trainer.info import TRAINER, Info, ancestor
 from cache_runtimes.local.trainer.patches import apply_runtime_patch
 from cache_runtimes.local.trainer.refusals import Refusal, RefusedError
@@ -44,8 +44,8 @@ def render_objects(train_job: Json, runtime: Json) -> list[Json]:
     where = f"runtime {runtime['metadata']['name']}: spec.mlPolicy"
     check_supported(info.policy or {}, ML_POLICY, where)
     refused = list(train_job_problems(train_job))
-    if any("resourcesPerNode" in refusal.field for refusal in refused):
-        raise RefusedError(refused)  # no webhook can read it
+    if not is_readable(refused):
+        raise RefusedError(refused)
     by_webhook = list(_webhook_problems(info))
     refused += by_webhook
     if by_webhook:

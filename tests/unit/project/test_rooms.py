@@ -59,6 +59,13 @@ PURE_MODULES = (
     "runtimes/cache_runtimes/local/policies.py",
     "runtimes/cache_runtimes/local/render.py",
     "runtimes/cache_runtimes/local/supported.py",
+    *(
+        f"runtimes/cache_runtimes/local/trainer/{name}.py"
+        for name in (
+            *("admission", "gangs", "info", "jax", "jobset", "mpi", "patches", "plainml"),
+            *("quantities", "refusals", "torch", "xgboost"),
+        )
+    ),
 )
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
@@ -81,6 +88,7 @@ PURE_IMPORTS = (
     *("cache_runtimes.initializer.cache_health", "cache_runtimes.initializer.plan"),
     "cache_runtimes.initializer.settings",
     *("cache_runtimes.local.render", "cache_runtimes.local.supported"),
+    "cache_runtimes.local.trainer",
     "cache_client.routing",
     *("cache_server.node.desired", "cache_server.shards.version_key"),
     "cache_protocol.spec.secret_settings",

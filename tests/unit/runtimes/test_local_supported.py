@@ -54,7 +54,7 @@ def test_runtimes_that_run_on_one_machine_are_supported(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("deepspeed-data-cache", "spec.mlPolicy.mpi={"),
+        ("deepspeed-data-cache", "volumes[mpi-ssh-auth].secret={"),
         ("torch-distributed-with-cache", "readinessProbe.exec={"),
         ("torchtune-qwen2.5-1.5b", "spec.volumeClaimPolicies="),
     ],

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from cache_protocol.errors import ConfigError
-from cache_runtimes.local.render import render
+from cache_runtimes.local.render import render, render_objects
 from cache_runtimes.local.supported import UnsupportedFieldError
 from cache_runtimes.local.trainer.info import pod_spec
+from cache_runtimes.local.trainer.quantities import canonical
 from tests.train_jobs import container, env, replicated_job, runtime, train_job
 
 Json = dict[str, Any]
@@ -97,9 +98,18 @@ def test_the_trainer_of_the_job_replaces_that_of_the_runtime() -> None:
     jobset = render(train_job(trainer=trainer), two_jobs())
     node = pod_spec(job_of(jobset, "node"))["containers"][0]
     assert (node["image"], node["command"], node["args"]) == ("mine", ["python"], ["train.py"])
-    assert node["resources"] == {"limits": {"cpu": "3"}}
     found = environment(jobset, "node", "node")
     assert (found["MODE"], found["MORE"]) == ("fast", "1")
+
+
+def test_the_resources_of_the_job_are_merged_into_those_of_the_runtime() -> None:
+    trainer = {"resourcesPerNode": {"limits": {"cpu": "0.5", "nvidia.com/gpu": 1}}}
+    shipped = {"requests": {"memory": "1024Mi"}, "limits": {"cpu": "2", "memory": "2Gi"}}
+    jobset = render(train_job(trainer=trainer), two_jobs(resources=shipped))
+    assert pod_spec(job_of(jobset, "node"))["containers"][0]["resources"] == {
+        "requests": {"memory": "1Gi"},
+        "limits": {"cpu": "500m", "memory": "2Gi", "nvidia.com/gpu": "1"},
+    }
 
 
 def test_torchrun_finds_its_variables() -> None:
@@ -149,14 +159,72 @@ def test_a_sidecar_gets_the_variables_of_torchrun_where_the_policy_says_so() -> 
     assert found["OWN"] == "1"
 
 
+def test_a_sidecar_gets_the_variables_without_a_trainer_too() -> None:
+    targets = [{"jobName": "node", "containerNames": ["cache"]}]
+    made = runtime(
+        replicated_job(
+            "node",
+            container("node", "train"),
+            ancestor="trainer",
+            initContainers=[container("cache", "serve", restartPolicy="Always")],
+        ),
+        ml_policy={"numNodes": 2, "torch": {"envInjection": {"targets": targets}}},
+    )
+    jobset = render(train_job("mine"), made)
+    assert environment(jobset, "node", "cache")["PET_MASTER_ADDR"] == "mine-node-0-0.mine"
+    assert "env" not in pod_spec(job_of(jobset, "node"))["containers"][0]
+
+
 def test_jax_finds_its_variables() -> None:
     made = runtime(
         replicated_job("node", container("node", "train"), ancestor="trainer"),
         ml_policy={"numNodes": 2, "jax": {}},
     )
-    found = environment(render(train_job("mine", trainer={"numNodes": 3}), made), "node", "node")
-    assert found["JAX_NUM_PROCESSES"] == "3"
-    assert found["JAX_COORDINATOR_ADDRESS"].startswith("mine-node-0-0.mine:")
+    jobset = render(train_job("mine", trainer={"numNodes": 3}), made)
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    assert environment(jobset, "node", "node") == {
+        "JAX_NUM_PROCESSES": "3",
+        "JAX_PROCESS_ID": {"fieldRef": index},
+        "JAX_COORDINATOR_ADDRESS": "mine-node-0-0.mine:29500",
+    }
+    node = pod_spec(job_of(jobset, "node"))["containers"][0]
+    assert node["ports"] == [{"containerPort": 29500}]
+
+
+def test_a_job_without_a_trainer_gets_no_variables_of_jax() -> None:
+    made = runtime(
+        replicated_job("node", container("node", "train"), ancestor="trainer"),
+        ml_policy={"jax": {}},
+    )
+    assert "env" not in pod_spec(job_of(render(train_job(), made), "node"))["containers"][0]
+
+
+def test_mpi_gets_its_hostfile_and_its_key() -> None:
+    made = runtime(
+        replicated_job("launcher", container("node", "mpirun"), ancestor="trainer"),
+        replicated_job("node", container("node", "sshd")),
+        ml_policy={"numNodes": 1, "mpi": {"runLauncherAsNode": True, "numProcPerNode": 2}},
+    )
+    objects = {
+        made["kind"]: made for made in render_objects(train_job("a", trainer={"numNodes": 3}), made)
+    }
+    assert list(objects) == ["ConfigMap", "JobSet", "Secret"]
+    hosts = ["a-launcher-0-0.a", "a-node-0-0.a", "a-node-0-1.a"]
+    hostfile = "".join(f"{host} slots=2\n" for host in hosts)
+    assert objects["ConfigMap"]["data"] == {"hostfile": hostfile}
+    assert objects["Secret"]["type"] == "kubernetes.io/ssh-auth"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "written"),
+    [
+        *(("0.5", "500m"), ("1024Mi", "1Gi"), ("1.5Gi", "1536Mi"), ("1000", "1k"), (2, "2")),
+        *(("2000M", "2G"), ("100n", "100n"), ("1e3", "1e3"), ("512Ki", "512Ki"), ("0", "0")),
+        ("0.5Ki", "512"),
+    ],
+)
+def test_quantities_are_written_as_go_writes_them(quantity: str | int, written: str) -> None:
+    assert canonical(quantity) == written
 
 
 def test_runtime_patches_reach_the_template_and_the_labels() -> None:
@@ -211,13 +279,11 @@ def test_a_runtime_patch_merges_maps_and_lists_that_have_a_merge_key() -> None:
     (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     job["template"]["spec"]["template"]["spec"] = pod
     found = pod_spec(job_of(render(train_job(runtimePatches=[patch]), made), "node"))
-    assert found["containers"][0]["volumeMounts"] == [
-        {"mountPath": "/a", "name": "z"},
-        {"mountPath": "/b", "name": "y"},
-    ]
+    # The patch's own items come first.
+    assert found["containers"][0]["volumeMounts"] == mounts
     assert found["nodeSelector"] == {"zone": "b", "disk": "ssd"}
     assert found["tolerations"] == [{"key": "gpu"}]
-    assert [volume["name"] for volume in found["volumes"]] == ["x", "y"]
+    assert [volume["name"] for volume in found["volumes"]] == ["y", "x"]
 
 
 def test_rendering_changes_neither_the_job_nor_the_runtime() -> None:
@@ -240,8 +306,8 @@ def only_node() -> Json:
     return runtime(replicated_job("node", container("node", "train"), ancestor="trainer"))
 
 
-def patched(job: str, container_name: str, **fields: Any) -> Json:
-    pod = {"containers": [{"name": container_name, **fields}]}
+def patched(job: str, *container_names: str, **fields: Any) -> Json:
+    pod = {"containers": [{"name": name, **fields} for name in container_names]}
     template = {"spec": {"template": {"spec": pod}}}
     return {
         "manager": "example.com/me",
@@ -267,23 +333,38 @@ DATASET = {"dataset": {"storageUri": "s3://a/b"}}
         (
             train_job(trainer={"numNodes": -1}),
             two_jobs(),
-            ["spec.trainer.numNodes must be at least 0, got -1"],
+            ["spec.trainer.numNodes must be at least 0, got -1", "schema of the TrainJob"],
+        ),
+        (
+            train_job(trainer={"resourcesPerNode": {"limits": {"cpu": "four"}}}),
+            two_jobs(),
+            ["spec.trainer.resourcesPerNode.limits[cpu] must be a quantity, got 'four'"],
+        ),
+        (
+            train_job(trainer={"env": [*env(A="1"), *env(A="2")]}),
+            two_jobs(),
+            ["spec.trainer.env[1] must be the only item with the name 'A'"],
+        ),
+        (
+            train_job(runtimePatches=[{"manager": "me"}]),
+            two_jobs(),
+            ["spec.runtimePatches.manager 'me' is no path with a domain"],
+        ),
+        (
+            train_job(trainer={}),
+            two_jobs(ports=[{"containerPort": 80}, {"containerPort": 90}]),
+            ["[1].template.spec.template.spec.containers[0].ports has a port twice"],
         ),
         (train_job("a" * 34), two_jobs(), ["too long", "63"]),
         (
-            train_job(runtimePatches=[patched("other", "node")]),
+            train_job(runtimePatches=[patched("other")]),
             two_jobs(),
-            ["no replicated job 'other'"],
-        ),
-        (
-            train_job(runtimePatches=[patched("node", "other")]),
-            two_jobs(),
-            ["node has no container 'other'"],
+            ["containers must be set", "schema of the JobSet"],
         ),
         (
             train_job(runtimePatches=[patched("node", "node", env=env(A="1"))]),
             two_jobs(),
-            ["env of the container node"],
+            ["spec.runtimePatches env", "webhook of the TrainJob"],
         ),
     ],
 )
@@ -306,7 +387,7 @@ def test_every_problem_is_named_at_once() -> None:
 def test_a_policy_that_is_not_rendered_here_is_named() -> None:
     made = runtime(
         replicated_job("node", container("node", "train"), ancestor="trainer"),
-        ml_policy={"numNodes": 2, "mpi": {}},
+        ml_policy={"numNodes": 2, "flux": {}},
     )
-    with pytest.raises(UnsupportedFieldError, match=r"runtime scripts: spec\.mlPolicy\.mpi=\{\}"):
+    with pytest.raises(UnsupportedFieldError, match=r"runtime scripts: spec\.mlPolicy\.flux=\{\}"):
         render(train_job(), made)

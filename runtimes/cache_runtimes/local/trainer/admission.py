@@ -7,7 +7,7 @@ The schema and CEL rules of the CRD ``trainjobs.trainer.kubeflow.org``;
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cache_runtimes.local.trainer.info import Json, containers, pod_spec
@@ -20,10 +20,13 @@ from cache_runtimes.local.trainer.refusals import (
 )
 
 MAX_NAME_LENGTH = 63
+_MAX_URI_LENGTH = 2048
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+")
 _MANAGERS = ("trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multikueue")
 _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
+
+_MAX_VALUE_LENGTH = 200
 
 _Check = Callable[[Any], str | None]  # why a value is refused
 
@@ -34,7 +37,19 @@ def train_job_problems(train_job: Json) -> Iterator[Refusal]:
         for where, value in _values(train_job, path.split("."), ""):
             reason = check(value)
             if reason is not None:
-                yield Refusal(SCHEMA_OF_TRAIN_JOB, where, f"{reason}, got {value!r}"[:500])
+                got = repr(value)[:_MAX_VALUE_LENGTH]
+                yield Refusal(SCHEMA_OF_TRAIN_JOB, where, f"{reason}, got {got}")
+    for path, keys in _UNIQUE:
+        for where, items in _values(train_job, path.split("."), ""):
+            yield from _repeated(where, items, keys)
+
+
+def is_readable(refusals: Iterable[Refusal]) -> bool:
+    """Whether webhooks can read a TrainJob in spite of what its schema refuses."""
+    return not any(
+        "resourcesPerNode" in refusal.field or refusal.field.endswith("].name")
+        for refusal in refusals
+    )
 
 
 def job_set_problems(jobset: Json) -> Iterator[Refusal]:
@@ -152,13 +167,14 @@ def _has_at_most(most: int, what: str, least: int = 0) -> _Check:
     return lambda value: None if least <= len(value) <= most else words
 
 
-def _each_once(key: str) -> _Check:
-    def check(items: list[Json]) -> str | None:
-        names = [item.get(key, "") for item in items]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        return f"has {', '.join(map(repr, twice))} twice" if twice else None
-
-    return check
+def _repeated(where: str, items: list[Json], key: str) -> Iterator[Refusal]:
+    names = [item.get(key) for item in items]
+    for index, name in enumerate(names):
+        if name is None:
+            yield Refusal(SCHEMA_OF_TRAIN_JOB, f"{where}[{index}].{key}", "must be set")
+        elif name in names[:index]:
+            reason = f"must be the only item with the {key} {name!r}"
+            yield Refusal(SCHEMA_OF_TRAIN_JOB, f"{where}[{index}]", reason)
 
 
 def _name(name: str) -> str | None:
@@ -167,55 +183,56 @@ def _name(name: str) -> str | None:
     return None if _DNS_LABEL.fullmatch(name) else "must be a DNS label"
 
 
-def _schema() -> Iterator[tuple[str, _Check]]:
-    def variables(owner: str) -> Iterator[tuple[str, _Check]]:
-        yield f"{owner}.env", _has_at_most(128, "items")
-        yield f"{owner}.env", _each_once("name")
-
-    yield "metadata.name", _name
-    yield "spec.activeDeadlineSeconds", _at_least(1)
-    for kind in ("dataset", "model"):
-        owner = f"spec.initializer.{kind}"
-        yield from variables(owner)
-        yield (
-            f"{owner}.storageUri",
-            lambda uri: (
-                None if uri == "" or _URI.fullmatch(uri) else "must be empty or scheme://..."
-            ),
-        )
-        yield f"{owner}.storageUri", _has_at_most(2048, "characters")
-    yield (
-        "spec.managedBy",
-        lambda manager: None if manager in _MANAGERS else f"must be {' or '.join(_MANAGERS)}",
-    )
-    patches = "spec.runtimePatches"
-    jobs = f"{patches}[].trainingRuntimeSpec.template.spec.replicatedJobs"
-    pod = f"{jobs}[].template.spec.template.spec"
-    yield patches, _has_at_most(16, "items")
-    yield patches, _each_once("manager")
-    yield f"{patches}[].manager", _has_at_most(253, "characters", 1)
-    yield jobs, _has_at_most(100, "items")
-    yield jobs, _each_once("name")
-    for key in ("containers", "initContainers"):
-        yield f"{pod}.{key}", _has_at_most(64, "items")
-        yield f"{pod}.{key}", _each_once("name")
-        yield from variables(f"{pod}.{key}[]")
-        yield f"{pod}.{key}[].volumeMounts", _each_once("name")
-    yield f"{pod}.imagePullSecrets", _each_once("name")
-    yield f"{pod}.schedulingGates", _each_once("name")
-    yield f"{pod}.terminationGracePeriodSeconds", _at_least(0)
-    yield "spec.runtimeRef.name", _has_at_most(253, "characters", 1)
-    yield "spec.trainer.image", _has_at_most(500, "characters")
-    for key in ("args", "command"):
-        yield f"spec.trainer.{key}", _has_at_most(128, "items")
-    yield from variables("spec.trainer")
-    yield "spec.trainer.numNodes", _at_least(0)
-    yield "spec.trainer.numProcPerNode", _at_least(1)
-    for part in ("limits", "requests"):
-        yield (
-            f"spec.trainer.resourcesPerNode.{part}{{}}",
-            lambda text: None if PATTERN.fullmatch(str(text)) else "must be a quantity",
-        )
+def _uri(uri: str) -> str | None:
+    if len(uri) > _MAX_URI_LENGTH:
+        return f"must have {_MAX_URI_LENGTH} characters at most"
+    return None if uri == "" or _URI.fullmatch(uri) else "must be empty or scheme://..."
 
 
-_SCHEMA = tuple(_schema())
+def _manager(manager: str) -> str | None:
+    return None if manager in _MANAGERS else f"must be {' or '.join(_MANAGERS)}"
+
+
+def _quantity(quantity: str) -> str | None:
+    return None if PATTERN.fullmatch(str(quantity)) else "must be a quantity"
+
+
+_PATCHES = "spec.runtimePatches"
+_PATCHED_JOBS = f"{_PATCHES}[].trainingRuntimeSpec.template.spec.replicatedJobs"
+_PATCHED_POD = f"{_PATCHED_JOBS}[].template.spec.template.spec"
+_PATCHED_CONTAINERS = (f"{_PATCHED_POD}.containers", f"{_PATCHED_POD}.initContainers")
+_VARIABLES = (
+    *("spec.initializer.dataset.env", "spec.initializer.model.env", "spec.trainer.env"),
+    *(f"{containers}[].env" for containers in _PATCHED_CONTAINERS),
+)
+_SCHEMA: tuple[tuple[str, _Check], ...] = (
+    ("metadata.name", _name),
+    ("spec.activeDeadlineSeconds", _at_least(1)),
+    ("spec.initializer.dataset.storageUri", _uri),
+    ("spec.initializer.model.storageUri", _uri),
+    ("spec.managedBy", _manager),
+    (_PATCHES, _has_at_most(16, "items")),
+    (f"{_PATCHES}[].manager", _has_at_most(253, "characters", least=1)),
+    (_PATCHED_JOBS, _has_at_most(100, "items")),
+    *((containers, _has_at_most(64, "items")) for containers in _PATCHED_CONTAINERS),
+    (f"{_PATCHED_POD}.terminationGracePeriodSeconds", _at_least(0)),
+    ("spec.runtimeRef.name", _has_at_most(253, "characters", least=1)),
+    ("spec.trainer.image", _has_at_most(500, "characters")),
+    ("spec.trainer.args", _has_at_most(128, "items")),
+    ("spec.trainer.command", _has_at_most(128, "items")),
+    *((variables, _has_at_most(128, "items")) for variables in _VARIABLES),
+    ("spec.trainer.numNodes", _at_least(0)),
+    ("spec.trainer.numProcPerNode", _at_least(1)),
+    ("spec.trainer.resourcesPerNode.limits{}", _quantity),
+    ("spec.trainer.resourcesPerNode.requests{}", _quantity),
+)
+# Lists whose items have a key: x-kubernetes-list-map-keys.
+_UNIQUE = (
+    (_PATCHES, "manager"),
+    (_PATCHED_JOBS, "name"),
+    *((containers, "name") for containers in _PATCHED_CONTAINERS),
+    *((f"{containers}[].volumeMounts", "name") for containers in _PATCHED_CONTAINERS),
+    (f"{_PATCHED_POD}.imagePullSecrets", "name"),
+    (f"{_PATCHED_POD}.schedulingGates", "name"),
+    *((variables, "name") for variables in _VARIABLES),
+)

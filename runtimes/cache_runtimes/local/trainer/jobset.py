@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,8 @@ from cache_runtimes.local.trainer.refusals import Refusal, by_trainer
 DATASET = "dataset-initializer"
 MODEL = "model-initializer"
 _INITIALIZERS = (("dataset", DATASET), ("model", MODEL))
+_DNS_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_DOMAIN_PATH = re.compile(rf"{_DNS_LABEL}(\.{_DNS_LABEL})*/[A-Za-z0-9/\-._~%!$&'()*+,;=:]+")
 JOBSET_LABEL = "jobset.sigs.k8s.io/"
 
 
@@ -53,14 +56,16 @@ def problems(info: Info) -> Iterator[Refusal]:
                 f"container {name} has no volumeMount 'initializer' for spec.initializer.{key}",
             )
     for patch in info.spec.get("runtimePatches") or ():
-        if not _is_domain_path(patch["manager"]):
+        if not _DOMAIN_PATH.fullmatch(patch["manager"]):
             yield by_trainer(
                 "spec.runtimePatches.manager", f"{patch['manager']!r} is no path with a domain"
             )
-        for job in _patched_jobs(patch):
-            pod = _at(job, "template", "spec", "template", "spec")
-            for found in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
-                yield from _patched_container(found, job["name"], names[job["name"]])
+        if any(found.get("env") for found in _patched_containers(patch)):
+            yield by_trainer(
+                "spec.runtimePatches",
+                f"env of the containers {NODE}, {DATASET} and {MODEL} is set by spec.trainer and "
+                "spec.initializer",
+            )
 
 
 def build(info: Info) -> Json:
@@ -205,24 +210,13 @@ def _mounts_initializer(info: Info, name: str) -> bool:
     return any(m["name"] == "initializer" for c in found for m in c.get("volumeMounts") or ())
 
 
-def _patched_container(found: Json, job: str, known: set[str]) -> Iterator[Refusal]:
-    where = "spec.runtimePatches"
-    if found["name"] not in known:
-        yield by_trainer(where, f"{job} has no container {found['name']!r}")
-    elif found.get("env") and found["name"] in (NODE, DATASET, MODEL):
-        yield by_trainer(
-            where,
-            f"env of the container {found['name']} is set by spec.trainer and spec.initializer",
-        )
-
-
-def _is_domain_path(manager: str) -> bool:
-    domain, slash, path = manager.partition("/")
-    return bool(domain and slash and path)
-
-
-def _patched_jobs(patch: Json) -> list[Json]:
-    return list(_at(patch, "trainingRuntimeSpec", "template", "spec").get("replicatedJobs") or ())
+def _patched_containers(patch: Json) -> Iterator[Json]:
+    """The containers of a patch that belong to the trainer and the initializers."""
+    for job in _at(patch, "trainingRuntimeSpec", "template", "spec").get("replicatedJobs") or ():
+        pod = _at(job, "template", "spec", "template", "spec")
+        for found in pod.get("containers") or ():
+            if found["name"] in (NODE, DATASET, MODEL):
+                yield found
 
 
 def _at(value: Json, *steps: str) -> Json:
