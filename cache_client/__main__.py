@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -43,7 +42,6 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
-from cache_protocol.wire.trainjob_status import TrainJobStatus
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -110,21 +108,14 @@ def load(
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
     client, wanted = _load_arguments(spec, from_env, endpoint, timeout_s)
-    with ExitStack() as stack:
-        status = TrainJobStatus.from_env(os.environ) if from_env else None
-        try:
-            info = client.load(
-                wanted,
-                wait=wait,
-                progress=not as_json,
-                on_progress=None if status is None else stack.enter_context(status).show,
-                timeout_s=timeout_s,
-                refresh=refresh,
-            )
-        except KeyboardInterrupt:
-            name = printable(wanted.name)
-            print(f"the load goes on; to cancel it: cachectl drop {name}", file=sys.stderr)
-            raise
+    try:
+        info = client.load(
+            wanted, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh
+        )
+    except KeyboardInterrupt:
+        name = printable(wanted.name)
+        print(f"the load goes on; to cancel it: cachectl drop {name}", file=sys.stderr)
+        raise
     show_dataset(info, as_json)
 
 

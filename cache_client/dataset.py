@@ -43,7 +43,13 @@ from cache_client.pass_checks import check_pass, checked_state
 from cache_client.passes import Pass, Passes
 from cache_client.permutation import checked_integer
 from cache_client.plan import wait_for_plan
-from cache_client.ranks import Rank, find_endpoint, find_initialised_rank, find_rank
+from cache_client.ranks import (
+    Rank,
+    find_endpoint,
+    find_initialised_rank,
+    find_rank,
+    find_ready_deadline_s,
+)
 from cache_client.reader import Reader
 from cache_client.rows import Rows, cut
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
@@ -109,7 +115,8 @@ class CacheIterableDataset(IterableDataset[Any]):
             from files of this machine are larger.
         prefetch_batches: about how many to fetch ahead, at least three windows; default: 32, but at
             most 256 MiB.
-        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer.
+        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
+            the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
         local: read shards of nodes on this machine from their files, without the node.
         copy: give each single column contiguous memory that keeps no other rows; False: columns
             are strided views of the rows of a window, which costs less where they are many.
@@ -210,7 +217,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._local = local
         self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
         self._process_health: tuple[int, NodeHealth] | None = None  # likewise
-        self._shards = wait_for_plan(where, dataset, self._columns, self._deadline_s)
+        ready_deadline_s = find_ready_deadline_s(self._deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s)
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)

@@ -23,7 +23,7 @@ from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
-from cache_client.ranks import find_endpoint
+from cache_client.ranks import find_endpoint, find_ready_deadline_s
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
 from cache_client.window_sizes import row_bytes
@@ -67,7 +67,8 @@ class CacheDataset(Dataset[Any]):
         batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches). A DataLoader
             turns arrays into tensors, unless its ``collate_fn`` returns them unchanged.
         transform: applied to each row, or to the batch of `fetch`, in the reading process.
-        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer.
+        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
+            the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
         local: read shards of nodes on this machine from their files, without the node.
 
     Raises:
@@ -105,7 +106,8 @@ class CacheDataset(Dataset[Any]):
         self._transform = transform
         self._deadline_s = float(deadline_s)
         self._local = local
-        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, self._deadline_s)
+        ready_deadline_s = find_ready_deadline_s(self._deadline_s)
+        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, ready_deadline_s)
         self._prepare()
 
     def _prepare(self) -> None:

@@ -13,6 +13,7 @@ this is the only module of this package that reads the environment. It opens no 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -240,6 +241,27 @@ def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None
         "no endpoint: pass endpoint='grpc://HOST:PORT', set the environment variable "
         "CACHE_ENDPOINT, or run in a TrainJob whose runtime sets TRAIN_JOB_NAME"
     )
+
+
+def find_ready_deadline_s(deadline_s: float, environ: Mapping[str, str] | None = None) -> float:
+    """How long to wait for a cache that loads, in seconds.
+
+    The longer of the argument and ``CACHE_READY_DEADLINE_S``, which a runtime sets where trainers
+    start before the dataset is loaded.
+
+    Raises:
+        ConfigError: the variable is no number of seconds above 0; quotes it.
+    """
+    text = (os.environ if environ is None else environ).get("CACHE_READY_DEADLINE_S")
+    if not text:
+        return deadline_s
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ConfigError(f"CACHE_READY_DEADLINE_S must be a number of seconds, got {text!r}")
+    return max(deadline_s, found)
 
 
 def _checked_endpoint(name: str, value: object) -> str:

@@ -205,7 +205,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
-    server = CacheServer(config, load=spec, environ=os.environ, on_load_failure=stop.fail)
+    server = CacheServer(config, load=spec, on_load_failure=stop.fail)
     line = {
         "event": "listening",
         "flight": server.endpoints.flight_location,

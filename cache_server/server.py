@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pyarrow as pa
@@ -42,7 +42,6 @@ class CacheServer:
     Args:
         config: of this node.
         load: the dataset that a coordinator loads. The node is ready when the cache serves it.
-        environ: of this process; says where the status of ``load`` goes besides the log.
         on_load_failure: called at most once, from another thread, with the reason why ``load`` can
             never be served. The caller should close the server.
 
@@ -55,7 +54,6 @@ class CacheServer:
         config: NodeConfig,
         *,
         load: DatasetSpec | None = None,
-        environ: Mapping[str, str] | None = None,
         on_load_failure: Callable[[CacheError], None] = lambda error: None,
     ) -> None:
         self._config = config
@@ -95,6 +93,8 @@ class CacheServer:
             self._huge_pages = stack.enter_context(
                 HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
             )
+            if coordinator is not None and load is not None:
+                coordinator.expect(load.name)
             self._serve(coordinator)
             if coordinator is not None and load is not None:
                 self._load = EnvironmentLoad(
@@ -102,7 +102,6 @@ class CacheServer:
                     load,
                     num_nodes=config.num_nodes,
                     join_timeout_s=config.join_timeout_s,
-                    environ=environ or {},
                     on_ready=self._readiness.set_loaded,
                     on_failure=on_load_failure,
                 )

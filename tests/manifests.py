@@ -283,7 +283,20 @@ def shards_fit_their_volume(thing: Json) -> Iterator[str]:
                 yield f"{name}: sizeLimit {size}, but {shard_bytes(limit)} bytes for shards"
 
 
+def no_mesh_joins_pods(thing: Json) -> Iterator[str]:
+    """Istio's injection webhook: a label, and for old versions an annotation (istio.io).
+
+    Its proxy neither ends with a Job's container nor passes pod addresses on.
+    """
+    for name, pod in pods(thing):
+        for key in ("labels", "annotations"):
+            value = pod.get("metadata", {}).get(key, {}).get("sidecar.istio.io/inject")
+            if value != "false":
+                yield f"{name}: {key} must have sidecar.istio.io/inject 'false', got {value!r}"
+
+
 POD_RULES: tuple[Rule, ...] = (
+    no_mesh_joins_pods,
     pods_are_restricted,
     mounts_have_volumes,
     variables_are_defined,

@@ -31,6 +31,7 @@ CONTAINER_OF = {
     "dataset-initializer": "dataset-initializer",
     "model-initializer": "model-initializer",
 }
+_DEVICE = re.compile(r"^(cpu|nvidia\.com/(gpu|mig-.+)|google\.com/tpu|huawei\.com/Ascend910)$")
 # TorchTuneSupportedPretrainedModels of pkg/constants/constants.go, as names of runtimes have them.
 _TORCHTUNE_MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3.3-70b", "qwen2.5-1.5b")
 
@@ -53,11 +54,19 @@ def ancestors_have_their_container(runtime: Json) -> Iterator[str]:
             yield f"{job['name']}: no container {wanted}"
 
 
-def priority_is_the_trainers(runtime: Json) -> Iterator[str]:
-    """``pkg/webhooks/trainingruntime_webhook.go``, validatePriorityClassName."""
+def the_job_sizes_its_trainers(runtime: Json) -> Iterator[str]:
+    """``pkg/runtime/resourcerequirements.go``: resourcesPerNode of a TrainJob is merged in.
+
+    What a runtime ships stays where a job does not name it: a limit that a job cannot see, or a
+    request above the limit of the job, which no pod may have.
+    """
     for job in jobs(runtime):
-        if pod_of(job)["spec"].get("priorityClassName") and ancestor(job) != "trainer":
-            yield f"{job['name']}: only the trainer may have a priorityClassName"
+        for container in pod_of(job)["spec"]["containers"]:
+            resources = container.get("resources", {})
+            if container["name"] == "node" and (
+                resources.get("requests") or resources.get("limits")
+            ):
+                yield f"{job['name']}/node: resources are the TrainJob's, got {resources}"
 
 
 def initializers_mount_their_volume(runtime: Json) -> Iterator[str]:
@@ -253,8 +262,8 @@ def hosts_are_pods_of_the_job(runtime: Json) -> Iterator[str]:
 def the_sdk_can_read_it(runtime: Json) -> Iterator[str]:
     """``kubeflow/trainer/backends/kubernetes/utils.py`` and ``backend.py``.
 
-    A runtime needs the label of its framework and an ML policy; get_container_devices raises where
-    the limits of a container name no device, and takes cpu for one.
+    A runtime needs the label of its framework and an ML policy. get_container_devices raises where
+    limits name no device, and takes cpu for one.
     """
     if "trainer.kubeflow.org/framework" not in runtime["metadata"].get("labels", {}):
         yield "no label trainer.kubeflow.org/framework"
@@ -262,8 +271,9 @@ def the_sdk_can_read_it(runtime: Json) -> Iterator[str]:
         yield "no replicated job of the trainer"
     for job in jobs(runtime):
         for container in pod_of(job)["spec"]["containers"]:
-            if "cpu" not in container.get("resources", {}).get("limits", {}):
-                yield f"{job['name']}/{container['name']}: no cpu in limits"
+            limits = container.get("resources", {}).get("limits")
+            if limits is not None and not any(map(_DEVICE.search, limits)):
+                yield f"{job['name']}/{container['name']}: limits without a device: {limits}"
 
 
 def the_webhook_is_on(runtime: Json) -> Iterator[str]:
@@ -274,7 +284,7 @@ def the_webhook_is_on(runtime: Json) -> Iterator[str]:
 
 RUNTIME_RULES: tuple[Rule, ...] = (
     ancestors_have_their_container,
-    priority_is_the_trainers,
+    the_job_sizes_its_trainers,
     initializers_mount_their_volume,
     policy_is_whole,
     torchtune_knows_the_model,

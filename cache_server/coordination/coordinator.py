@@ -18,6 +18,7 @@ from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
     LoadError,
+    NotReadyError,
     StaleVersionError,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
@@ -71,6 +72,7 @@ class Coordinator:
         self._changes = 0  # counted, so that `watch` misses none
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
+        self._expected: str | None = None
         self._load_rate = LoadRate()
         self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
@@ -90,6 +92,14 @@ class Coordinator:
     def listen(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the nodes have something new to do."""
         self._listeners.append(callback)
+
+    def expect(self, dataset: str) -> None:
+        """Says that a load of ``dataset`` will be created: until then it is not ready.
+
+        Clients then wait for it, and do not take its name for a wrong one.
+        """
+        with self._changed:
+            self._expected = dataset
 
     # -- datasets ------------------------------------------------------------------------------
 
@@ -291,6 +301,8 @@ class Coordinator:
                 self._find(name)
             self._orphans.drop(*orphans)
             self._forget(*(key for key in self._versions if key.dataset == name))
+            if name == self._expected:
+                self._expected = None
             self._mark_changed()
         self._notify_listeners()
 
@@ -383,6 +395,10 @@ class Coordinator:
         if others:
             raise StaleVersionError(
                 f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
+            )
+        if name == self._expected:
+            raise NotReadyError(
+                f"dataset {name!r} waits for the nodes, and for its source to be read"
             )
         known = sorted({key.dataset for key in self._versions})
         raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")

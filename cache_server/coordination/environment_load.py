@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
 
 from cache_protocol.errors import (
     CacheError,
@@ -23,7 +22,6 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
-from cache_protocol.wire.trainjob_status import TrainJobStatus
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.secrets import error_text
 
@@ -48,7 +46,6 @@ class EnvironmentLoad:
         spec: to load.
         num_nodes: to wait for before the load begins.
         join_timeout_s: longest wait for nodes.
-        environ: of this process; says where a TrainJob takes the status of its load.
         on_ready: called once, when the cache serves the dataset, or when it was dropped.
         on_failure: called at most once, with the error that ends the process; nothing is called
             after it.
@@ -61,7 +58,6 @@ class EnvironmentLoad:
         *,
         num_nodes: int,
         join_timeout_s: float,
-        environ: Mapping[str, str],
         on_ready: Callable[[], None],
         on_failure: Callable[[CacheError], None],
     ) -> None:
@@ -69,14 +65,12 @@ class EnvironmentLoad:
         self._spec = spec
         self._num_nodes = num_nodes
         self._join_timeout_s = join_timeout_s
-        self._environ = environ
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._was_ready = False  # in this process or before it
         self._lacked_a_node = False  # during a load that was never ready
         self._is_notified = False
         self._stop = threading.Event()
-        self._status = ExitStack()
         self._thread = threading.Thread(target=self._run, name="environment-load", daemon=True)
 
     def start(self) -> None:
@@ -92,8 +86,7 @@ class EnvironmentLoad:
 
     def _run(self) -> None:
         try:
-            with self._status:
-                self._load()
+            self._load()
         except (DatasetNotFoundError, StaleVersionError) as error:
             logger.info("dataset of the environment was dropped reason=%s", error)
             self._become_ready()
@@ -111,31 +104,22 @@ class EnvironmentLoad:
         if info is None:
             if not self._wait_for_nodes():
                 return
-            listeners = self._progress_listeners()
             info = self._coordinator.create(self._spec)
         else:
             self._was_ready = True
             logger.info("dataset was ready before, reusing it name=%s", self._spec.name)
-            listeners = [OncePerSecond(_log)]  # trainers may have begun to report to their TrainJob
         failed_at: float | None = None
         while not self._stop.is_set():
-            info = self._wait_until_settled(info, listeners)
+            info = self._wait_until_settled(info)
             if info.state == pb.DATASET_STATE_READY:
                 failed_at = None
                 self._become_ready()
-                listeners = [OncePerSecond(_log)]
                 self._wait_for_failure(info.fingerprint)
             elif info.state == pb.DATASET_STATE_FAILED:
                 if failed_at is None:
                     failed_at = time.monotonic()
                     logger.error("dataset failed reason=%s", info.error.message)
                 info = self._retry_or_fail(info, failed_at)
-
-    def _progress_listeners(self) -> list[Callable[[LoadReport], None]]:
-        status = TrainJobStatus.from_env(self._environ)
-        if status is None:
-            return [OncePerSecond(_log)]
-        return [OncePerSecond(_log), self._status.enter_context(status).show]
 
     def _wait_for_nodes(self) -> bool:
         """Returns True when all nodes joined, False when the wait was stopped."""
@@ -160,17 +144,13 @@ class EnvironmentLoad:
         nodes = self._coordinator.nodes()
         return [node.flight_location for node in nodes if node.alive and node.flight_location]
 
-    def _wait_until_settled(
-        self, info: pb.DatasetInfo, listeners: list[Callable[[LoadReport], None]]
-    ) -> pb.DatasetInfo:
+    def _wait_until_settled(self, info: pb.DatasetInfo) -> pb.DatasetInfo:
         """The dataset when it is ready or failed, or when the wait was stopped."""
-        meter = LoadMeter(self._spec.name)
+        meter, log = LoadMeter(self._spec.name), OncePerSecond(_log)
         latest = info
         for latest in self._coordinator.watch(self._spec.name, info.fingerprint, self._active):
             self._count_missing()
-            report = meter.read(latest.progress)
-            for take in listeners:
-                take(report)
+            log(meter.read(latest.progress))
         return latest
 
     def _active(self) -> bool:
@@ -208,7 +188,6 @@ class EnvironmentLoad:
         self._was_ready = True
         if not self._is_notified:
             self._is_notified = True
-            self._status.close()  # from now on trainers may report
             self._on_ready()
 
     def _fail(self, error: CacheError) -> None:

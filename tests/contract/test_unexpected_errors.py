@@ -97,7 +97,6 @@ def test_a_defect_in_the_load_of_an_environment_ends_the_process(
         DatasetSpec("table", "s3://lake/a.parquet", storage_options={KEY: SECRET}),
         num_nodes=1,
         join_timeout_s=TIMEOUT_S,
-        environ={},
         on_ready=lambda: None,
         on_failure=on_failure,
     )

@@ -12,20 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient
+from cache_client import CacheClient, CacheIterableDataset, DatasetNotFoundError
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
 from tests.env_cache import WAIT_S, EnvNode, clean_environ, env_nodes
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, Request, S3Server
-from tests.store_stubs import Served
 from tests.waiting import wait_until
 
 NUM_ROWS, FILES = 80, 8
@@ -415,56 +414,43 @@ def test_a_restart_with_another_source_loads_that_under_the_same_name(
 # -- progress --------------------------------------------------------------------------------------
 
 
-class StatusServer(BaseHTTPRequestHandler):
-    """Takes whatever is posted."""
-
-    posts: list[tuple[str, bytes]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.posts.append((self.headers.get("Authorization", ""), body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_progress_is_one_line_a_second_and_posted_to_the_trainjob_until_it_is_ready(
-    tmp_path: Path, store: HeldStore
-) -> None:
-    (tmp_path / "token").write_text("hush-token\n")
-    posts: list[tuple[str, bytes]] = []
-    handler = type("Status", (StatusServer,), {"posts": posts})
+def test_progress_is_one_line_a_second_until_it_is_ready(tmp_path: Path, store: HeldStore) -> None:
     store.hold("part-7")
-    with Served(handler) as url:
-        variables = {
-            **of_store(store),
-            "KUBEFLOW_TRAINER_SERVER_URL": url,
-            "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
-        }
-        with env_nodes(tmp_path, 1, **variables) as (node,):
-            node.start()
-            held = "loading dataset=table rows=70 shards=7/8"
-            wait_until(lambda: node.log().count(held) >= 3, WAIT_S, "three lines")
-            stamps = [
-                int(line[17:19])
-                for line in node.log().splitlines()
-                if "loading dataset=table" in line
-            ]
-            store.release()
-            node.wait_until_ready()
-
-            node.wait_for_log("rows=80 shards=8/8")
-            num_posts = len(posts)
-            node.end(signal.SIGTERM)
-            assert len(posts) == num_posts  # nothing after it was ready
-            assert "percent=87" in node.log() and "percent=100" in node.log()
+    with env_nodes(tmp_path, 1, **of_store(store)) as (node,):
+        node.start()
+        held = "loading dataset=table rows=70 shards=7/8"
+        wait_until(lambda: node.log().count(held) >= 3, WAIT_S, "three lines")
+        stamps = [
+            int(line[17:19]) for line in node.log().splitlines() if "loading dataset=table" in line
+        ]
+        store.release()
+        node.wait_until_ready()
+        node.wait_for_log("rows=80 shards=8/8")
+        node.end(signal.SIGTERM)
+        assert "percent=87" in node.log() and "percent=100" in node.log()
     assert max(stamps.count(stamp) for stamp in stamps) <= 2
-    assert {authorization for authorization, _ in posts} == {"Bearer hush-token"}
-    assert b'"progressPercentage": 0' in posts[-1][1]
-    assert b'{"name": "cache_shards_done", "value": "8"}' in posts[-1][1]
-    assert "hush" not in node.log()
+
+
+# -- trainers that start with the cache ------------------------------------------------------------
+
+
+def test_a_trainer_that_starts_before_the_nodes_waits_for_the_load(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHE_READY_DEADLINE_S", str(WAIT_S))
+    with (
+        env_nodes(tmp_path, 2, **of_folder(source)) as (first, second),
+        ThreadPoolExecutor() as pool,
+    ):
+        first.start()
+        first.wait_for_log("waiting for nodes")
+        with pytest.raises(DatasetNotFoundError):
+            CacheIterableDataset("other", endpoint=first.endpoint, batch_size=8, deadline_s=1.0)
+        trainer = pool.submit(
+            CacheIterableDataset, "table", endpoint=first.endpoint, batch_size=8, deadline_s=1.0
+        )
+        second.start()
+        assert trainer.result(WAIT_S).num_rows == NUM_ROWS
 
 
 # -- cachectl load --from-env ----------------------------------------------------------------------
@@ -493,22 +479,6 @@ def test_cachectl_loads_what_its_environment_asks_for_and_says_how_far_it_is(
     assert "rows         80" in done.stdout
     info = CacheClient(cluster.endpoint).describe(dataset_name)
     assert (info.state, info.num_rows) == ("ready", NUM_ROWS)
-
-
-def test_cachectl_posts_its_progress_to_the_trainjob(
-    cluster: LocalCluster, dataset_name: str, source: Path
-) -> None:
-    posts: list[tuple[str, bytes]] = []
-    handler = type("Status", (StatusServer,), {"posts": posts})
-    with Served(handler) as url:
-        done = cachectl(
-            "--endpoint", cluster.endpoint, CACHE_DATASET=dataset_name,
-            KUBEFLOW_TRAINER_SERVER_URL=url, **of_folder(source),
-        )  # fmt: skip
-
-    assert done.returncode == 0, done.stderr
-    assert b'{"name": "cache_load_percent", "value": "100"}' in posts[-1][1]
-    assert b'"progressPercentage": 0' in posts[-1][1]
 
 
 def test_cachectl_names_every_bad_setting_at_once(cluster: LocalCluster) -> None:

@@ -32,6 +32,8 @@ FLIGHT_PORT = 50_051
 CONTROL_PORT = 50_052  # gRPC, health too
 HTTP_PORT = 8080  # status page and metrics
 _USER = 1000  # of the server image
+# For Istio: its proxy would carry gRPC between pods that are named by their addresses.
+_NO_MESH = {"sidecar.istio.io/inject": "false"}
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
@@ -107,8 +109,8 @@ def plan_objects(
     """The objects of the cache of ``train_job``, in the order of their creation.
 
     Args:
-        own_pod: of the initializer, if it is known. The cache pods get its tolerations and pull
-            secrets: they have the same image.
+        own_pod: of the initializer, if it is known. The cache pods get its tolerations, pull
+            secrets and pod security context: they have the same image and namespace.
 
     Raises:
         ConfigError: the TrainJob's dataset differs from the one that this pod got, or sets a
@@ -132,9 +134,10 @@ def plan_objects(
             "selector": {"matchLabels": _selector(names)},
             "template": {
                 "metadata": {
-                    "labels": _labels(names),
+                    "labels": {**_labels(names), **_NO_MESH},
                     # For autoscalers: a cache pod that moves loads its part again.
                     "annotations": {
+                        **_NO_MESH,
                         "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                         "karpenter.sh/do-not-disrupt": "true",
                     },
@@ -315,9 +318,10 @@ def _pod_spec(settings: Settings, names: Names, environment: Json) -> Json:
 
 
 def _permissions_of(pod: Json | None) -> Json:
-    """The fields that let a pod onto a node and pull its image, and demand nothing."""
+    """The fields that let a pod onto a node, pull its image and choose its user."""
     spec = (pod or {}).get("spec") or {}
-    return {name: spec[name] for name in ("imagePullSecrets", "tolerations") if spec.get(name)}
+    names = ("imagePullSecrets", "tolerations", "securityContext")
+    return {name: spec[name] for name in names if spec.get(name)}
 
 
 def _one_zone(names: Names) -> Json:

@@ -62,7 +62,9 @@ def _create_and_stay(
     if settings.head_variables:
         logger.info("%s: ignored, there is no head", ", ".join(settings.head_variables))
     uid = train_job["metadata"]["uid"]
-    own_pod = _own_pod(settings, cluster, patience, otherwise="without pull secrets or tolerations")
+    own_pod = _own_pod(
+        settings, cluster, patience, otherwise="without its pull secrets, tolerations and user"
+    )
     planned = plan_objects(settings, train_job, own_pod)
     pods = [create_or_adopt(cluster, one, uid, patience) for one in planned][-1]
     timing = Timing(failure_grace_s=settings.failure_grace_s, progress_s=settings.progress_s)

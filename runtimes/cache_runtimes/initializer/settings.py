@@ -3,8 +3,9 @@
     variable                          default       meaning
     TRAIN_JOB_NAME                    required      the job of the cache
     POD_NAMESPACE                     the pod's     the namespace of the job
-    POD_NAME                          none          this pod: cache pods get its tolerations and
-                                                    pull secrets; shows whether it is evicted
+    POD_NAME                          none          this pod: cache pods get its tolerations,
+                                                    pull secrets and pod security context; shows
+                                                    whether it is evicted
     CACHE_IMAGE                       required      of the cache pods
     CLUSTER_SIZE                      3             cache pods + 1: Trainer's own cache has a head
     WORKER_CPU, WORKER_MEM            2, 2Gi        of each cache pod, requests and limits

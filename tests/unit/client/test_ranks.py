@@ -20,6 +20,7 @@ from cache_client.ranks import (
     find_endpoint,
     find_rank,
     find_rank_in,
+    find_ready_deadline_s,
 )
 from cache_protocol.errors import ConfigError
 
@@ -372,3 +373,17 @@ def test_the_data_parallel_rank_is_found_in_meshes_and_groups() -> None:
 def test_what_is_no_mesh_and_no_group_is_refused(value: object, find: Any) -> None:
     with pytest.raises(ConfigError, match=r"device_mesh must be|process_group must be"):
         find(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "deadline_s"), [(None, 60.0), ("", 60.0), ("7200", 7200.0), ("5", 60.0)]
+)
+def test_a_runtime_may_give_a_load_more_time(given: str | None, deadline_s: float) -> None:
+    environ = {} if given is None else {"CACHE_READY_DEADLINE_S": given}
+    assert find_ready_deadline_s(60.0, environ) == deadline_s
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "0", "nan", "inf"])
+def test_a_deadline_that_is_no_number_of_seconds_is_quoted(given: str) -> None:
+    with pytest.raises(ConfigError, match=rf"CACHE_READY_DEADLINE_S .*'{given}'"):
+        find_ready_deadline_s(60.0, {"CACHE_READY_DEADLINE_S": given})

@@ -25,7 +25,6 @@ def test_a_first_load_that_failed_while_a_node_was_away_is_done_again_when_it_is
         spec(source),
         num_nodes=2,
         join_timeout_s=WAIT_S,
-        environ={},
         on_ready=ready.set,
         on_failure=failures.append,
     )

@@ -219,10 +219,12 @@ def test_pods_spread_over_machines_within_the_zone_of_the_job() -> None:
     assert wanted == {"jobset.sigs.k8s.io/jobset-name": "train-1"}
 
 
-def test_cache_pods_get_tolerations_and_pull_secrets_of_the_initializer() -> None:
+def test_cache_pods_get_tolerations_pull_secrets_and_user_of_the_initializer() -> None:
     allowed = {
         "imagePullSecrets": [{"name": "registry"}],
         "tolerations": [{"key": "training", "operator": "Exists"}],
+        # As OpenShift gives it to pods that name no user.
+        "securityContext": {"runAsNonRoot": True, "fsGroup": 1000650000},
     }
     own_pod = {"spec": {**allowed, "nodeName": "node-1", "priority": 0}}
     *_, stateful_set = plan_objects(settings_of(), TRAIN_JOB, own_pod)

@@ -64,7 +64,7 @@ OBJECTS = {
         f"overlays/{name}": runtimes_named(name)
         for name in (
             *(f"{CACHE}-4", f"{CACHE}-8", f"{CACHE}-colocated-volcano"),
-            f"{CACHE}-colocated-default-scheduler",
+            *(f"{CACHE}-colocated-default-scheduler", f"{CACHE}-start-together"),
         )
     },
 }
@@ -228,3 +228,54 @@ def test_a_namespace_is_given_access_by_a_component(tmp_path: Path) -> None:
         "namespace": "team-a",
     }
     assert all(problems(thing) == [] for thing in built.values() if not is_runtime(thing))
+
+
+@pytest.mark.parametrize("folder", [".", *(name for name in RUNTIMES if "deepspeed" not in name)])
+def test_on_openshift_no_pod_names_a_user_or_a_group(folder: str, tmp_path: Path) -> None:
+    built = customised(tmp_path, resources=[folder], components=["components/openshift"])
+    found = {
+        f"{name} {field}"
+        for thing in built.values()
+        for name, pod in pods(thing)
+        for field in ("runAsUser", "runAsGroup", "fsGroup")
+        if field in pod["spec"]["securityContext"]
+    }
+    assert found == set()
+    assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
+
+
+@pytest.mark.parametrize("folder", ["torch-distributed-data-cache", "jax-distributed-data-cache"])
+def test_trainers_that_start_together_with_the_cache_wait_for_it(
+    folder: str, tmp_path: Path
+) -> None:
+    base = only(build(MANIFESTS / folder))
+    built = only(customised(tmp_path, resources=[folder], components=["components/start-together"]))
+    assert problems(built) == []
+    assert problems({**built, "spec": {**built["spec"], "podGroupPolicy": {"volcano": {}}}}) == []
+    assert built["metadata"].pop("name") == f"{base['metadata'].pop('name')}-start-together"
+    node = container_named(pod_of(job_named(built, "node")), "node")
+    assert float(node["env"].pop()["value"]) > 3600
+    del job_named(base, "node")["dependsOn"]
+    assert built == base
+
+
+def test_pods_of_jobs_reach_each_other_in_a_namespace_that_denies_by_default(
+    tmp_path: Path,
+) -> None:
+    built = only(
+        customised(tmp_path, namespace="team-a", components=["components/job-network-policy"])
+    )
+    assert problems(built) == []
+    assert built["metadata"]["namespace"] == "team-a"
+    chosen = built["spec"]["podSelector"]["matchLabels"].items()
+    for folder in RUNTIMES:
+        for name, pod in pods(read(MANIFESTS / folder / "runtime.yaml")):
+            assert chosen <= pod["metadata"]["labels"].items(), f"{folder} {name}"
+    ingress, egress = built["spec"]["ingress"], built["spec"]["egress"]
+    own = [{"podSelector": built["spec"]["podSelector"]}]
+    assert ingress == [{"from": own}]
+    assert {"to": own} in egress
+    shared = read(MANIFESTS / "shared/stateful-set.yaml")
+    labels = shared["spec"]["template"]["metadata"]["labels"]
+    (to_shared,) = (rule for rule in egress if "podSelector" in rule["to"][0] and "ports" in rule)
+    assert to_shared["to"][0]["podSelector"]["matchLabels"].items() <= labels.items()

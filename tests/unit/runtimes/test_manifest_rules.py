@@ -22,6 +22,7 @@ CACHE_JOB = f"{SPEC} replicatedJobs dataset-initializer"
 NODE_JOB = f"{SPEC} replicatedJobs node"
 CACHE_FAILURES = f"{CACHE_JOB} template spec podFailurePolicy"
 CACHE_POD = f"{CACHE_JOB} template spec template spec"
+CACHE_POD_METADATA = f"{CACHE_JOB} template spec template metadata"
 NODE_POD = f"{NODE_JOB} template spec template spec"
 CACHE = f"{CACHE_POD} containers dataset-initializer"
 SIDECAR = f"{NODE_POD} initContainers cache"
@@ -76,6 +77,8 @@ BITES: list[tuple[str, Json, str, Any]] = [
         {"name": "tmp", "hostPath": {"path": "/tmp"}},
     ),
     ("pods_are_restricted", SHARED, f"{SPEC} hostNetwork", True),
+    ("no_mesh_joins_pods", FLAGSHIP, f"{CACHE_POD_METADATA} labels", {}),
+    ("no_mesh_joins_pods", SHARED, "spec template metadata annotations", {}),
     ("mounts_have_volumes", FLAGSHIP, f"{CACHE} volumeMounts 0 name", "cash"),
     (
         "mounts_have_volumes",
@@ -105,7 +108,8 @@ BITES: list[tuple[str, Json, str, Any]] = [
     ("shards_fit_their_volume", SHARED, f"{SPEC} volumes cache emptyDir sizeLimit", GONE),
     ("ancestors_have_their_container", FLAGSHIP, f"{CACHE_JOB} replicas", 2),
     ("ancestors_have_their_container", FLAGSHIP, f"{NODE} name", "trainer"),
-    ("priority_is_the_trainers", FLAGSHIP, f"{CACHE_POD} priorityClassName", "high"),
+    ("the_job_sizes_its_trainers", FLAGSHIP, f"{NODE} resources", {"requests": {"cpu": "2"}}),
+    ("the_job_sizes_its_trainers", FLAGSHIP, f"{NODE} resources", {"limits": {"cpu": "2"}}),
     ("initializers_mount_their_volume", WITH_CACHE, f"{CACHE} volumeMounts 0 name", "tmp"),
     ("policy_is_whole", FLAGSHIP, "spec mlPolicy", {"numNodes": 1}),
     ("policy_is_whole", COLOCATED, f"{SIDECAR} name", "cache-node"),
@@ -187,7 +191,7 @@ BITES: list[tuple[str, Json, str, Any]] = [
         f"{NODE} env CACHE_ENDPOINT value",
         "grpc://$(TRAIN_JOB_NAME)-cache-0-0.$(TRAIN_JOB_NAME):50051",
     ),
-    ("the_sdk_can_read_it", FLAGSHIP, f"{NODE} resources limits", {"memory": "8Gi"}),
+    ("the_sdk_can_read_it", FLAGSHIP, f"{CACHE} resources limits", {"memory": "8Gi"}),
     ("the_sdk_can_read_it", FLAGSHIP, "metadata labels", {}),
     ("the_sdk_can_read_it", FLAGSHIP, f"{NODE_JOB} template metadata", {}),
     (

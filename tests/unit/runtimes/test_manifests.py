@@ -107,6 +107,7 @@ def test_autoscalers_do_not_move_pods_and_failed_pods_show_their_log(path: Path)
     for name, pod in pods(read(path)):
         if name != "model-initializer":
             assert pod["metadata"]["annotations"] == {
+                "sidecar.istio.io/inject": "false",
                 "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
                 "karpenter.sh/do-not-disrupt": "true",
             }
