@@ -256,7 +256,17 @@ def test_trainers_that_start_together_with_the_cache_wait_for_it(
     node = container_named(pod_of(job_named(built, "node")), "node")
     assert float(node["env"].pop()["value"]) > 3600
     del job_named(base, "node")["dependsOn"]
+    cache = container_named(pod_of(job_named(base, "dataset-initializer")), "dataset-initializer")
+    cache["readinessProbe"]["grpc"]["service"] = "live"  # for Kueue, a loading pod is ready
     assert built == base
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({*RUNTIMES} - {"torch-distributed-data-cache", "jax-distributed-data-cache"})
+)
+def test_no_other_runtime_starts_together_with_its_cache(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="test failed"):
+        customised(tmp_path, resources=[folder], components=["components/start-together"])
 
 
 def test_pods_of_jobs_reach_each_other_in_a_namespace_that_denies_by_default(
