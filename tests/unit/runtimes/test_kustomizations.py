@@ -265,7 +265,7 @@ def test_trainers_that_start_together_with_the_cache_wait_for_it(
     "folder", sorted({*RUNTIMES} - {"torch-distributed-data-cache", "jax-distributed-data-cache"})
 )
 def test_no_other_runtime_starts_together_with_its_cache(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="test failed|test operation does not apply"):
+    with pytest.raises(AssertionError, match=r"test failed|test operation does not apply"):
         customised(tmp_path, resources=[folder], components=["components/start-together"])
 
 
