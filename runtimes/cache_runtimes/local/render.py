@@ -40,12 +40,12 @@ def render_objects(train_job: Json, runtime: Json) -> list[Json]:
         RefusedError: with everything that the API server and the webhooks would refuse.
         UnsupportedFieldError: naming an mlPolicy that is not rendered.
     """
-    info = _info(train_job, runtime)
     where = f"runtime {runtime['metadata']['name']}: spec.mlPolicy"
-    check_supported(info.policy or {}, ML_POLICY, where)
+    check_supported(runtime["spec"].get("mlPolicy") or {}, ML_POLICY, where)
     refused = list(train_job_problems(train_job))
     if not is_readable(refused):
         raise RefusedError(refused)
+    info = _info(train_job, runtime)
     by_webhook = list(_webhook_problems(info))
     refused += by_webhook
     if by_webhook:

@@ -346,6 +346,12 @@ DATASET = {"dataset": {"storageUri": "s3://a/b"}}
             ["spec.trainer.env[1] must be the only item with the name 'A'"],
         ),
         (
+            train_job(trainer={"env": [{"value": "1"}]}),
+            two_jobs(),
+            ["spec.trainer.env[0].name must be set", "schema of the TrainJob"],
+        ),
+        (train_job(runtimePatches=[{}]), two_jobs(), ["runtimePatches[0].manager must be set"]),
+        (
             train_job(runtimePatches=[{"manager": "me"}]),
             two_jobs(),
             ["spec.runtimePatches.manager 'me' is no path with a domain"],

@@ -27,6 +27,7 @@ _MANAGERS = ("trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multiku
 _RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 
 _MAX_VALUE_LENGTH = 200
+_MISSING = "must be set"
 
 _Check = Callable[[Any], str | None]  # why a value is refused
 
@@ -47,8 +48,7 @@ def train_job_problems(train_job: Json) -> Iterator[Refusal]:
 def is_readable(refusals: Iterable[Refusal]) -> bool:
     """Whether webhooks can read a TrainJob in spite of what its schema refuses."""
     return not any(
-        "resourcesPerNode" in refusal.field or refusal.field.endswith("].name")
-        for refusal in refusals
+        "resourcesPerNode" in refusal.field or refusal.reason == _MISSING for refusal in refusals
     )
 
 
@@ -171,7 +171,7 @@ def _repeated(where: str, items: list[Json], key: str) -> Iterator[Refusal]:
     names = [item.get(key) for item in items]
     for index, name in enumerate(names):
         if name is None:
-            yield Refusal(SCHEMA_OF_TRAIN_JOB, f"{where}[{index}].{key}", "must be set")
+            yield Refusal(SCHEMA_OF_TRAIN_JOB, f"{where}[{index}].{key}", _MISSING)
         elif name in names[:index]:
             reason = f"must be the only item with the {key} {name!r}"
             yield Refusal(SCHEMA_OF_TRAIN_JOB, f"{where}[{index}]", reason)
