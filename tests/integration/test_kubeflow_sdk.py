@@ -189,7 +189,7 @@ def test_the_sdk_reads_every_runtime(sdk_client: Any) -> None:
     }
     for name, runtime in found.items():
         assert sdk_client.get_runtime(name) == runtime
-        assert runtime.trainer.device in ("cpu", "gpu"), name
+        assert runtime.trainer.device == "Unknown", name  # a job says what its trainers get
 
 
 def print_hello() -> None:

@@ -104,7 +104,7 @@ def test_an_incomplete_mapping_is_an_error_that_names_it(processes: str) -> None
 
 
 def pet_of_nodes(folder: Path, num_proc_per_node: int | None) -> dict[str, str]:
-    """The variables that Trainer gives to the pods of a step on two nodes."""
+    """The variables that Trainer gives to the pods of a step on two nodes of two CPUs."""
     job = train_job(
         "a1b2c3d4-train-trainer",
         FLAGSHIP,
@@ -114,6 +114,7 @@ def pet_of_nodes(folder: Path, num_proc_per_node: int | None) -> dict[str, str]:
         environment={},
         trainer_env={},
     )
+    job["spec"]["trainer"]["resourcesPerNode"] = {"limits": {"cpu": "2"}}
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job))
     manifests = read_manifests(file, cache_runtimes.MANIFESTS)
