@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache_runtimes.initializer.cache_health import pod_problems
-from cache_runtimes.local.render import JOBSET_LABEL
+from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 
 Json = dict[str, Any]
 

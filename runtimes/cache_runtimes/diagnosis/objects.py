@@ -13,7 +13,7 @@ from urllib3.exceptions import HTTPError
 from cache_protocol.errors import ConfigError, NodeUnavailableError
 from cache_runtimes.diagnosis.findings import Objects
 from cache_runtimes.initializer.plan import JOB_LABEL
-from cache_runtimes.local.render import JOBSET_LABEL
+from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 
 Json = dict[str, Any]
 
