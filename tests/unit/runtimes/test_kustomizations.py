@@ -64,7 +64,7 @@ OBJECTS = {
         f"overlays/{name}": runtimes_named(name)
         for name in (
             *(f"{CACHE}-4", f"{CACHE}-8", f"{CACHE}-colocated-volcano"),
-            *(f"{CACHE}-colocated-default-scheduler", f"{CACHE}-start-together"),
+            *(f"{CACHE}-colocated-default-scheduler", f"{CACHE}-start-together", f"{CACHE}-gpu"),
         )
     },
 }

@@ -32,7 +32,11 @@ ROOT = MANIFESTS.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 OURS = "ghcr.io/trainer-data-cache/"
 TRAINERS = "ghcr.io/kubeflow/trainer/"  # a BuiltinTrainer runs in its images
-FILES = sorted(path for path in MANIFESTS.rglob("*.yaml") if path.name != "kustomization.yaml")
+FILES = sorted(
+    path
+    for path in MANIFESTS.rglob("*.yaml")
+    if path.name != "kustomization.yaml" and MANIFESTS / "chart" not in path.parents
+)
 RUNTIMES = [path for path in FILES if path.name == "runtime.yaml"]
 WITH_PODS = [*RUNTIMES, MANIFESTS / "shared/stateful-set.yaml"]
 

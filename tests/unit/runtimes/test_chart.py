@@ -1,0 +1,116 @@
+"""The Helm chart makes what kustomize makes of the same manifests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cache_runtimes import MANIFESTS
+from tests.manifests import container_named, containers, job_named, pod_of, pods
+from tests.runtime_rules import problems
+from tests.unit.runtimes.test_kustomizations import KUBECTL, build, customised
+
+Json = dict[str, Any]
+
+HELM = Path(sys.executable).with_name("helm")
+FLAGSHIP = "torch-distributed-data-cache"
+CACHE = f"ClusterTrainingRuntime/{FLAGSHIP}"
+needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="needs kubectl, to compare with it")
+
+
+def helm(*values: str) -> dict[str, Json]:
+    """The objects of the chart by kind and name; those of a namespace with it."""
+    command = [str(HELM), "template", "data-cache", str(MANIFESTS / "chart")]
+    for value in values:
+        command += ["--set-json", value]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    built = [thing for thing in yaml.safe_load_all(done.stdout) if thing]
+    found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
+    assert len(found) == len(built)
+    return found
+
+
+@needs_kubectl
+def test_the_defaults_are_those_of_kustomize() -> None:
+    assert helm() == build(MANIFESTS)
+
+
+@needs_kubectl
+@pytest.mark.parametrize("folder", [FLAGSHIP, "jax-distributed-data-cache"])
+@pytest.mark.parametrize(
+    ("component", "value"),
+    [
+        ("before-kubernetes-1.35", "beforeKubernetes135=true"),
+        ("cache-nodes-4", "cache.nodes=4"),
+        ("gpu", "gpu=true"),
+        ("openshift", "openshift=true"),
+        ("start-together", "startTogether=true"),
+    ],
+)
+def test_a_value_does_what_its_component_does(
+    folder: str, component: str, value: str, tmp_path: Path
+) -> None:
+    built = customised(tmp_path, resources=[folder], components=[f"components/{component}"])
+    made = helm(f'runtimes=["{folder}"]', "shared.enabled=false", value)
+    assert [thing["spec"] for thing in made.values()] == [thing["spec"] for thing in built.values()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        ("openshift=true",),
+        ("startTogether=true", "cache.nodes=7", 'cache.memory="64Gi"', 'cache.shardBytes="48Gi"'),
+        ('jobNetworkPolicyNamespaces=["a"]', 'initializerNamespaces=["a"]'),
+        (
+            'runtimes=["deepspeed-data-cache","jax-distributed-data-cache",'
+            '"torchtune-qwen2.5-1.5b"]',
+            "shared.enabled=false",
+        ),
+    ],
+)
+def test_every_object_keeps_the_rules(values: tuple[str, ...]) -> None:
+    built = helm(*values)
+    assert built
+    assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
+
+
+def test_images_and_pull_secrets_reach_every_pod() -> None:
+    mirror = "registry.example.com:5000"
+    built = helm(
+        f'images.server.repository="{mirror}/server"',
+        f'images.trainer.repository="{mirror}/trainer"',
+        'images.pullSecrets=["mirror"]',
+    )
+    found = [pod for thing in built.values() for _, pod in pods(thing)]
+    assert {each["image"] for pod in found for each in containers(pod)} == {
+        f"{mirror}/server:0.1.0",
+        f"{mirror}/trainer:0.1.0",
+    }
+    assert all(pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}] for pod in found)
+    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server:0.1.0") == 1
+
+
+def test_cache_pods_have_their_size_and_machines() -> None:
+    built = helm(
+        "cache.nodes=3",
+        'cache.memory="64Gi"',
+        'cache.shardBytes="48Gi"',
+        'cache.nodeSelector={"pool":"memory"}',
+    )
+    job = job_named(built[CACHE], "dataset-initializer")
+    pod = pod_of(job)
+    assert job["template"]["spec"]["parallelism"] == 3
+    cache = container_named(pod, "dataset-initializer")
+    assert cache["resources"]["limits"]["memory"] == "64Gi"
+    assert pod["spec"]["nodeSelector"] == {"pool": "memory"}
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["initializer"]["emptyDir"]["sizeLimit"] == "48Gi"
+    trainer = pod_of(job_named(built[CACHE], "node"))
+    assert "nodeSelector" not in trainer["spec"]
