@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 from cache_client.arguments import BatchFormat
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
-from cache_protocol.errors import CacheError, ConfigError, RequestError
+from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
 from cache_protocol.storage.layout import Layout, is_scalar, pool_matrix
 
 _Array = npt.NDArray[np.generic]
@@ -378,10 +378,6 @@ def _values_of(name: str, array: pa.Array) -> list[Any]:
             f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
             f"arrow_cast({name}, 'Binary')"
         ) from None
-
-
-class InvalidTextError(CacheError):
-    """A string column holds bytes that are no UTF-8."""
 
 
 def _values(array: pa.Array) -> list[Any]:

@@ -195,18 +195,13 @@ class Cursor:
 
         Raises:
             ConfigError: DataLoader workers have begun a pass elsewhere, and the training loop has
-                not yet taken its first batch.
+                not yet taken its first batch. Nothing changes.
         """
         cells, now = self._cells, self.generation
         before = now - now % 2  # odd: a former call was interrupted while it wrote
-        new = Start(epoch, -2 if any_offset else offset)
-        self._refuse_if_begun(before, new)
-        cells[_GENERATION] = before + 1  # odd: being written
-        cells[_EPOCH], cells[_OFFSET], cells[_STEPS] = epoch, offset, num_steps
-        cells[_CLAIM] = _NO_PASS
-        cells[_READ_BY_WORKERS] = 0
-        cells[_GENERATION] = before + 2
-        # A worker 0 that read the former values wrote that it decides before it read them.
+        cells[_GENERATION] = before + 1  # odd: being written; no worker 0 decides now
+        os.sched_yield()
+        # One that read an even number wrote before that it decides.
         deadline = time.monotonic() + _DECISION_S
         while (deciding := self._slots[:, _STATUS] == _DECIDING).any():
             if (
@@ -215,7 +210,15 @@ class Cursor:
                 self._slots[deciding, _STATUS] = _NO_PASS
                 break
             time.sleep(_POLL_S / 10)
-        self._refuse_if_begun(before, new)
+        try:
+            self._refuse_if_begun(before, Start(epoch, -2 if any_offset else offset))
+        except ConfigError:
+            cells[_GENERATION] = now
+            raise
+        cells[_EPOCH], cells[_OFFSET], cells[_STEPS] = epoch, offset, num_steps
+        cells[_CLAIM] = _NO_PASS
+        cells[_READ_BY_WORKERS] = 0
+        cells[_GENERATION] = before + 2
 
     def _decided(self, generation: int) -> npt.NDArray[np.int64]:
         """The slots of passes that began when `generation` was this; the earliest first."""
@@ -291,24 +294,27 @@ class Cursor:
 
     def _decide(self, slot: _Slot, own: Start | None, deadline_s: float) -> Start:
         cells = self._array
-        slot.open()
         deadline = time.monotonic() + deadline_s
         while True:
             if time.monotonic() > deadline:
-                slot.give_up()
                 raise ConfigError(
                     "set_epoch or load_state_dict was interrupted in the training process, so the "
                     f"next epoch is not known after {deadline_s:g} s: call it again"
                 )
             generation = int(cells[_GENERATION])
+            if generation % 2:
+                time.sleep(_POLL_S / 10)
+                continue
+            slot.open()
             start = Start(int(cells[_EPOCH]), int(cells[_OFFSET]))
             claim, loader = int(cells[_CLAIM]), int(cells[_CLAIM_LOADER])
             used = claim != _NO_PASS and (loader == slot.loader or not cells[_CLAIM_IS_LOOK])
             begun_at, start = start.offset, Start(start.epoch, 0) if used else start
             told = start if own is None else Start(own.epoch, OWN_START)
             slot.write(told, generation)
-            if generation == int(cells[_GENERATION]) and generation % 2 == 0:
+            if generation == int(cells[_GENERATION]):
                 break
+            slot.give_up()
         if own is None and not used:
             cells[_CLAIM], cells[_CLAIM_LOADER] = slot.name, slot.loader
             cells[_CLAIM_IS_LOOK] = 0
@@ -401,7 +407,7 @@ class _Slot:
         self._cells[_CHECK] = _sum_of(self._cells)
 
     def give_up(self) -> None:
-        """Says that there will be no decision."""
+        """Says that there is no decision yet."""
         self._cells[_STATUS] = _NO_PASS
 
     def wait(self, worker: int, deadline_s: float) -> Start:

@@ -28,7 +28,7 @@ from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable, Split
-from cache_server.sql import loader
+from cache_server.sql import loader, queries
 from cache_server.sql.quoting import identifier
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
         for what, batch in rows:
             _append(builder, batch, what)
             job.rows = builder.num_rows
-        store.seal(job.key, index, _finish(builder, ", ".join(map(str, splits))), draft)
+        store.seal(job.key, index, _finish(job, builder, ", ".join(map(str, splits))), draft)
 
 
 def run_whole(store: ShardStore, job: Job) -> int:
@@ -183,7 +183,8 @@ def run_whole(store: ShardStore, job: Job) -> int:
     def seal() -> None:
         nonlocal num_shards, builder
         if not job.missing or num_shards in job.missing:
-            store.seal(job.key, num_shards, _finish(builder, f"the result of {job.plan.sql!r}"))
+            rows = _finish(job, builder, f"the result of {job.plan.sql!r}")
+            store.seal(job.key, num_shards, rows)
         num_shards += 1
         builder = ShardBuilder(job.plan.logical)
 
@@ -314,8 +315,9 @@ def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: str) -> None:
         raise LoadError(f"cannot store {what}: {error}") from None
 
 
-def _finish(builder: ShardBuilder, what: str) -> pa.RecordBatch:
+def _finish(job: Job, builder: ShardBuilder, what: str) -> pa.RecordBatch:
+    tables = {table.name: table.read_schema for table in job.plan.tables}
     try:
-        return builder.finish()
+        return builder.finish(lambda: queries.computed_columns(job.plan.sql, tables))
     except LoadError as error:
         raise LoadError(f"{what}: {error}") from None

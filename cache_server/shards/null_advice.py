@@ -25,40 +25,47 @@ _ZEROS = {
 }
 
 
-def null_problem(field: pa.Field, count: int, *, encoded: bool) -> str:
+def null_problem(
+    field: pa.Field, count: int, *, encoded: bool, expression: str | None = None
+) -> str:
     """Says what is wrong, and the SQL that corrects it.
 
     Args:
         encoded: the column comes as a dictionary.
+        expression: SQL that computes the column; default: the column of that name.
     """
     nulls, them = ("null", "it") if count == 1 else ("nulls", "them")
     problem = (
         f"column {field.name!r} holds {count} {nulls}, and {field.type} has no value for {them}"
     )
     name = identifier(field.name)
+    value = name if expression is None else expression
     if pa.types.is_nested(field.type):
-        cast = sql_cast(field, large=False)
+        cast = sql_cast(field, large=False, expression=expression)
         return (
             f"{problem}: filter those rows out, or make it a list of any length"
             f"{f', with {cast} in the sql' if cast else ''}"
         )
     zero = _zero(field)
-    value = name
     if encoded and zero == "false":  # DataFusion has no dictionaries of these
-        value = f"arrow_cast({name}, 'Boolean')"
+        value = f"arrow_cast({value}, 'Boolean')"
     elif encoded and "'Duration(" in zero:
-        value = zero.replace("(0,", f"({name},")
+        value = zero.replace("(0,", f"({value},")
     coalesce = f"COALESCE({value}, {zero}) AS {name}"
     return f"{problem}: write {coalesce} in the sql, or filter those rows out"
 
 
-def sql_cast(field: pa.Field, *, large: bool) -> str | None:
-    """SQL that casts a stored column to lists of any length, or to 64-bit offsets."""
+def sql_cast(field: pa.Field, *, large: bool, expression: str | None = None) -> str | None:
+    """SQL that casts a stored column to lists of any length, or to 64-bit offsets.
+
+    Args:
+        expression: as for `null_problem`.
+    """
     spelt = _spelt(field.type, "Large" if large else "")
     if spelt is None or b"cache.unit" in (field.metadata or {}):  # the cast would lose it
         return None
     name = identifier(field.name)
-    return f"arrow_cast({name}, '{spelt}') AS {name}"
+    return f"arrow_cast({expression or name}, '{spelt}') AS {name}"
 
 
 def _spelt(dtype: pa.DataType, prefix: str) -> str | None:

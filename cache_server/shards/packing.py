@@ -28,7 +28,7 @@ Only this module says which Arrow type becomes which storage type:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -224,18 +224,23 @@ class ShardBuilder:
                 self._keep(index, column, batch, start, stop)
         self.num_rows = stop
 
-    def finish(self) -> pa.RecordBatch:
+    def finish(self, expressions: Callable[[], Mapping[str, str]] = dict) -> pa.RecordBatch:
         """The stored record batch of the shard; ends the builder.
+
+        Args:
+            expressions: gives the SQL of computed columns, by name; called for an error only.
 
         Raises:
             LoadError: naming each fixed-width column with nulls, and their count.
         """
         if self._nulls and self._arriving is not None:
-            problems = []
+            problems, computed = [], expressions()
             for name, count in self._nulls.items():
                 encoded = pa.types.is_dictionary(self._arriving.field(name).type)
                 field = self.layout.logical.field(name)
-                problems.append(null_problem(field, count, encoded=encoded))
+                problems.append(
+                    null_problem(field, count, encoded=encoded, expression=computed.get(name))
+                )
             raise LoadError("; ".join(problems))
         arrays = []
         matrices = self._matrices if self._file is None else self._file.read()

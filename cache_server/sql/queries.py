@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 from datafusion import DataFrame, SessionContext
+from datafusion.unparser import Dialect, Unparser
 
 from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
@@ -25,6 +26,7 @@ from cache_server.sql import ignored_sql
 from cache_server.sql.lineage import SourceColumn, column_lineage, variant
 from cache_server.sql.loader import open_session, read_only, reason_of, walk
 from cache_server.sql.quoting import identifier
+from cache_server.sql.select_list import column_expressions
 
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
@@ -162,6 +164,17 @@ def check_query(
         _conditions(optimised) if drivers and not joins else (),
         column_lineage(optimised, frame.schema(), tables),
     )
+
+
+def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str]:
+    """The columns that a query computes -> their SQL; see `cache_server.sql.select_list`."""
+    frame = _plan(sql, _session(tables), tables)
+    plan = frame.logical_plan()
+    try:
+        written = Unparser(Dialect.default()).plan_to_sql(plan)
+    except Exception:  # DataFusion raises bare Exception; not every plan has SQL
+        return {}
+    return column_expressions(written, frame.schema().names, _scans(plan))
 
 
 def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:

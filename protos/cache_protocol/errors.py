@@ -6,6 +6,7 @@
         DatasetNotFoundError
         InvalidRowsError          row ids or a row range outside the dataset
         InvalidTicketError        a ticket or a command that cannot be parsed
+        InvalidTextError          a string column with bytes that are no UTF-8; names column and row
       NotReadyError               still loading; has the progress: retried until the deadline
       StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
@@ -59,6 +60,13 @@ class InvalidTicketError(RequestError):
     """A ticket, descriptor or command cannot be parsed."""
 
     code = pb.ERROR_CODE_INVALID_TICKET
+
+
+class InvalidTextError(RequestError):
+    """A string column holds bytes that are no UTF-8; the message names column and row.
+
+    Only clients raise it, so it has no code.
+    """
 
 
 class NotReadyError(CacheError):

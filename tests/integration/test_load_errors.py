@@ -244,7 +244,8 @@ def test_nulls_in_an_integer_column_fail_the_load_with_a_coalesce_that_mends_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "nulls.parquet"
-    pq.write_table(pa.table({"x": pa.array([1, None, 3, None], pa.int32())}), path)
+    x = pa.array([1, None, 3, None], pa.int32())
+    pq.write_table(pa.table({"x": x, "ones": pa.array([1, 1, 2, 1], pa.int32())}), path)
 
     reason = failed_load(client, DatasetSpec(dataset_name, path))
 
@@ -252,9 +253,18 @@ def test_nulls_in_an_integer_column_fail_the_load_with_a_coalesce_that_mends_it(
     assert "column 'x' holds 2 nulls" in reason
     unharmed(dataset_name)
     (hint,) = re.findall(r'COALESCE\("x", .*\) AS "x"', reason)
-    mended = client.load(DatasetSpec(dataset_name, path, sql=f"SELECT {hint} FROM source"))
-    assert mended.schema.field("x").type == pa.int32()
-    assert client.head(dataset_name).column("x").to_pylist() == [1, 0, 3, 0]
+    computed = "x / ones AS ratio"
+    reason = failed_load(
+        client, DatasetSpec(dataset_name, path, sql=f"SELECT {hint}, {computed} FROM source")
+    )
+    (hint_of_computed,) = re.findall(r'COALESCE\(\(x / ones\), .*\) AS "ratio"', reason)
+    unharmed(dataset_name)
+    sql = f"SELECT {hint}, {hint_of_computed} FROM source"
+    mended = client.load(DatasetSpec(dataset_name, path, sql=sql))
+    assert mended.schema.types == [pa.int32()] * 2
+    head = client.head(dataset_name)
+    assert head.column("x").to_pylist() == [1, 0, 3, 0]
+    assert head.column("ratio").to_pylist() == [1, 0, 1, 0]
 
 
 def test_a_value_that_does_not_fit_its_column_fails_the_load_with_file_and_value(

@@ -11,7 +11,7 @@ import torch
 from cache_client.arguments import BatchFormat
 from cache_client.convert import Converter
 from cache_client.reader import Rows
-from cache_protocol.errors import CacheError, ConfigError
+from cache_protocol.errors import ConfigError, InvalidTextError
 from cache_protocol.storage.layout import Layout
 
 LOGICAL = pa.schema(
@@ -199,9 +199,11 @@ def test_invalid_utf_8_names_column_and_row() -> None:
     layout = Layout(pa.schema([("name", pa.string())]))
     offsets, data = pa.array([0, 2, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfe")
     array = pa.StringArray.from_buffers(2, offsets, data)
-    with pytest.raises(CacheError, match="column 'name' holds no valid UTF-8 in row 1") as caught:
+    with pytest.raises(
+        InvalidTextError, match="column 'name' holds no valid UTF-8 in row 1"
+    ) as bad:
         Converter(layout)(Rows(layout, {}, {0: array}, 2))
-    assert "arrow_cast(name, 'Binary')" in str(caught.value)
+    assert "arrow_cast(name, 'Binary')" in str(bad.value)
 
 
 @pytest.mark.parametrize("value_type", [pa.int64(), pa.float32()])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,3 +133,27 @@ def test_a_worker_0_that_was_killed_while_it_decided_delays_one_change_only(
     cursor.set(2, 0, num_steps=5)
     assert cursor_module._DECIDING not in cursor._slots[:, cursor_module._STATUS]
     assert cursor.planned() == (2, 0)
+
+
+def test_a_change_that_is_refused_changes_nothing_also_where_worker_0_decides_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cursor = at(1, 30)
+    worker, token = copy_in_worker(cursor), 9
+    worker._started_by = token
+    cursor._loaders[token] = SimpleNamespace(waits=True, alive=True, in_order=True, taken=0)  # type: ignore[assignment]
+    deciding = cursor._slots[token + 1]
+    deciding[cursor_module._STATUS] = cursor_module._DECIDING
+
+    def decide(_: float) -> None:
+        slot = cursor_module._Slot(deciding, token, token + 1)
+        slot.write(Start(1, 30), cursor.generation // 2 * 2)
+        slot.close()
+
+    monkeypatch.setattr(cursor_module.time, "sleep", decide)
+    with pytest.raises(ConfigError, match="too late"):
+        cursor.set(2, 0, num_steps=5)
+    assert cursor.planned() == (1, 30)
+    assert cursor.pass_of_workers(0) == (30, True)
+    cursor.set(1, 30, num_steps=5)  # what workers have begun
+    assert begin(copy_in_worker(cursor), 8, 0) == (1, 30)
