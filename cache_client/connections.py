@@ -34,6 +34,13 @@ REQUEST_TIMEOUT_S = 10.0
 # default is 20 s. TCP repeats a lost SYN after 1 s and after 3 s.
 _CONNECT_TIMEOUT_S = 5.0
 _MAX_MESSAGE_BYTES = -1  # no limit, as is Flight's default
+_GRPC_OPTIONS = [
+    DIRECT,
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # gRPC takes this as the time limit for connecting.
+    ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
+]
+_NOBODY = "grpc://127.0.0.1:1"
 _ENDPOINTS_ACTION = "endpoints"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
@@ -108,18 +115,11 @@ class Connection:
         self.location = location
         self._name = f"the connection to {location}"
         _keep_freed_memory()
+        fork_gate.require_answers(_ask_nobody)
         with _flight_call(location):
             try:
                 self._client = _SharedHandle(
-                    flight.connect(
-                        location,
-                        generic_options=[
-                            DIRECT,
-                            ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-                            # gRPC takes this as the time limit for connecting.
-                            ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
-                        ],
-                    ),
+                    flight.connect(location, generic_options=_GRPC_OPTIONS),
                     cancel=None,  # calls have deadlines, and streams cancel themselves
                     release=lambda client: client.close(),
                 )
@@ -309,6 +309,12 @@ def _keep_freed_memory() -> None:
     ``MALLOC_TRIM_THRESHOLD_`` is set.
     """
     np.empty(_LARGEST_FREED_BYTES, np.uint8)  # untouched, so it takes addresses but no memory
+
+
+def _ask_nobody() -> None:
+    """Calls an address where nothing listens: fails at once where gRPC works."""
+    with suppress(pa.ArrowException), flight.connect(_NOBODY, generic_options=_GRPC_OPTIONS) as own:
+        list(own.list_actions(_options(1.0)))
 
 
 @contextmanager

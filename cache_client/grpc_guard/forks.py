@@ -13,10 +13,12 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
+
+from cache_protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ _ENDED = -1  # stands for a thread that ended during a look
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 # How long a fork waits for calls, whose deadlines are shorter, and then for gRPC's threads.
 _CALLS_WAIT_S, _THREADS_WAIT_S = 60.0, 2.0
+_PROBE_S = 8.0  # less than `connections.REQUEST_TIMEOUT_S`, after which other nodes are asked
 
 
 class Closable(Protocol):
@@ -54,20 +57,45 @@ class ForkGate:
         # gRPC threads that were there before this package used gRPC: of other libraries.
         self._of_others: set[int] | None = None
         self._grpc_at_fork = False  # some gRPC was alive when this process was forked
+        self._probing = threading.Lock()
 
     def use(self) -> None:
         """Notes that this package uses gRPC from now on, so that the next fork waits for it."""
         with self._lock:
             if self._of_others is None:
                 self._of_others = _grpc_threads() - {_ENDED}
-            warns, self._grpc_at_fork = self._grpc_at_fork, False
-        if warns:
-            logger.warning(
-                "process %d was forked while another library used gRPC, which does not survive a "
-                "fork: reads over Flight may hang here; start workers with "
-                "multiprocessing_context='spawn'",
-                os.getpid(),
-            )
+
+    def require_answers(self, probe: Callable[[], None]) -> None:
+        """Raises an error if gRPC answers nothing in this process, because of a fork.
+
+        Most libraries that use gRPC have a copy of it. Their forks do no harm to Arrow's copy, but
+        one beside another user of Arrow Flight does. Only a call can tell. Costs nothing in a
+        process that was not forked beside any gRPC.
+
+        Args:
+            probe: makes a call that ends in milliseconds where gRPC works.
+
+        Raises:
+            ConfigError: the call did not end; says what to do.
+        """
+        if not self._grpc_at_fork:
+            return
+        with self._probing:
+            if not self._grpc_at_fork:
+                return
+            # Python waits for no such thread at its end.
+            thread = threading.Thread(target=probe, name="cache-probe", daemon=True)
+            thread.start()
+            thread.join(_PROBE_S)
+            if thread.is_alive():
+                raise ConfigError(
+                    f"process {os.getpid()} was forked from one that used Arrow Flight elsewhere, "
+                    "too, and gRPC does not survive that: Flight answers nothing here. Start "
+                    "DataLoader workers with multiprocessing_context='spawn', as in "
+                    "dataset.loader(num_workers=2, multiprocessing_context='spawn'), or close the "
+                    "other Flight client or server before workers start"
+                )
+            self._grpc_at_fork = False
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Registers what to close before a fork; ``last``: after everything that uses it."""

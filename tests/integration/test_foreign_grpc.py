@@ -1,14 +1,18 @@
-"""Forks beside the gRPC of another library, which lives as long as the process."""
+"""Forks beside other users of gRPC, which live as long as the process."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import write_numbered
 
 # grpcio stands for Ray and jax.distributed: its channel stays open, with threads of gRPC's.
@@ -45,27 +49,71 @@ for epoch in range(3):
     sizes.append(sum(len(batch["row"]) for batch in dataset))
     seconds.append(fork_s())
 dataset.set_epoch(3)
-# gRPC itself does not survive a fork, so workers that use it beside another user are spawned.
-loader = dataset.loader(num_workers=1, multiprocessing_context="spawn")
-sizes.append(sum(len(batch["row"]) for batch in loader))
+# Arrow has a copy of gRPC, which the fork leaves alone.
+sizes.append(sum(len(batch["row"]) for batch in dataset.loader(num_workers=1)))
 print(json.dumps([only_imported, seconds, sizes]), flush=True)
 channel.close()
 server.stop(None)
 """
 
+# Beside another user of Flight, no call ends in a forked worker.
+BESIDE_FLIGHT = """
+import json, sys
+import pyarrow.flight as flight
+from cache_client import CacheIterableDataset, ConfigError
+from cache_client.grpc_guard import forks
 
-def test_a_fork_does_not_wait_for_the_grpc_of_another_library(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=1) as cluster:
-        CacheClient(cluster.endpoint).load(
-            DatasetSpec("table", write_numbered(tmp_path / "t", 100))
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, cluster.endpoint],
-            capture_output=True, text=True, timeout=100, check=False,
+if __name__ == "__main__":
+    forks._PROBE_S = 2.0
+    dataset = CacheIterableDataset("table", endpoint=sys.argv[1], batch_size=16, local=False)
+    other = flight.connect(sys.argv[1])
+    assert len(list(other.list_actions()))
+    try:
+        found = [sum(len(batch["row"]) for batch in dataset.loader(num_workers=1))]
+    except ConfigError as error:
+        found = [str(error)]
+    spawned = dataset.loader(num_workers=1, multiprocessing_context="spawn")
+    found.append(sum(len(batch["row"]) for batch in spawned))
+    print(json.dumps(found), flush=True)
+"""
+
+Run = Callable[[str], Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs a program in a process that reads a table of 100 rows; returns what it prints, and logs.
+
+    A program that spawns workers must be a file: it is imported again.
+    """
+    folder = tmp_path_factory.mktemp("programs")
+
+    def run(program: str) -> Any:
+        file = folder / "program.py"
+        file.write_text(program)
+        environment = {**os.environ, "FORKED_PYTHON": forked_python.executable()}
+        done = forked_python.run(
+            [sys.executable, str(file), cluster.endpoint], capture_output=True, timeout=100,
+            text=True, env=environment,
         )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    only_imported, seconds, sizes = json.loads(done.stdout)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    with LocalCluster(num_nodes=1) as cluster:
+        CacheClient(cluster.endpoint).load(DatasetSpec("table", write_numbered(folder / "t", 100)))
+        yield run
+
+
+def test_a_fork_does_not_wait_for_the_grpc_of_another_library(run: Run) -> None:
+    (only_imported, seconds, sizes), logs = run(PROGRAM)
     # Before: 2 s each.
     assert only_imported < 1.0 and min(seconds) < 1.0, (only_imported, seconds)
     assert sizes == [100] * 4
-    assert "may hang" not in done.stderr
+    assert "may hang" not in logs
+
+
+def test_a_forked_worker_in_which_flight_answers_nothing_says_so(run: Run) -> None:
+    (forked, spawned), _ = run(BESIDE_FLIGHT)
+    assert "Flight answers nothing here" in forked
+    assert "dataset.loader(num_workers=2, multiprocessing_context='spawn')" in forked
+    assert spawned == 100

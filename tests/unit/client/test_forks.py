@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ import pytest
 
 from cache_client.grpc_guard import forks
 from cache_client.grpc_guard.forks import ForkGate
+from cache_protocol.errors import ConfigError
 from tests.interrupts import interrupt_conditions
 
 WAIT_S = 30.0
@@ -94,17 +94,40 @@ def test_calls_begin_again_after_the_last_of_the_forks_that_run(
     waiting.result(WAIT_S)
 
 
-@pytest.mark.parametrize("threads", [set(), {1}], ids=["no other", "another"])
-def test_a_child_that_uses_grpc_warns_once_if_another_user_of_it_was_forked_too(
-    threads: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def in_a_child(gate: ForkGate) -> ForkGate:
+    """The gate, as a child has it that was forked after a call."""
+    call(gate)
+    gate.before_fork()
+    gate.after_fork_in_child()
+    return gate
+
+
+def test_a_child_probes_grpc_once_if_another_user_of_it_was_forked_too(
+    gate: ForkGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: threads)
-    gate = ForkGate()
-    for end in (gate.after_fork_in_parent, gate.after_fork_in_child):
-        call(gate)
-        gate.before_fork()
-        end()
-    with caplog.at_level(logging.WARNING):
-        call(gate)
-        call(gate)
-    assert ["start workers with" in line for line in caplog.messages] == [True] * len(threads)
+    probes: list[int] = []
+    in_a_child(gate).require_answers(lambda: probes.append(0))
+    assert probes == []
+    monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: {1})
+    gate.before_fork()
+    gate.after_fork_in_parent()
+    gate.require_answers(lambda: probes.append(1))
+    assert probes == []
+    for _ in range(2):
+        in_a_child(gate).require_answers(lambda: probes.append(2))
+        gate.require_answers(lambda: probes.append(3))
+    assert probes == [2, 2]
+
+
+def test_a_child_in_which_grpc_answers_nothing_says_what_to_do(
+    gate: ForkGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: {1})
+    monkeypatch.setattr(forks, "_PROBE_S", 0.01)
+    end = threading.Event()
+    try:
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"forked .* multiprocessing_context='spawn'"):
+                in_a_child(gate).require_answers(lambda: end.wait(WAIT_S) and None)
+    finally:
+        end.set()
