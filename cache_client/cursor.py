@@ -23,6 +23,7 @@ from torch.utils.data import get_worker_info
 from cache_client.loader_iterators import (
     LoaderIterator,
     batches_skipped_by_accelerate,
+    epoch_that_lightning_begins,
     iterator_in_stack,
 )
 from cache_protocol.errors import ConfigError
@@ -74,6 +75,7 @@ class Cursor:
         self._take(cells)
         self._started_by: int | None = None  # token of the iterator that starts workers
         self._skipped = 0
+        self._lightning_epoch: int | None = None
 
     def _take(self, cells: torch.Tensor) -> None:
         """Uses these cells, which no other process has yet."""
@@ -99,6 +101,7 @@ class Cursor:
             "process": self._process,
             "started_by": self._started_by,
             "skipped": self._skipped,
+            "lightning_epoch": self._lightning_epoch,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,6 +113,7 @@ class Cursor:
             with torch.inference_mode(False):
                 self._take(cells.clone())
         self._started_by, self._skipped = state["started_by"], state["skipped"]
+        self._lightning_epoch = state["lightning_epoch"]
 
     @property
     def _cells(self) -> npt.NDArray[np.int64]:
@@ -147,6 +151,7 @@ class Cursor:
         self._loaders = {**kept, loader.token: loader}
         self._started_by = loader.token
         self._skipped = batches_skipped_by_accelerate()
+        self._lightning_epoch = epoch_that_lightning_begins()
 
     def _is_needed(self, loader: LoaderIterator) -> bool:
         current = self._decided(int(self._array[_GENERATION]))
@@ -379,6 +384,11 @@ class Cursor:
     def skipped_batches(self) -> int:
         """Batches that accelerate drops at the start of the pass that begins now."""
         return batches_skipped_by_accelerate() if get_worker_info() is None else self._skipped
+
+    def lightning_epoch(self) -> int | None:
+        """The epoch whose first pass Lightning begins with the pass that begins now."""
+        in_worker = get_worker_info() is not None
+        return self._lightning_epoch if in_worker else epoch_that_lightning_begins()
 
 
 class _Slot:

@@ -458,8 +458,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             # What was set since the iterator was made counts: nothing was given yet.
             self._place(this, self._cursor.planned())
             claim = self._cursor.begin(is_look=this.plan.num_steps > 1)
-        if this.worker == 0:
-            check_pass(this, self._cursor, self._shards.dataset, shuffle=self.shuffle)
+        check_pass(this, self._cursor, self._shards.dataset, shuffle=self.shuffle)
         process = os.getpid()
         with Reader(
             self.endpoint,

@@ -78,11 +78,19 @@ def batches_skipped_by_accelerate() -> int:
 
 
 def epoch_that_lightning_begins() -> int | None:
-    """The epoch whose first batch a Trainer of Lightning in the call stack asks for, if it does."""
+    """The epoch whose start a Trainer of Lightning in the call stack prepares, if it does.
+
+    Where it resumes, it makes the iterator first, and only then counts the epoch before as over.
+    """
     modules = ("lightning.pytorch.loops.fit_loop", "pytorch_lightning.loops.fit_loop")
     for loop in _selves_in_stack(*modules):
         epoch: int = loop.epoch_progress.current.processed
-        return None if loop.epoch_loop.batch_progress.current.ready else epoch
+        trained: int = loop.epoch_loop.batch_progress.current.ready
+        if not trained:
+            return epoch
+        limits = getattr(loop._combined_loader, "limits", None) or [None]
+        is_over = all(limit is not None and trained >= limit for limit in limits)
+        return epoch + 1 if is_over else None
     return None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from cache_client.cursor import Cursor
-from cache_client.loader_iterators import epoch_that_lightning_begins
 from cache_client.order import OrderState, WorkerState, read_state
 from cache_client.passes import Pass
 from cache_protocol.errors import ConfigError, StaleVersionError
@@ -67,7 +66,7 @@ def checked_state(
 def check_pass(this: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> None:
     """Refuses a pass that reads other rows than the program means; warns of repeated ones.
 
-    Called before the first batch, in the training process or in worker 0.
+    Called before the first batch, in the training process or in each worker. Only worker 0 warns.
 
     Raises:
         ConfigError: accelerate drops batches of an epoch that was not set, or Lightning begins
@@ -81,13 +80,15 @@ def check_pass(this: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> No
             "and load the dataset's own state; or load no state, and call set_epoch before each "
             "pass (in a TrainerCallback: on_epoch_begin)"
         )
-    begun = epoch_that_lightning_begins() if consumed else None
+    begun = cursor.lightning_epoch() if consumed else None
     if begun not in (None, this.epoch):
         raise ConfigError(
             f"Lightning begins epoch {begun}, and this pass reads the rest of epoch {this.epoch} "
             f"from row {consumed}: use dataset.loader(), whose set_epoch Lightning calls, or "
             "give it a loader whose attribute sampler is this dataset"
         )
+    if this.worker:
+        return
     if cursor.given_up_at:
         warnings.warn(
             f"a pass that resumed epoch {this.epoch} at row {cursor.given_up_at} was not read to "

@@ -30,6 +30,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cache_client import CacheIterableDataset
 
@@ -279,6 +280,29 @@ def lightning_resumes_by_the_state_of_the_loader() -> Any:
         path = str(folder / "latest.ckpt")
         trainer().fit(resumed, dataset().loader(num_workers=after), ckpt_path=path)
         found[f"{before} {after}"] = model.seen + resumed.seen
+    return found
+
+
+@case
+def lightning_resumes_a_stateful_loader_of_torchdata() -> Any:
+    """A checkpoint at the last step that is trained of an epoch, and in the middle."""
+    found: dict[str, Any] = {}
+    for name, stop, limit in (("end", 32, 1.0), ("limit", 10, 10), ("middle", 10, 1.0)):
+        folder = FOLDER / f"stateful-{name}"
+        keep = ModelCheckpoint(folder, "latest", every_n_train_steps=stop)
+        model, resumed = Model(), Model()
+        options = {"limit_train_batches": limit, "use_distributed_sampler": False}
+        made = StatefulDataLoader(dataset(), batch_size=None, num_workers=2)
+        stopped = trainer(max_steps=stop, callbacks=keep, enable_checkpointing=True, **options)
+        stopped.fit(model, made)
+        dist.barrier()
+        made = StatefulDataLoader(dataset(), batch_size=None, num_workers=2)
+        again = trainer(max_epochs=1 if name == "middle" else 2, **options)
+        path = str(folder / "latest.ckpt")
+        error = error_of(lambda again=again, resumed=resumed, made=made, path=path: again.fit(
+            resumed, made, ckpt_path=path
+        ))  # fmt: skip
+        found[name] = model.seen + resumed.seen if name == "middle" else [error, resumed.seen]
     return found
 
 

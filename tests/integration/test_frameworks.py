@@ -150,6 +150,18 @@ def test_a_checkpoint_of_lightning_resumes_with_other_workers(found: Found) -> N
         assert_every_row(ranks)
 
 
+def test_lightning_resumes_torchdatas_loader_or_is_refused_where_it_saved_at_a_last_step(
+    found: Found,
+) -> None:
+    cases = of_both(found["lightning_resumes_a_stateful_loader_of_torchdata"])
+    assert_every_row(cases["middle"])
+    for name in ("end", "limit"):
+        for error, trained in cases[name]:
+            assert error.startswith("ConfigError: ") and "Lightning begins epoch 1" in error
+            assert "use dataset.loader(), whose set_epoch Lightning calls" in error
+            assert trained == []
+
+
 def test_fabric_leaves_the_loader_alone(found: Found) -> None:
     for ranks in of_both(found["fabric_sets_up_the_loader"]).values():
         assert_every_row(ranks)
