@@ -86,7 +86,7 @@ class Converter:
         getters = _getters(layout, stacks, views, dtype)
         self._names = list(getters)
         self._bools = _bool_names(layout, stacks, cast=dtype is not None)
-        self._copied = _scalars(views) if copy else []
+        self._copied = _scalars(layout, views) if copy else []
         own = {name for _, names, _ in self._copied for name in names}
         views = {name: view for name, view in views.items() if name not in own}
         self._cutters = _cutters(layout, views) if batch_format == "torch" else []
@@ -231,11 +231,14 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
     return views
 
 
-def _scalars(views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
-    """Stored columns, their logical scalar columns that are not stacked, and their positions."""
+def _scalars(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
+    """Stored columns, their scalar columns that must be copied to be contiguous, and positions.
+
+    The only column of a matrix is contiguous, and keeps only its own values of a window.
+    """
     found: dict[int, dict[str, int]] = {}
     for name, (index, part) in views.items():
-        if isinstance(part, int):
+        if isinstance(part, int) and layout.columns[index].width > 1:
             found.setdefault(index, {})[name] = part
     return [(index, list(places), list(places.values())) for index, places in found.items()]
 

@@ -25,6 +25,7 @@ from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.loader import CacheLoader, make_loader
+from cache_client.loader_iterators import batches_taken_ahead
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.order import (
@@ -458,6 +459,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             # What was set since the iterator was made counts: nothing was given yet.
             self._place(this, self._cursor.planned())
             claim = self._cursor.begin(is_look=this.plan.num_steps > 1)
+            this.ahead = batches_taken_ahead()
         check_pass(this, self._cursor, self._shards.dataset, shuffle=self.shuffle)
         process = os.getpid()
         with Reader(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from cache_client.loader_iterators import batches_taken_ahead
 from cache_client.passes import Pass
 from cache_protocol.errors import ConfigError
 
@@ -110,6 +111,7 @@ class CacheLoader(DataLoader[Any]):
     def _of_workers(self, this: Pass) -> Generator[Any, None, None]:
         dataset = self.dataset
         dataset._place(this, dataset._cursor.planned())
+        this.ahead = batches_taken_ahead()
         for batch in super().__iter__():
             dataset._passes.hand_out(this)
             yield batch

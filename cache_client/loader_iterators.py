@@ -77,6 +77,14 @@ def batches_skipped_by_accelerate() -> int:
     return max((getattr(this, "skip_batches", 0) for this in loaders), default=0)
 
 
+def batches_taken_ahead() -> int:
+    """How many batches a loader of Ray Train in the call stack takes before the loop needs them.
+
+    That of `ray.train.torch.prepare_data_loader` takes one.
+    """
+    return int(any(True for _ in _selves_in_stack("ray.train.torch.train_loop_utils")))
+
+
 def epoch_that_lightning_begins() -> int | None:
     """The epoch whose start a Trainer of Lightning in the call stack prepares, if it does.
 

@@ -22,6 +22,7 @@ class Pass:
 
     Attributes:
         handed_out: batches so far.
+        ahead: batches that a wrapper holds and the training loop has not seen yet.
         ended: the iterator was asked for more batches than there are.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
     """
@@ -34,6 +35,7 @@ class Pass:
     in_worker: bool = False
     of_loader: bool = False
     handed_out: int = 0
+    ahead: int = 0
     ended: bool = False
     iterator: weakref.ref[Iterator[Any]] | None = None
 
@@ -57,9 +59,10 @@ class Pass:
         sequence of steps continues; the states of n workers differ by up to n - 1 steps.
         """
         if not self.in_worker:
-            if self.ended:
+            if self.ended and not self.ahead:
                 return self.epoch + 1, 0
-            return self.epoch, self.plan.rows_consumed_after(self.handed_out)
+            seen = self.handed_out if self.ended else max(0, self.handed_out - self.ahead)
+            return self.epoch, self.plan.rows_consumed_after(seen)
         consumed = self.plan.rows_consumed
         consumed += self.handed_out * self.num_workers * self.plan.rows_per_step
         if self.handed_out == len(self.steps):

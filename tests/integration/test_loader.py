@@ -149,6 +149,36 @@ def test_an_epoch_or_a_state_that_is_set_after_iter_counts(
     assert rows(iterator) == expected[160:]
 
 
+RAYS_LOADER = """
+class Wrapped:
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        self.iterator = iter(self.loader)
+        self.next_batch = next(self.iterator, None)
+        return self
+
+    def __next__(self):
+        if self.next_batch is None:
+            raise StopIteration
+        batch, self.next_batch = self.next_batch, next(self.iterator, None)
+        return batch
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_tells_of_no_batch_that_ray_took_ahead_of_the_loop(
+    dataset: CacheIterableDataset, workers: int
+) -> None:
+    module: dict[str, Any] = {"__name__": "ray.train.torch.train_loop_utils"}
+    exec(RAYS_LOADER, module)
+    consumed = []
+    for _ in module["Wrapped"](dataset.loader(num_workers=workers)):
+        consumed.append((dataset.state_dict()["epoch"], dataset.state_dict()["rows_consumed"]))
+    assert consumed == [(0, 16 * step) for step in range(1, 13)] + [(0, ROWS)]
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_look_at_a_batch_leaves_the_state_alone(
     dataset: CacheIterableDataset, workers: int
