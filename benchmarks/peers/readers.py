@@ -21,6 +21,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import shutil
 import sys
@@ -409,14 +410,14 @@ def ray_data(source: Source) -> list[Contender]:
     """Decoded beforehand into its object store, then batches through a local buffer."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-    import ray  # type: ignore[import-not-found]
-    import ray.data  # type: ignore[import-not-found]
+    import ray
+    import ray.data
 
     ray.init(
         num_cpus=WORKERS,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         object_store_memory=2 * 10**9,
     )
     context = ray.data.DataContext.get_current()

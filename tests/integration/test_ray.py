@@ -63,7 +63,7 @@ def train_func(config):
     Path(config["folder"], f"rank-{rank}.json").write_text(json.dumps(found))
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20)
     TorchTrainer(
         train_func,
         train_loop_config={"endpoint": endpoint, "folder": folder, "cells": cells},

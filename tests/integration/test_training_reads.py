@@ -55,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_numbered(directory, ROWS, files=3, row_group_size=97)
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
+@pytest.fixture(scope="module")
 def nodes_and_replicas(request: pytest.FixtureRequest) -> tuple[int, int]:
     of_cluster: tuple[int, int] = request.param
     return of_cluster
@@ -98,11 +98,19 @@ def by_step_and_rank(batches: list[list[list[int]]]) -> list[int]:
     return [row for step in zip(*batches, strict=True) for batch in step for row in batch]
 
 
-# Not 24 workers on two cores for each of the five clusters.
+# Every number of ranks with every number of workers, but not 24 workers on two cores.
 SHAPES = [*itertools.product([1, 2, 3], [0, 1, 3]), (8, 0), (8, 1)]
+# Ranks and workers know of nodes and replicas only by the reader.
+FEW = [(1, 0), (2, 3), (3, 1), (8, 0)]
+CASES = [
+    *(((3, 2), *shape) for shape in SHAPES),
+    *((cluster, *shape) for cluster in [(1, 1), (2, 1), (3, 1), (2, 2)] for shape in FEW),
+]
 
 
-@pytest.mark.parametrize(("ranks", "workers"), SHAPES)
+@pytest.mark.parametrize(
+    ("nodes_and_replicas", "ranks", "workers"), CASES, indirect=["nodes_and_replicas"]
+)
 def test_rows_over_step_and_rank_do_not_depend_on_ranks_workers_nodes_or_replicas(
     endpoint: str, nodes_and_replicas: tuple[int, int], ranks: int, workers: int
 ) -> None:
