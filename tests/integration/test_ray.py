@@ -19,7 +19,7 @@ ROWS = 203  # 7 steps of 2 * 16 rows, the last of 11
 
 pytestmark = [
     pytest.mark.frameworks,
-    pytest.mark.timeout(260),
+    pytest.mark.timeout(500),  # it starts a dozen processes
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
@@ -88,7 +88,7 @@ def test_two_workers_of_a_torch_trainer_read_each_row_once(tmp_path: Path) -> No
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source))
         done = subprocess.run(
             [sys.executable, str(script), cluster.endpoint, str(tmp_path), json.dumps(CELLS)],
-            env=environment, capture_output=True, text=True, timeout=240, check=False,
+            env=environment, capture_output=True, text=True, timeout=480, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
