@@ -84,6 +84,7 @@ PURE_IMPORTS = (
         "cache_protocol.storage.layout",
     ),
     *("cache_client.permutation", "cache_server.source.pinned", "cache_server.sql.quoting"),
+    "cache_server.sql.ignored_sql",
     *("kubernetes.utils.quantity", "pathlib.PurePath", "cache_protocol.storage.memory_budget"),
     "cache_protocol.spec.values",
     "cache_protocol.storage.row_index",

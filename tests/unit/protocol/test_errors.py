@@ -65,5 +65,6 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
     names = {kind.__name__ for kind in TREE if issubclass(kind, RequestError)}
 
     assert names == {
-        *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError")
+        *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError"),
+        "InvalidTextError",
     }
