@@ -28,6 +28,7 @@ Only this module says which Arrow type becomes which storage type:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -54,7 +55,7 @@ def storage_schema(schema: pa.Schema) -> pa.Schema:
     names = schema.names
     if not names:
         raise RequestError("the query yields no columns")
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         raise RequestError(f"the query yields several columns named {', '.join(repeated)}")
     problems, fields = [], []

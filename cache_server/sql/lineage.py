@@ -101,7 +101,7 @@ def _type_of(source: SourceColumn, tables: Mapping[str, pa.Schema]) -> pa.DataTy
     """The type of a source column; None if it is not a field of a struct, such as a map's value."""
     table, path = source
     schema = tables[table]
-    if path in schema.names:
+    if schema.get_field_index(path) >= 0:
         return schema.field(path).type
     name = next(name for name in schema.names if path.startswith(f"{name}."))
     dtype = schema.field(name).type

@@ -43,6 +43,7 @@ from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import check_end
 from cache_server.sql.quoting import identifier
+from cache_server.sql.selection import Selection, selection_of
 
 _FILE = "__file"  # a file whose table has further columns
 
@@ -118,10 +119,10 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     parts = split.parts if file.format == table.format else 1
     try:
         if file.format == "json":
-            yield from _by_lots(_json_rows(file, table), file, sql, table)
+            yield from _named(_by_lots(_json_rows(file, table), file, sql, table), sql)
             return
         if file.format == "csv" and _converted(table):
-            yield from _by_lots(_csv_rows(file, table), file, sql, table)
+            yield from _named(_by_lots(_csv_rows(file, table), file, sql, table), sql)
             return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
@@ -134,8 +135,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
                 _check_csv(file, table)
             elif file.format == "arrow" == table.format:  # not staged
                 check_end(file.path, split)
-            for batch in context.execute(plan, split.part if parts > 1 else 0):
-                yield batch.to_pyarrow()
+            stream = context.execute(plan, split.part if parts > 1 else 0)
+            yield from _named((batch.to_pyarrow() for batch in stream), sql)
             return
     except LoadError:
         raise
@@ -166,7 +167,8 @@ def read_together(
     try:
         _, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
         if not _folds_to_nothing(frame):
-            yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
+            stream = (batch.to_pyarrow() for batch in frame.execute_stream())
+            yield from _joined(_named(stream, sql))
     except Exception as error:  # DataFusion raises bare Exception
         for file in files:  # find the bad file
             for _ in read_split(file, sql, table):
@@ -176,6 +178,9 @@ def read_together(
 
 def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Split]:
     """The splits that may hold rows of a query, by their partition values."""
+    selection = selection_of(sql)
+    if selection is not None and not selection.filter:
+        return list(splits)
     answers: dict[tuple[object, ...], bool] = {}
     kept = []
     for split in splits:
@@ -218,7 +223,7 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
     context = open_session(1)
     context.register_record_batches(table, [[rows]])
     try:
-        return int(context.sql_with_options(sql, read_only()).count())
+        return int(_frame(context, sql, rows.schema.names).count())
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
 
@@ -283,6 +288,40 @@ def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionCo
     return context
 
 
+def selected(context: SessionContext, selection: Selection) -> DataFrame:
+    """A planned selection, with all columns of its table.
+
+    Raises:
+        Exception: of DataFusion; its filter is not a condition.
+    """
+    frame = context.table(selection.table)
+    return frame.filter(selection.filter) if selection.filter else frame
+
+
+def _frame(context: SessionContext, sql: str, read: Sequence[str]) -> DataFrame:
+    """A planned query; a selection may give more columns than it names.
+
+    Args:
+        read: the columns that it needs of its table.
+    """
+    selection = selection_of(sql)
+    if selection is None:
+        return context.sql_with_options(sql, read_only())
+    try:
+        frame = selected(context, selection)
+    except Exception:  # DataFusion raises bare Exception; the filter is a part of other SQL
+        return context.sql_with_options(sql, read_only())
+    return frame.select(*map(identifier, read)) if len(read) < len(frame.schema()) else frame
+
+
+def _named(batches: Iterator[pa.RecordBatch], sql: str) -> Iterator[pa.RecordBatch]:
+    """The same batches; of a selection, the columns that it names."""
+    selection = selection_of(sql)
+    names = list(selection.columns) if selection is not None and selection.columns else None
+    for batch in batches:
+        yield batch if names is None else batch.select(names)
+
+
 def read_only() -> SQLOptions:
     """Options that allow only queries."""
     return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
@@ -294,8 +333,8 @@ def _planned(
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(parts, _batch_rows(file.split))
-        _register_table(context, file, table, skips=skips)
-        frame = context.sql_with_options(sql, read_only())
+        _register_table(context, file, table, sql, skips=skips)
+        frame = _frame(context, sql, table.read_schema.names)
         if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
             break
         plan = frame.execution_plan().display_indent()
@@ -305,7 +344,7 @@ def _planned(
 
 
 def _register_table(
-    context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
+    context: SessionContext, file: LocalFile, table: PinnedTable, sql: str, *, skips: bool
 ) -> None:
     """Registers a split of ``table``, with the columns in its path."""
     if file.format != table.format:  # staged: it holds only what is read
@@ -314,6 +353,9 @@ def _register_table(
     constants = table.partition_of(file.split)
     name = _FILE if constants else table.name
     schema = _stored(table, constants) if constants else table.schema
+    if file.format == "parquet" and selection_of(sql) is not None:  # read by name
+        read = _stored_and_read(file, table)
+        schema = read if read.names else schema
     _register(context, name, file.path, file.format, schema, skips=skips)
     if constants:
         _register_constants(context, table, constants)
@@ -337,7 +379,7 @@ def _by_lots(
             lot = pa.RecordBatch.from_arrays(columns, schema=schema)
         context = open_session(1, _MOST_BATCH_ROWS)
         context.register_record_batches(table.name, [[lot]])
-        frame = context.sql_with_options(sql, read_only())
+        frame = _frame(context, sql, table.read_schema.names)
         if _folds_to_nothing(frame):
             return
         for batch in frame.execute_stream():
@@ -446,7 +488,7 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
     context.register_record_batches(_FILE, [[empty]])
     _register_constants(context, table, constants)
     try:
-        return not _folds_to_nothing(context.sql_with_options(sql, read_only()))
+        return not _folds_to_nothing(_frame(context, sql, table.read_schema.names))
     except Exception:  # DataFusion raises bare Exception; reading the split will report it
         return True
 

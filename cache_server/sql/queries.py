@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from typing import Any
 
@@ -24,9 +24,10 @@ from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
 from cache_server.sql.lineage import SourceColumn, column_lineage, variant
-from cache_server.sql.loader import open_session, read_only, reason_of, walk
+from cache_server.sql.loader import open_session, read_only, reason_of, selected, walk
 from cache_server.sql.quoting import identifier
 from cache_server.sql.select_list import column_expressions
+from cache_server.sql.selection import Selection, select, selection_of
 
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
@@ -93,11 +94,7 @@ class Query:
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
     """The SQL of a spec: ``sql`` as it is, or the query that columns and filter stand for."""
-    if sql:
-        return sql
-    names = ", ".join(identifier(name) for name in columns) if columns else "*"
-    where = f" WHERE ({filter})" if filter else ""
-    return f"SELECT {names} FROM {TABLE}{where}"
+    return sql or select(columns, TABLE, filter)
 
 
 def check_query(
@@ -109,6 +106,8 @@ def check_query(
 ) -> Query:
     """Plans ``sql`` against empty tables of these schemas.
 
+    A selection is planned with one column: see `cache_server.sql.selection`.
+
     Args:
         allow_unordered: accept a result without a defined order.
         is_shortcut: it was made of columns and a filter, so it must be row-wise.
@@ -118,10 +117,12 @@ def check_query(
             table unread, or has no defined order and needs one; says which.
     """
     context = _session(tables)
-    frame = _plan(sql, context, tables)
+    selection = _selection(sql, context, tables)
+    planned = sql if selection is None else _narrow(selection, tables)
+    frame = _plan(planned, sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
-    text = ignored_sql.bare(sql)
-    if ignored := ignored_sql.find(sql, text, lambda other: _shown(other, context)):
+    text = ignored_sql.bare(planned)
+    if ignored := ignored_sql.find(planned, text, lambda other: _shown(other, context)):
         raise RequestError(f"sql {sql!r}: {ignored}")
     scans = _scans(written)
     if unread := sorted(set(tables) - set(scans)):
@@ -151,7 +152,7 @@ def check_query(
             "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
-    return Query(
+    query = Query(
         sql,
         frame.schema(),
         _columns_read(optimised, tables),
@@ -164,11 +165,12 @@ def check_query(
         _conditions(optimised) if drivers and not joins else (),
         column_lineage(optimised, frame.schema(), tables),
     )
+    return query if selection is None else _with_columns(query, selection, tables)
 
 
 def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str]:
     """The columns that a query computes -> their SQL; see `cache_server.sql.select_list`."""
-    frame = _plan(sql, _session(tables), tables)
+    frame = _plan(sql, sql, _session(tables), tables)
     plan = frame.logical_plan()
     try:
         written = Unparser(Dialect.default()).plan_to_sql(plan)
@@ -186,9 +188,44 @@ def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:
     return context
 
 
-def _plan(sql: str, context: SessionContext, tables: Collection[str]) -> DataFrame:
+def _selection(
+    sql: str, context: SessionContext, tables: Mapping[str, pa.Schema]
+) -> Selection | None:
+    """The selection that ``sql`` is; None if it is another query, or cannot be planned as one."""
+    found = selection_of(sql)
+    if found is None or {found.table} != set(tables):
+        return None
+    if not set(found.columns or ()) <= set(tables[found.table].names):
+        return None  # DataFusion's error names the known columns
     try:
-        frame = context.sql_with_options(sql, read_only())
+        selected(context, found)
+    except Exception:  # DataFusion raises bare Exception; as SQL it gives a better error
+        return None
+    return found
+
+
+def _narrow(selection: Selection, tables: Mapping[str, pa.Schema]) -> str:
+    """The same selection of one column."""
+    names = selection.columns or tables[selection.table].names
+    return select(tuple(names[:1]), identifier(selection.table), selection.filter)
+
+
+def _with_columns(query: Query, selection: Selection, tables: Mapping[str, pa.Schema]) -> Query:
+    """The query of a selection, from that of its `_narrow` one."""
+    table, schema = selection.table, tables[selection.table]
+    names = selection.columns or tuple(schema.names)
+    read = {*names, *query.columns[table]}
+    return replace(
+        query,
+        schema=pa.schema([schema.field(name) for name in names]),
+        columns={table: tuple(name for name in schema.names if name in read)},
+        lineage={name: (table, name) for name in names},
+    )
+
+
+def _plan(planned: str, sql: str, context: SessionContext, tables: Collection[str]) -> DataFrame:
+    try:
+        frame = context.sql_with_options(planned, read_only())
         frame.optimized_logical_plan()
         frame.execution_plan()  # refuses what cannot run, such as a placeholder
     except Exception as error:  # DataFusion raises bare ValueError and Exception
