@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -23,16 +24,13 @@ def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
         path: of the file that it reads, or a folder of such files.
         schema: the columns that are read.
     """
-    used = [field for field in schema if _uses_bounds(plan, field.name)]
+    before = [plan[: found.start()] for found in re.finditer("_(min|max)@", plan)]
+    used = [field for field in schema if any(text.endswith(field.name) for text in before)]
     if any(_is_of_floats(field.type) for field in used):
         return True
     texts = {field.name for field in used if not pa.types.is_primitive(field.type)}
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
     return bool(texts) and any(_lacks_bounds(pq.read_metadata(path), texts) for path in paths)
-
-
-def _uses_bounds(plan: str, name: str) -> bool:
-    return any(f"{name}_{end}@" in plan for end in ("min", "max"))
 
 
 def _is_of_floats(dtype: pa.DataType) -> bool:
