@@ -7,7 +7,7 @@ function, has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -42,6 +42,19 @@ def variant(expression: Any) -> Any:
         return expression.to_variant()
     except ValueError:
         return None
+
+
+def parts(expression: Any) -> Iterator[Any]:
+    """An expression and the expressions inside it, without those of subqueries."""
+    yield expression
+    if expression.variant_name() in ("Column", "Literal"):
+        return
+    try:
+        inside = expression.rex_call_operands()
+    except Exception:  # DataFusion's bindings do not show what is inside, as of EXISTS
+        return
+    for part in inside:
+        yield from parts(part)
 
 
 def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:

@@ -17,6 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ from datafusion import (
     lit,
 )
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_names, no_rows
+from cache_server.sql import exactness
 from cache_server.sql.formats import json_rows
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
@@ -135,7 +137,9 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
                 _check_csv(file, table)
             elif file.format == "arrow" == table.format:  # not staged
                 check_end(file.path, split)
-            stream = context.execute(plan, split.part if parts > 1 else 0)
+            part = split.part if parts > 1 else 0
+            _check_values(context, frame, part)
+            stream = context.execute(plan, part)
             yield from _named((batch.to_pyarrow() for batch in stream), sql)
             return
     except LoadError:
@@ -165,8 +169,9 @@ def read_together(
     """
     folder, splits = files[0].path.parent, [file.split for file in files]
     try:
-        _, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
+        context, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
         if not _folds_to_nothing(frame):
+            _check_values(context, frame)
             stream = (batch.to_pyarrow() for batch in frame.execute_stream())
             yield from _joined(_named(stream, sql))
     except Exception as error:  # DataFusion raises bare Exception
@@ -205,10 +210,13 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
         LoadError: with the reason.
     """
     try:
-        context = open_session(1)
+        schemas = {name: _schema_of(path, "arrow") for name, path in tables.items()}
+        context = open_session(1, exact=is_exact(sql, schemas))
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
-        for batch in context.sql_with_options(sql, read_only()).execute_stream():
+        frame = context.sql_with_options(sql, read_only())
+        _check_values(context, frame)
+        for batch in frame.execute_stream():
             yield batch.to_pyarrow()
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
@@ -220,7 +228,7 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
     Raises:
         LoadError: with the reason.
     """
-    context = open_session(1)
+    context = open_session(1, exact=is_exact(sql, {table: rows.schema}))
     context.register_record_batches(table, [[rows]])
     try:
         return int(_frame(context, sql, rows.schema.names).count())
@@ -266,8 +274,14 @@ def _batch_rows(split: Split) -> int:
     return max(_FEWEST_BATCH_ROWS, min(_MOST_BATCH_ROWS, _BATCH_BYTES // row_bytes))
 
 
-def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionContext:
-    """A session that cuts a file into ``parts`` and keeps the order of rows."""
+def open_session(
+    parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS, *, exact: bool = False
+) -> SessionContext:
+    """A session that cuts a file into ``parts`` and keeps the order of rows.
+
+    Args:
+        exact: without the rules that simplify comparisons; see `is_exact`.
+    """
     config = (
         SessionConfig()
         .with_target_partitions(parts)
@@ -285,7 +299,52 @@ def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionCo
     context = SessionContext(config)
     for name in (*_VOLATILE, *_OF_THE_FILE):
         context.deregister_udf(name)
+    for rule in exactness.SIMPLIFYING_RULES if exact else ():
+        context.remove_optimizer_rule(rule)
     return context
+
+
+def is_exact(sql: str, tables: Mapping[str, pa.Schema]) -> bool:
+    """Whether a query must run in a session that does not simplify comparisons.
+
+    Raises:
+        RequestError: it must, but it cannot.
+        Exception: of DataFusion; it cannot be planned.
+    """
+    return _is_exact(sql, tuple(tables.items()))
+
+
+@lru_cache(64)
+def _is_exact(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> bool:
+    selection = selection_of(sql)
+    if selection is not None and not selection.filter:
+        return False
+    context = open_session(1, exact=True)
+    for name, schema in tables:
+        context.register_record_batches(name, [[no_rows(schema)]])
+    names = tables[0][1].names
+    plan = _frame(context, sql, names[:1] if selection else names).optimized_logical_plan()
+    if not exactness.simplifies_wrongly(plan, context):
+        return False
+    if problem := exactness.unsimplified_problem(plan, context):
+        raise RequestError(f"sql {sql!r}: {problem}")
+    return True
+
+
+def _check_values(context: SessionContext, frame: DataFrame, part: int | None = None) -> None:
+    """Refuses rows for which DataFusion computes an expression of a query wrongly.
+
+    Args:
+        part: to check; None for all.
+
+    Raises:
+        ValueError: naming the expression.
+    """
+    for watch in exactness.wrong_values(frame.optimized_logical_plan(), context):
+        plan = watch.rows.filter(watch.condition).execution_plan()
+        for number in range(plan.partition_count) if part is None else [part]:
+            if any(batch.to_pyarrow().num_rows for batch in context.execute(plan, number)):
+                raise ValueError(watch.problem)
 
 
 def selected(context: SessionContext, selection: Selection) -> DataFrame:
@@ -332,7 +391,9 @@ def _planned(
 ) -> tuple[SessionContext, DataFrame]:
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
-        context = open_session(parts, _batch_rows(file.split))
+        context = open_session(
+            parts, _batch_rows(file.split), exact=is_exact(sql, {table.name: table.schema})
+        )
         _register_table(context, file, table, sql, skips=skips)
         frame = _frame(context, sql, table.read_schema.names)
         if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
@@ -377,11 +438,13 @@ def _by_lots(
         ]
         if columns:  # without columns only the number of rows counts
             lot = pa.RecordBatch.from_arrays(columns, schema=schema)
-        context = open_session(1, _MOST_BATCH_ROWS)
+        exact = is_exact(sql, {table.name: table.schema})
+        context = open_session(1, _MOST_BATCH_ROWS, exact=exact)
         context.register_record_batches(table.name, [[lot]])
         frame = _frame(context, sql, table.read_schema.names)
         if _folds_to_nothing(frame):
             return
+        _check_values(context, frame)
         for batch in frame.execute_stream():
             yield batch.to_pyarrow()
 
@@ -483,7 +546,7 @@ def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema
 
 
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
-    context = open_session(1)
+    context = open_session(1, exact=is_exact(sql, {table.name: table.schema}))
     empty = no_rows(_stored(table, constants))
     context.register_record_batches(_FILE, [[empty]])
     _register_constants(context, table, constants)

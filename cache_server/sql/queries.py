@@ -23,8 +23,8 @@ from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
-from cache_server.sql.lineage import SourceColumn, column_lineage, variant
-from cache_server.sql.loader import open_session, read_only, reason_of, selected, walk
+from cache_server.sql.lineage import SourceColumn, column_lineage, parts, variant
+from cache_server.sql.loader import is_exact, open_session, read_only, reason_of, selected, walk
 from cache_server.sql.quoting import identifier
 from cache_server.sql.select_list import column_expressions
 from cache_server.sql.selection import Selection, select, selection_of
@@ -120,6 +120,9 @@ def check_query(
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
     frame = _plan(planned, sql, context, tables)
+    if is_exact(planned, tables):
+        context = _session(tables, exact=True)
+        frame = _plan(planned, sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
     text = ignored_sql.bare(planned)
     if ignored := ignored_sql.find(planned, text, lambda other: _shown(other, context)):
@@ -165,11 +168,13 @@ def check_query(
         _conditions(optimised) if drivers and not joins else (),
         column_lineage(optimised, frame.schema(), tables),
     )
-    return query if selection is None else _with_columns(query, selection, tables)
+    return query if selection is None else _with_columns(query, selection, tables, written)
 
 
 def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str]:
     """The columns that a query computes -> their SQL; see `cache_server.sql.select_list`."""
+    if selection_of(sql) is not None:
+        return {}
     frame = _plan(sql, sql, _session(tables), tables)
     plan = frame.logical_plan()
     try:
@@ -179,9 +184,9 @@ def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str
     return column_expressions(written, frame.schema().names, _scans(plan))
 
 
-def _session(tables: Mapping[str, pa.Schema]) -> SessionContext:
+def _session(tables: Mapping[str, pa.Schema], *, exact: bool = False) -> SessionContext:
     """A session with empty tables."""
-    context: SessionContext = open_session(1)
+    context: SessionContext = open_session(1, exact=exact)
     for name, schema in tables.items():
         batch = no_rows(schema)
         context.register_record_batches(name, [[batch]])
@@ -210,11 +215,15 @@ def _narrow(selection: Selection, tables: Mapping[str, pa.Schema]) -> str:
     return select(tuple(names[:1]), identifier(selection.table), selection.filter)
 
 
-def _with_columns(query: Query, selection: Selection, tables: Mapping[str, pa.Schema]) -> Query:
-    """The query of a selection, from that of its `_narrow` one."""
+def _with_columns(
+    query: Query, selection: Selection, tables: Mapping[str, pa.Schema], written: Any
+) -> Query:
+    """The query of a selection, from that of its `_narrow` one and from its plan."""
     table, schema = selection.table, tables[selection.table]
     names = selection.columns or tuple(schema.names)
     read = {*names, *query.columns[table]}
+    for node in walk(written, "Filter"):  # also what is optimised away: the filter must be planned
+        read |= {variant(p).name() for p in parts(node.predicate()) if p.variant_name() == "Column"}
     return replace(
         query,
         schema=pa.schema([schema.field(name) for name in names]),

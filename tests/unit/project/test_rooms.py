@@ -136,7 +136,9 @@ BARRIERS = (
     Barrier("protos/cache_protocol", "cache_client"),
     Barrier("protos/cache_protocol", "cache_server"),
     Barrier(
-        "cache_server", "datafusion", ("cache_server/sql/loader.py", "cache_server/sql/queries.py")
+        "cache_server",
+        "datafusion",
+        tuple(f"cache_server/sql/{name}.py" for name in ("exactness", "loader", "queries")),
     ),
     Barrier("cache_client", "datafusion"),
     Barrier("protos/cache_protocol", "datafusion"),

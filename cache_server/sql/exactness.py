@@ -1,0 +1,294 @@
+"""Finds expressions that DataFusion computes wrongly, in a plan and in its rows.
+
+Two kinds (docs/decisions/0019):
+
+- *Wrongly simplified*: the optimiser replaces a comparison by one that keeps other rows. The plan
+  tells, so such a query runs without that rule: see `simplifies_wrongly`.
+- *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, and IN, CASE and nullif take
+  -0.0 and 0.0 as different. Only the rows tell, so a load looks for such rows: see `wrong_values`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import pyarrow as pa
+from datafusion import DataFrame, Expr, LogicalPlan, SessionContext, functions, lit
+
+from cache_server.sql.lineage import parts, variant
+
+# Optimiser rules without which comparisons are left as they are written.
+SIMPLIFYING_RULES = ("simplify_expressions", "common_sub_expression_eliminate")
+# Functions that DataFusion cannot run without these rules, and what to write instead.
+_NEED_RULES = {
+    "coalesce": "CASE WHEN ... IS NULL",
+    "ifnull": "CASE WHEN ... IS NULL",
+    "nvl": "CASE WHEN ... IS NULL",
+    "nvl2": "CASE WHEN ... IS NULL",
+    "arrow_cast": "CAST",
+}
+_COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINCT FROM"}
+_UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
+_ARITHMETIC = {"+", "-", "*"}
+_LITERAL = re.compile(r"\b(?:U?Int|Float)\d+\(([^()]*)\)")  # as DataFusion shows a number
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A condition on the rows before an expression, for which its value is wrong.
+
+    Attributes:
+        rows: the rows that the expression reads.
+        condition: true in rows with a wrong value.
+        problem: what to tell the user.
+    """
+
+    rows: DataFrame
+    condition: Expr
+    problem: str
+
+
+def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
+    """Whether the optimiser would replace a comparison by one that keeps other rows.
+
+    - Years are compared as timestamps, which fails for years that a timestamp[ns] cannot hold.
+    - A timestamp with a finer unit than the column's is cut to that unit.
+
+    Args:
+        plan: optimised without `SIMPLIFYING_RULES`.
+        context: of the plan.
+    """
+    return any(
+        _is_beyond(side, other, rows) or _is_cut(side, other, rows, context)
+        for rows, expression in _expressions(plan, context)
+        for sides in [_compared(expression)]
+        for side in sides
+        for other in sides
+        if side is not other
+    )
+
+
+def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
+    """Why a query cannot run without `SIMPLIFYING_RULES`; empty if it can."""
+    for _, expression in _expressions(plan, context):
+        if (name := _function(expression)) in _NEED_RULES:
+            return (
+                f"{name} cannot be combined with a year before 1678 or after 2261, or with a time "
+                f"of a finer unit than its column: write {_NEED_RULES[name]} instead of {name}, "
+                "or another year or time"
+            )
+    return ""
+
+
+def wrong_values(plan: LogicalPlan, context: SessionContext) -> Iterator[Watch]:
+    """The conditions on rows for which an expression of the plan is wrong.
+
+    Args:
+        plan: as it runs.
+        context: of the plan.
+    """
+    for rows, expression in _expressions(plan, context):
+        text = _LITERAL.sub(r"\1", expression.canonical_name())
+        if expression.variant_name() in ("BinaryExpr", "Negative"):
+            if (condition := _wraps(expression, rows)) is not None:
+                yield Watch(
+                    rows,
+                    condition,
+                    f"{text} has values that {_type(expression, rows)} cannot hold: "
+                    "write CAST(... AS DOUBLE) or CAST(... AS DECIMAL(38, 0)) of its parts",
+                )
+        elif _function(expression) == "date_bin":
+            time = expression.rex_call_operands()[1]
+            yield Watch(
+                rows,
+                expression.is_null() & time.is_not_null(),
+                f"date_bin of {time.canonical_name()} gives NULL, because DataFusion computes it "
+                "in nanoseconds, which end in the year 2262: write date_trunc, or filter those "
+                "rows out in a subquery",
+            )
+        elif pairs := [pair for pair in _equated(expression) if _may_be_zeros(*pair, rows)]:
+            value = pairs[0][0].canonical_name()
+            yield Watch(
+                rows,
+                reduce(or_, (_zeros_differ(*pair) for pair in pairs)),
+                f"{text} takes -0.0 and 0.0 as different: write {value} + 0.0 instead of {value}",
+            )
+
+
+def _expressions(plan: LogicalPlan, context: SessionContext) -> Iterator[tuple[DataFrame, Expr]]:
+    """Every expression of a plan, also inside others, with the rows that it reads."""
+    inputs = plan.inputs()
+    if len(inputs) == 1:
+        rows = context.create_dataframe_from_logical_plan(inputs[0])
+        for expression in _of_node(plan.to_variant()):
+            for part in parts(expression if isinstance(expression, Expr) else Expr(expression)):
+                yield rows, part
+    for child in inputs:
+        yield from _expressions(child, context)
+
+
+def _of_node(node: Any) -> list[Any]:
+    kind = type(node).__name__
+    if kind == "Projection":
+        return list(node.projections())
+    if kind == "Filter":
+        return [node.predicate()]
+    if kind == "Aggregate":
+        return [*node.group_by_exprs(), *node.aggregate_exprs()]
+    if kind == "Sort":
+        return [order.expr() for order in node.sort_exprs()]
+    return []
+
+
+def _function(expression: Expr) -> str:
+    """The name of a function of single rows; empty for another expression."""
+    is_call = expression.variant_name() == "ScalarFunction"
+    return str(expression.rex_call_operator()) if is_call else ""
+
+
+def _compared(expression: Expr) -> list[Expr]:
+    """The sides of a comparison; none of another expression."""
+    node = variant(expression)
+    kind = type(node).__name__
+    if kind in ("InList", "Between") or (kind == "BinaryExpr" and node.op() in _COMPARISONS):
+        return list(expression.rex_call_operands())
+    return []
+
+
+def _uncast(expression: Expr) -> Iterator[Expr]:
+    """An expression, and what is inside its casts."""
+    yield expression
+    while expression.variant_name() in ("Cast", "TryCast"):
+        expression = expression.rex_call_operands()[0]
+        yield expression
+
+
+def _constant(expression: Expr) -> object:
+    """The value of a literal, without its casts; None of another expression."""
+    *_, inner = _uncast(expression)
+    value = inner.python_value() if inner.variant_name() == "Literal" else None
+    return value.as_py() if isinstance(value, pa.Scalar) else value
+
+
+def _is_beyond(side: Expr, other: Expr, rows: DataFrame) -> bool:
+    """Whether a year is compared that no timestamp[ns] can hold."""
+    *_, call = _uncast(side)
+    if _function(call) != "date_part":
+        return False
+    if getattr(_type(call.rex_call_operands()[1], rows), "unit", None) != "ns":
+        return False
+    return _constant(other) not in _YEARS_OF_NS
+
+
+def _is_cut(side: Expr, other: Expr, rows: DataFrame, context: SessionContext) -> bool:
+    """Whether ``other`` is a time that the unit of a timestamp in ``side`` cannot hold."""
+    types = [_type(part, rows) for part in _uncast(side)]
+    units = [_UNITS_PER_S[dtype.unit] for dtype in types if pa.types.is_timestamp(dtype)]
+    if (
+        not units
+        or min(units) == units[0]
+        or any(part.variant_name() == "Column" for part in parts(other))
+    ):
+        return False
+    one_row = context.sql("SELECT 1")
+    (value,) = one_row.select(other.cast(types[0]).cast(pa.int64())).to_pydict().values()
+    return value[0] is not None and bool(value[0] % (units[0] // min(units)))
+
+
+def _wraps(expression: Expr, rows: DataFrame) -> Expr | None:
+    """The condition that integer arithmetic left the range of its type; None if it cannot."""
+    is_negative = expression.variant_name() == "Negative"
+    if not is_negative and variant(expression).op() not in _ARITHMETIC:
+        return None
+    dtype = _type(expression, rows)
+    if not pa.types.is_integer(dtype):
+        return None
+    low, high = _range(dtype)
+    bounds = _bounds(expression, rows)
+    if bounds is not None and low <= bounds[0] and bounds[1] <= high:
+        return None
+    # A wrapped value is off by a multiple of 2**bits, a float only by its rounding.
+    values = [part.cast(pa.float64()) for part in expression.rex_call_operands()]
+    right = _computed("-" if is_negative else variant(expression).op(), lit(0.0), *values)
+    return functions.abs(right - expression.cast(pa.float64())) > lit(float(high - low) / 2)
+
+
+def _computed(operator: str, zero: Any, *values: Any) -> Any:
+    left, right = (zero, *values)[-2:]
+    if operator == "+":
+        return left + right
+    return left - right if operator == "-" else left * right
+
+
+def _bounds(expression: Expr, rows: DataFrame) -> tuple[int, int] | None:
+    """The least and the greatest value that an integer expression can have; None if unknown."""
+    kind = expression.variant_name()
+    if kind == "Literal":
+        value = _constant(expression)
+        return (value, value) if isinstance(value, int) else None
+    parts = list(expression.rex_call_operands()) if kind != "Column" else []
+    inside = [_bounds(part, rows) for part in parts]
+    if kind == "BinaryExpr" and variant(expression).op() in _ARITHMETIC:
+        if None in inside:
+            return None
+        ends = [
+            _computed(variant(expression).op(), 0, left, right)
+            for left in inside[0] or ()
+            for right in inside[1] or ()
+        ]
+        return min(ends), max(ends)
+    dtype = _type(expression, rows)
+    if not pa.types.is_integer(dtype):
+        return None
+    if kind == "Cast" and inside[0] is not None:
+        return inside[0]  # a cast never changes an integer
+    return _range(dtype)
+
+
+def _range(dtype: pa.DataType) -> tuple[int, int]:
+    bits = dtype.bit_width
+    is_signed = pa.types.is_signed_integer(dtype)
+    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if is_signed else (0, 2**bits - 1)
+
+
+def _equated(expression: Expr) -> list[tuple[Expr, Expr]]:
+    """The values that an expression compares by their bits."""
+    kind = expression.variant_name()
+    if kind == "InList":
+        value, *others = expression.rex_call_operands()
+    elif kind == "Case" and variant(expression).expr() is not None:
+        whens = [part for part in expression.rex_call_operands() if _compared(part)]
+        return [(left, right) for when in whens for left, right in [when.rex_call_operands()]]
+    elif _function(expression) == "nullif":
+        value, *others = expression.rex_call_operands()
+    else:
+        return []
+    return [(value, other) for other in others]
+
+
+def _may_be_zeros(value: Expr, other: Expr, rows: DataFrame) -> bool:
+    if _constant(other) not in (None, 0):
+        return False
+    return bool(pa.types.is_floating(_type(value, rows)))
+
+
+def _zeros_differ(left: Expr, right: Expr) -> Expr:
+    """The condition that one is 0.0 and the other -0.0.
+
+    With abs: for ``left = 0.0`` the optimiser would put 0.0 in the place of ``left``.
+    """
+    zero, one = lit(0.0), lit(1.0)
+    are_zeros = (functions.abs(left) == zero) & (functions.abs(right) == zero)
+    return are_zeros & ((one / left) != (one / right))
+
+
+def _type(expression: Expr, rows: DataFrame) -> pa.DataType:
+    """The type of an expression over some rows."""
+    dtype: pa.DataType = rows.select(expression).schema().field(0).type
+    return dtype
