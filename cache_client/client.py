@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,7 @@ class DatasetInfo:
         error: why the load failed; None unless it did.
         waits: why a part of the load has to wait; None if none has to.
         replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
+        nulls: column of floats -> nulls that became NaN, of the shards loaded so far.
     """
 
     name: str
@@ -78,6 +79,7 @@ class DatasetInfo:
     error: str | None = None
     waits: str | None = None
     replicas: int = 1
+    nulls: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -460,4 +462,5 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.error.message or None,
         info.progress.waits or None,
         info.spec.replicas,
+        dict(info.nulls),
     )

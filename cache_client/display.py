@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from cache_protocol.cli.sizes import size
 from cache_protocol.storage.layout import numpy_dtype
 
 _MAX_NAMES = 6  # of columns on one line
+_MOST_NULLS = 20  # columns whose nulls are listed
 _FLOAT_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
 _FLOATS = re.compile(rf"\b({'|'.join(_FLOAT_NAMES)})\b")
 # A pipe has no width.
@@ -51,6 +52,8 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
             shards[node_id] = shards.get(node_id, 0) + 1
     held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
     console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
+    if info.nulls:
+        console.print(Text(f"  nulls        {_nulls(info.nulls)}, stored as NaN"), soft_wrap=True)
     fields = [
         [
             field.name,
@@ -62,6 +65,11 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     shown = 3 if any(source for *_, source in fields) else 2
     header = ["column", "type", "source type"][:shown]
     console.print(_indented(_table([field[:shown] for field in fields], header=header)))
+
+
+def _nulls(nulls: Mapping[str, int]) -> str:
+    shown = [f"{printable(name)} {count:,}" for name, count in list(nulls.items())[:_MOST_NULLS]]
+    return ", ".join([*shown, "..."] if len(nulls) > _MOST_NULLS else shown)
 
 
 def query_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
@@ -111,6 +119,8 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
                 f"{size(round(forecast.num_bytes * share))}, from statistics",
             )
         )
+    if forecast.nulls:
+        facts.append(("nulls", f"{_nulls(forecast.nulls)}{exact}; they become NaN"))
     in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
     if forecast.makes_rows:
         facts.append(("decoded", f"unknown; {in_shards}, if each row makes one"))
@@ -199,6 +209,7 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
         "num_bytes": info.num_bytes,
         "num_shards": info.num_shards,
         "replicas": info.replicas,
+        "nulls": dict(info.nulls),
         "columns": {field.name: type_name(field.type) for field in info.schema},
         "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
     }

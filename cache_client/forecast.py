@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -63,6 +64,7 @@ class LoadForecast:
             known: see `bytes_known`.
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
+        nulls: column of floats -> nulls that become NaN, before any filter, where statistics tell.
         world_size, batch_size: as requested.
         steps_per_epoch: of each rank; None if the rows are not known.
         step_bytes: decoded bytes of a rank's full step; None if the rows are not known.
@@ -89,6 +91,7 @@ class LoadForecast:
     memory_limit_bytes: int | None
     nodes_needed: int | None
     load_s: float | None
+    nulls: Mapping[str, int]
     world_size: int
     batch_size: int
     steps_per_epoch: int | None
@@ -157,6 +160,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,
         load_s=forecast.load_s if forecast.HasField("load_s") else None,
+        nulls=dict(forecast.nulls),
         world_size=world_size,
         batch_size=batch_size,
         steps_per_epoch=steps,

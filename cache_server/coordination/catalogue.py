@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -32,11 +32,12 @@ _FORMAT = 2  # of an entry; raise it with every addition
 
 @dataclass(frozen=True)
 class SealedSummary:
-    """Size and checksum of a sealed shard; the same on every replica."""
+    """Size, checksum and nulls of a sealed shard; the same on every replica."""
 
     num_rows: int
     num_bytes: int
     checksum: str
+    nulls: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,10 @@ class Catalogue:
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
         for summary in sealed:
             entry.sealed.add(
-                num_rows=summary.num_rows, num_bytes=summary.num_bytes, checksum=summary.checksum
+                num_rows=summary.num_rows,
+                num_bytes=summary.num_bytes,
+                checksum=summary.checksum,
+                nulls=summary.nulls,
             )
         replace_file(self._path(pinned.key), json_format.MessageToJson(entry))
 
@@ -205,7 +209,9 @@ def _read_entry(path: Path) -> CatalogueEntry:
             f"cannot read the catalogue entry {path}: {reason}; without the file its dataset is "
             "forgotten and may be loaded again"
         ) from None
-    sealed = tuple(SealedSummary(s.num_rows, s.num_bytes, s.checksum) for s in entry.sealed)
+    sealed = tuple(
+        SealedSummary(s.num_rows, s.num_bytes, s.checksum, dict(s.nulls)) for s in entry.sealed
+    )
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
     return CatalogueEntry(
         pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import pyarrow as pa
+
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -103,10 +105,26 @@ def forecast(
         result.load_s = (
             result.num_bytes / node_bytes_per_s / min(len(node_ids), len(version.shards) or 1)
         )
+    result.nulls.update(_nulls(planned))
     filtered = _filtered_rows(planned, rows)
     if filtered is not None:
         result.filtered_rows = filtered
     return result
+
+
+def _nulls(planned: OpenPlan) -> dict[str, int]:
+    """Result column of floats -> the nulls of its source column, where statistics tell."""
+    table = planned.version.tables[0].name
+    count = planned.pins[table].nulls
+    if count is None or not planned.query.only_drops_rows:
+        return {}
+    sources = {
+        field.name: planned.query.lineage[field.name][1]
+        for field in planned.version.logical
+        if pa.types.is_floating(field.type) and field.name in planned.query.lineage
+    }
+    counts = count(set(sources.values()))
+    return {name: counts[source] for name, source in sources.items() if counts.get(source)}
 
 
 def _load_memory_bytes(version: PinnedVersion) -> int:

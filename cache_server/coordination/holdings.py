@@ -217,6 +217,7 @@ class Holdings:
         sealed = version.sealed[shard.index]
         shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
         shard.checksum = sealed.checksum
+        shard.nulls.update(sealed.nulls)
         shard.copy_from.extend(
             self._members[node_id].node.flight_location for node_id in sorted(held_by)
         )
@@ -262,6 +263,9 @@ class Holdings:
             num_bytes=sum(s.num_bytes for s in version.sealed.values()),
             progress=self._progress(),
         )
+        for sealed in version.sealed.values():
+            for name, count in sealed.nulls.items():
+                info.nulls[name] += count
         failure = self.failure()
         if failure is not None:
             info.state = pb.DATASET_STATE_FAILED

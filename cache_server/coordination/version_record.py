@@ -133,7 +133,7 @@ class VersionRecord:
         return before != (self.failure, self.result_shards, len(self.sealed))
 
     def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
-        summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum)
+        summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
         known = self.sealed.setdefault(shard.index, summary)
         same = known.num_rows == summary.num_rows
         if self.pinned.shards is None:

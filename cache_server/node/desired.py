@@ -25,6 +25,7 @@ class LoadPlan:
         target_shard_bytes: of a whole query.
         keeps_every_row: the splits tell the exact number of rows.
         joined: the query also reads other tables, or subqueries.
+        refuse_nulls: also those of floats.
         secrets: by table, then by setting.
     """
 
@@ -36,6 +37,7 @@ class LoadPlan:
     target_shard_bytes: int
     keeps_every_row: bool
     joined: bool
+    refuse_nulls: bool = False
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -50,12 +52,14 @@ class ShardCopy:
 
     Attributes:
         locations: Flight locations of the nodes that hold it; at least one.
+        nulls: see `SealedShard`.
     """
 
     locations: tuple[str, ...]
     num_rows: int
     num_bytes: int
     checksum: str
+    nulls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

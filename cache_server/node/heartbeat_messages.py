@@ -56,6 +56,7 @@ def _encode_version(
             checksum=shard.sealed.checksum,
             rows_fixed=index in starts,
             row_start=starts.get(index, 0),
+            nulls=shard.sealed.nulls,
         )
     if version.desired is None:
         return
@@ -119,6 +120,7 @@ def decode_plan(plan: pb.LoadPlan, secrets: pb.Secrets) -> LoadPlan:
         target_shard_bytes=plan.target_shard_bytes,
         keeps_every_row=plan.keeps_every_row,
         joined=plan.joined,
+        refuse_nulls=plan.refuse_nulls,
         secrets={name: dict(table.values) for name, table in secrets.tables.items()},
     )
 
@@ -137,7 +139,13 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
 
 def _decode_shard(shard: pb.DesiredShard) -> DesiredShard:
     if shard.copy_from:
-        copy = ShardCopy(tuple(shard.copy_from), shard.num_rows, shard.num_bytes, shard.checksum)
+        copy = ShardCopy(
+            tuple(shard.copy_from),
+            shard.num_rows,
+            shard.num_bytes,
+            shard.checksum,
+            dict(shard.nulls),
+        )
         return DesiredShard(shard.index, shard.row_start, copy=copy)
     if shard.splits:
         splits = tuple(split_from_proto(split) for split in shard.splits)

@@ -153,7 +153,9 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
         draft = None
         if job.plan.keeps_every_row and expected and layout.fixed_row_bytes:
             draft = stack.enter_context(store.draft(job.key, index, layout, expected))
-        builder = ShardBuilder(job.plan.logical, expected, draft)
+        builder = ShardBuilder(
+            job.plan.logical, expected, draft, refuse_nulls=job.plan.refuse_nulls
+        )
         if job.plan.joined:
             rows = _joined_rows(job, table, splits, spooled.paths(job, others), store.scratch)
         else:
@@ -161,7 +163,8 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
         for what, batch in rows:
             _append(builder, batch, what)
             job.rows = builder.num_rows
-        store.seal(job.key, index, _finish(job, builder, ", ".join(map(str, splits))), draft)
+        batch = _finish(job, builder, ", ".join(map(str, splits)))
+        store.seal(job.key, index, batch, draft, builder.nans)
 
 
 def run_whole(store: ShardStore, job: Job) -> int:
@@ -177,16 +180,16 @@ def run_whole(store: ShardStore, job: Job) -> int:
     """
     if not job.missing:
         store.drop_version(job.key)
-    builder = ShardBuilder(job.plan.logical)
+    builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
     num_shards = done = 0
 
     def seal() -> None:
         nonlocal num_shards, builder
         if not job.missing or num_shards in job.missing:
-            rows = _finish(job, builder, f"the result of {job.plan.sql!r}")
-            store.seal(job.key, num_shards, rows)
+            batch = _finish(job, builder, f"the result of {job.plan.sql!r}")
+            store.seal(job.key, num_shards, batch, nulls=builder.nans)
         num_shards += 1
-        builder = ShardBuilder(job.plan.logical)
+        builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
 
     with closing(SpooledTables(store.scratch / uuid.uuid4().hex)) as spooled:
         for batch in loader.run_whole(job.plan.sql, spooled.paths(job, job.plan.tables)):
@@ -215,7 +218,7 @@ def copy_shard(store: ShardStore, job: Job) -> None:
     """
     assert job.shard is not None and job.shard.copy is not None
     copy = job.shard.copy
-    sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum)
+    sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum, copy.nulls)
     for location in copy.locations[:-1]:
         try:
             _copy(store, job, sealed, location)

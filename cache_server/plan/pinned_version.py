@@ -88,6 +88,7 @@ class PinnedVersion:
             has_secrets=self.has_secrets,
             comparable=self.comparable,
             joined=self.joined,
+            refuse_nulls=self.spec.nulls == "refuse",
         )
 
     @classmethod
@@ -327,5 +328,7 @@ def _fingerprint(
             for table in spec.tables
         ],
     }
+    if spec.nulls != "nan":  # so that other fingerprints stay
+        content["nulls"] = spec.nulls
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -55,6 +55,21 @@ def null_problem(
     return f"{problem}: write {coalesce} in the sql, or filter those rows out"
 
 
+def float_null_problem(name: str, count: int, *, expression: str | None = None) -> str:
+    """Says that a spec refuses the nulls of a column of floats, and the SQL that replaces them.
+
+    Args:
+        expression: as for `null_problem`.
+    """
+    nulls = "1 null" if count == 1 else f"{count} nulls"
+    column = identifier(name)
+    return (
+        f"column {name!r} holds {nulls}, and the spec has nulls: refuse: write "
+        f"COALESCE({expression or column}, 0) AS {column} in the sql, filter those rows out, or set "
+        "nulls: nan"
+    )
+
+
 def sql_cast(field: pa.Field, *, large: bool, expression: str | None = None) -> str | None:
     """SQL that casts a stored column to lists of any length, or to 64-bit offsets.
 

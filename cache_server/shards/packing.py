@@ -39,7 +39,7 @@ import pyarrow.compute as pc
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
 from cache_server.shards.decimals import nearest_floats, of_strings
-from cache_server.shards.null_advice import null_problem, sql_cast
+from cache_server.shards.null_advice import float_null_problem, null_problem, sql_cast
 
 _INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less
 _PADDING_BYTES = 320
@@ -175,6 +175,10 @@ class ShardBuilder:
             (untouched pages cost nothing); without it the memory doubles as needed.
         file: has room for ``expected_rows`` and stores the packed rows. If more rows come, the
             builder stores them in memory.
+        refuse_nulls: refuse nulls of floats, which become NaN otherwise.
+
+    Attributes:
+        nans: column of floats -> nulls that became NaN.
     """
 
     def __init__(
@@ -182,6 +186,8 @@ class ShardBuilder:
         logical: pa.Schema,
         expected_rows: int | None = None,
         file: RowFile | None = None,
+        *,
+        refuse_nulls: bool = False,
     ) -> None:
         self.layout = Layout(logical)
         self.num_rows = 0
@@ -197,6 +203,8 @@ class ShardBuilder:
         }
         self._plain_bytes = 0
         self._nulls: dict[str, int] = {}
+        self.nans: dict[str, int] = {}
+        self._refuse_nulls = refuse_nulls
         self._arriving: pa.Schema | None = None
 
     @property
@@ -232,10 +240,15 @@ class ShardBuilder:
             expressions: gives the SQL of computed columns, by name; called for an error only.
 
         Raises:
-            LoadError: naming each fixed-width column with nulls, and their count.
+            LoadError: naming each column with nulls that it refuses, and their count.
         """
-        if self._nulls and self._arriving is not None:
-            problems, computed = [], expressions()
+        refused = self.nans if self._refuse_nulls else {}
+        if (self._nulls or refused) and self._arriving is not None:
+            computed = expressions()
+            problems = [
+                float_null_problem(name, count, expression=computed.get(name))
+                for name, count in refused.items()
+            ]
             for name, count in self._nulls.items():
                 encoded = pa.types.is_dictionary(self._arriving.field(name).type)
                 field = self.layout.logical.field(name)
@@ -304,6 +317,7 @@ class ShardBuilder:
     def _numbers(self, name: str, array: pa.Array) -> Matrix:
         if array.null_count:
             if pa.types.is_floating(array.type):
+                self.nans[name] = self.nans.get(name, 0) + array.null_count
                 array = array.fill_null(float("nan"))
             else:
                 self._count_nulls(name, array)

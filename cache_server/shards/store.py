@@ -21,7 +21,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -173,12 +173,18 @@ class ShardStore:
             self._remove_empty(directory)
 
     def seal(
-        self, key: VersionKey, index: int, batch: pa.RecordBatch, draft: ShardDraft | None = None
+        self,
+        key: VersionKey,
+        index: int,
+        batch: pa.RecordBatch,
+        draft: ShardDraft | None = None,
+        nulls: Mapping[str, int] | None = None,
     ) -> MappedShard:
         """Writes ``batch`` as shard ``index`` and maps it.
 
         Args:
             draft: from `draft`; holds the packed columns of ``batch``.
+            nulls: see `SealedShard`.
 
         Raises:
             NoRoomError: it does not fit. LoadError: it cannot be written. No file stays.
@@ -193,7 +199,8 @@ class ShardStore:
             else:
                 write_shard_file(temporary, batch)
                 checksum = file_checksum(temporary)
-            return SealedShard(index, batch.num_rows, temporary.stat().st_size, checksum)
+            size_of_file = temporary.stat().st_size
+            return SealedShard(index, batch.num_rows, size_of_file, checksum, nulls or {})
 
         return self._keep(key, index, temporary, size, write)
 

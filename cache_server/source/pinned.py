@@ -143,6 +143,7 @@ class Pin:
             and statistics; None if there are none.
         sample: makes rows from the statistics of the table; None if the format has none.
         bytes_by: the base of the estimated bytes, for a person; empty: the metadata of every file.
+        nulls: columns -> the nulls in each, where statistics tell; None for a format without them.
         close: releases what keeps the state readable, such as a transaction. Called once, after
             the last read.
     """
@@ -157,6 +158,7 @@ class Pin:
     sample: Sampler | None = None
     bytes_by: str = ""
     with_groups: Callable[[Sequence[Split], Collection[str]], tuple[Split, ...]] | None = None
+    nulls: Callable[[Collection[str]], Mapping[str, int]] | None = None
     close: Callable[[], None] = lambda: None
 
 

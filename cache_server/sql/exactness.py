@@ -4,12 +4,14 @@ Two kinds (docs/decisions/0019):
 
 - *Wrongly simplified*: the optimiser replaces a comparison by one that keeps other rows. The plan
   tells, so such a query runs without that rule: see `simplifies_wrongly`.
-- *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, and IN, CASE and nullif take
-  -0.0 and 0.0 as different. Only the rows tell, so a load looks for such rows: see `wrong_values`.
+- *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, IN, CASE and nullif take -0.0
+  and 0.0 as different, and a computed NaN with a minus sign is less than every number. Only the
+  rows tell, so a load looks for such rows: see `wrong_values`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ _NEED_RULES = {
     "arrow_cast": "CAST",
 }
 _COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINCT FROM"}
+_LARGEST = {"greatest", "least"}
 _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
 _ARITHMETIC = {"+", "-", "*"}
@@ -95,7 +98,7 @@ def wrong_values(plan: LogicalPlan, context: SessionContext) -> Iterator[Watch]:
     """
     for rows, expression in _expressions(plan, context):
         text = _LITERAL.sub(r"\1", expression.canonical_name())
-        if expression.variant_name() in ("BinaryExpr", "Negative"):
+        if _operator(expression) in _ARITHMETIC:
             if (condition := _wraps(expression, rows)) is not None:
                 yield Watch(
                     rows,
@@ -103,7 +106,7 @@ def wrong_values(plan: LogicalPlan, context: SessionContext) -> Iterator[Watch]:
                     f"{text} has values that {_type(expression, rows)} cannot hold: "
                     "write CAST(... AS DOUBLE) or CAST(... AS DECIMAL(38, 0)) of its parts",
                 )
-        elif _function(expression) == "date_bin":
+        if _function(expression) == "date_bin":
             time = expression.rex_call_operands()[1]
             yield Watch(
                 rows,
@@ -112,7 +115,15 @@ def wrong_values(plan: LogicalPlan, context: SessionContext) -> Iterator[Watch]:
                 "in nanoseconds, which end in the year 2262: write date_trunc, or filter those "
                 "rows out in a subquery",
             )
-        elif pairs := [pair for pair in _equated(expression) if _may_be_zeros(*pair, rows)]:
+        if computed := [side for side in _compared(expression) if _may_be_nan(side, rows)]:
+            value = computed[0].canonical_name()
+            yield Watch(
+                rows,
+                reduce(or_, (side < lit(-math.inf) for side in computed)),
+                f"{text} takes a NaN with a minus sign as less than every number: write "
+                f"nanvl({value}, CAST('NaN' AS DOUBLE)) instead of {value}",
+            )
+        if pairs := [pair for pair in _equated(expression) if _may_be_zeros(*pair, rows)]:
             value = pairs[0][0].canonical_name()
             yield Watch(
                 rows,
@@ -156,7 +167,8 @@ def _compared(expression: Expr) -> list[Expr]:
     """The sides of a comparison; none of another expression."""
     node = variant(expression)
     kind = type(node).__name__
-    if kind in ("InList", "Between") or (kind == "BinaryExpr" and node.op() in _COMPARISONS):
+    is_operator = kind == "BinaryExpr" and node.op() in _COMPARISONS
+    if is_operator or kind in ("InList", "Between") or _function(expression) in _LARGEST:
         return list(expression.rex_call_operands())
     return []
 
@@ -203,9 +215,7 @@ def _is_cut(side: Expr, other: Expr, rows: DataFrame, context: SessionContext) -
 
 def _wraps(expression: Expr, rows: DataFrame) -> Expr | None:
     """The condition that integer arithmetic left the range of its type; None if it cannot."""
-    is_negative = expression.variant_name() == "Negative"
-    if not is_negative and variant(expression).op() not in _ARITHMETIC:
-        return None
+    operator = _operator(expression)
     dtype = _type(expression, rows)
     if not pa.types.is_integer(dtype):
         return None
@@ -215,12 +225,19 @@ def _wraps(expression: Expr, rows: DataFrame) -> Expr | None:
         return None
     # A wrapped value is off by a multiple of 2**bits, a float only by its rounding.
     values = [part.cast(pa.float64()) for part in expression.rex_call_operands()]
-    right = _computed("-" if is_negative else variant(expression).op(), lit(0.0), *values)
-    return functions.abs(right - expression.cast(pa.float64())) > lit(float(high - low) / 2)
+    exact = _computed(operator, *(lit(0.0), *values)[-2:])
+    return functions.abs(exact - expression.cast(pa.float64())) > lit(float(high - low) / 2)
 
 
-def _computed(operator: str, zero: Any, *values: Any) -> Any:
-    left, right = (zero, *values)[-2:]
+def _operator(expression: Expr) -> str:
+    """The operator between two parts, or before one; empty for another expression."""
+    kind = expression.variant_name()
+    if kind == "BinaryExpr":
+        return str(variant(expression).op())
+    return "-" if kind == "Negative" else ""
+
+
+def _computed(operator: str, left: Any, right: Any) -> Any:
     if operator == "+":
         return left + right
     return left - right if operator == "-" else left * right
@@ -234,14 +251,12 @@ def _bounds(expression: Expr, rows: DataFrame) -> tuple[int, int] | None:
         return (value, value) if isinstance(value, int) else None
     parts = list(expression.rex_call_operands()) if kind != "Column" else []
     inside = [_bounds(part, rows) for part in parts]
-    if kind == "BinaryExpr" and variant(expression).op() in _ARITHMETIC:
-        if None in inside:
+    operator = _operator(expression)
+    if operator in _ARITHMETIC:
+        first, second = ((0, 0), *inside)[-2:]
+        if first is None or second is None:
             return None
-        ends = [
-            _computed(variant(expression).op(), 0, left, right)
-            for left in inside[0] or ()
-            for right in inside[1] or ()
-        ]
+        ends = [_computed(operator, left, right) for left in first for right in second]
         return min(ends), max(ends)
     dtype = _type(expression, rows)
     if not pa.types.is_integer(dtype):
@@ -276,6 +291,12 @@ def _may_be_zeros(value: Expr, other: Expr, rows: DataFrame) -> bool:
     if _constant(other) not in (None, 0):
         return False
     return bool(pa.types.is_floating(_type(value, rows)))
+
+
+def _may_be_nan(side: Expr, rows: DataFrame) -> bool:
+    """Whether arithmetic may give a NaN, whose sign depends on the processor."""
+    has_arithmetic = any(_operator(part) in {*_ARITHMETIC, "/", "%"} for part in parts(side))
+    return has_arithmetic and bool(pa.types.is_floating(_type(side, rows)))
 
 
 def _zeros_differ(left: Expr, right: Expr) -> Expr:

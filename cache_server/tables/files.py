@@ -106,6 +106,7 @@ def _pin(
         sample=sample if is_parquet else None,
         bytes_by="" if is_parquet else "the sizes of the files",
         with_groups=with_groups if is_parquet else None,
+        nulls=partial(parquet.nulls, footers) if is_parquet else None,
     )
 
 

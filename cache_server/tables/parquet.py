@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -109,6 +109,23 @@ def cut(
             if rows[part]
         ]
     return tuple(splits)
+
+
+def nulls(footers: Sequence[pq.FileMetaData], columns: Collection[str]) -> dict[str, int]:
+    """The nulls of columns without fields, of those whose statistics tell in every row group."""
+    counts = dict.fromkeys(columns, 0)
+    for footer in footers:
+        paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
+        for index, path in enumerate(paths):
+            for group in range(footer.num_row_groups) if path in counts else ():
+                statistics = footer.row_group(group).column(index).statistics
+                if statistics is None or not statistics.has_null_count:
+                    del counts[path]
+                    break
+                counts[path] += statistics.null_count
+        for name in counts.keys() - set(paths):  # missing_columns: null
+            counts[name] += footer.num_rows
+    return counts
 
 
 def with_group_bytes(

@@ -150,6 +150,8 @@ class DatasetSpec:
             whose ``*`` also matches a ``/``) over the path of a file relative to the source. Only
             for files.
         allow_unordered: accept a query whose result has no defined order.
+        nulls: of columns of floats: ``nan`` stores and counts them as NaN, ``refuse`` fails the
+            load. Other columns of numbers never accept nulls.
         replicas: the number of nodes that hold each shard.
         target_shard_bytes: approximate decoded bytes of a shard; an int or a string such as
             ``64MiB``.
@@ -167,6 +169,7 @@ class DatasetSpec:
     columns: tuple[str, ...] | None
     filter: str | None
     allow_unordered: bool
+    nulls: str
     replicas: int
     target_shard_bytes: int
 
@@ -188,6 +191,7 @@ class DatasetSpec:
         sources: Mapping[str, object] | None = None,
         ignore: Iterable[str] | None = None,
         allow_unordered: bool = False,
+        nulls: str = "nan",
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
     ) -> None:
@@ -227,6 +231,8 @@ class DatasetSpec:
             problems += _text_problems(field_name, texts)
         if not isinstance(allow_unordered, bool):
             problems.append(f"allow_unordered must be true or false, got {shown(allow_unordered)}")
+        if not isinstance(nulls, str) or nulls not in ("nan", "refuse"):
+            problems.append(f"nulls must be nan or refuse, got {shown(nulls)}")
         copies = _replicas(replicas, problems)
         shard_bytes = _shard_bytes(target_shard_bytes, problems)
         if problems:
@@ -238,6 +244,7 @@ class DatasetSpec:
             "columns": names,
             "filter": filter,
             "allow_unordered": allow_unordered,
+            "nulls": nulls,
             "replicas": copies,
             "target_shard_bytes": shard_bytes,
         }
@@ -263,6 +270,7 @@ class DatasetSpec:
             columns=self.columns or (),
             filter=self.filter or "",
             allow_unordered=self.allow_unordered,
+            nulls="" if self.nulls == "nan" else self.nulls,
             replicas=self.replicas,
             target_shard_bytes=self.target_shard_bytes,
         )
@@ -297,6 +305,7 @@ class DatasetSpec:
             columns=list(spec.columns) or None,
             filter=spec.filter or None,
             allow_unordered=spec.allow_unordered,
+            nulls=spec.nulls or "nan",
             replicas=spec.replicas or 1,
             target_shard_bytes=spec.target_shard_bytes or DEFAULT_TARGET_SHARD_BYTES,
             **arguments,

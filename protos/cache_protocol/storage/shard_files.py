@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +30,18 @@ NODE_ID_FILE = ".node-id"
 
 @dataclass(frozen=True)
 class SealedShard:
-    """A line of the manifest. ``num_bytes`` is the size of the file."""
+    """A line of the manifest.
+
+    Attributes:
+        num_bytes: size of the file.
+        nulls: column of floats -> nulls that became NaN, if there are any.
+    """
 
     index: int
     num_rows: int
     num_bytes: int
     checksum: str
+    nulls: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 MAPS_PER_SHARD = 2  # of a `MappedShard`
@@ -139,4 +145,5 @@ def read_manifest(path: Path) -> list[SealedShard]:
 
 def manifest_line(sealed: SealedShard) -> str:
     """The manifest line of a shard."""
-    return json.dumps(asdict(sealed)) + "\n"
+    content = {key: value for key, value in asdict(sealed).items() if value != {}}
+    return json.dumps(content) + "\n"

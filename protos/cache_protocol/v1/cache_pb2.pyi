@@ -120,6 +120,7 @@ class DatasetSpec(google.protobuf.message.Message):
     ALLOW_UNORDERED_FIELD_NUMBER: builtins.int
     REPLICAS_FIELD_NUMBER: builtins.int
     TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     name: builtins.str
     sql: builtins.str
     """over the names of the tables; empty: columns and filter of the first table"""
@@ -127,6 +128,8 @@ class DatasetSpec(google.protobuf.message.Message):
     allow_unordered: builtins.bool
     replicas: builtins.int
     target_shard_bytes: builtins.int
+    nulls: builtins.str
+    """of columns of floats: "nan" or "refuse"; empty: nan"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
     @property
@@ -142,8 +145,9 @@ class DatasetSpec(google.protobuf.message.Message):
         allow_unordered: builtins.bool = ...,
         replicas: builtins.int = ...,
         target_shard_bytes: builtins.int = ...,
+        nulls: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "nulls", b"nulls", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]) -> None: ...
 
 Global___DatasetSpec: typing_extensions.TypeAlias = DatasetSpec
 
@@ -367,6 +371,22 @@ class DatasetInfo(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NullsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SPEC_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
@@ -378,6 +398,7 @@ class DatasetInfo(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -401,6 +422,10 @@ class DatasetInfo(google.protobuf.message.Message):
     def error(self) -> Global___Error:
         """set when failed"""
 
+    @property
+    def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """column of floats -> nulls that became NaN, so far"""
+
     def __init__(
         self,
         *,
@@ -415,9 +440,10 @@ class DatasetInfo(google.protobuf.message.Message):
         progress: Global___LoadProgress | None = ...,
         error: Global___Error | None = ...,
         lease_s: builtins.float = ...,
+        nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
@@ -774,6 +800,22 @@ class LoadForecast(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NullsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SPEC_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     SCHEMA_FIELD_NUMBER: builtins.int
@@ -794,6 +836,7 @@ class LoadForecast(google.protobuf.message.Message):
     MAKES_ROWS_FIELD_NUMBER: builtins.int
     GUESSED_COLUMNS_FIELD_NUMBER: builtins.int
     LOAD_MEMORY_BYTES_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """logical columns, storage types"""
@@ -836,6 +879,10 @@ class LoadForecast(google.protobuf.message.Message):
     def guessed_columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """strings and lists made by the query, of unknown length"""
 
+    @property
+    def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """see DatasetInfo; before any filter, where statistics tell them"""
+
     def __init__(
         self,
         *,
@@ -859,9 +906,10 @@ class LoadForecast(google.protobuf.message.Message):
         makes_rows: builtins.bool = ...,
         guessed_columns: collections.abc.Iterable[builtins.str] | None = ...,
         load_memory_bytes: builtins.int = ...,
+        nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_filtered_rows", b"_filtered_rows"]) -> typing.Literal["filtered_rows"] | None: ...
     @typing.overload
@@ -1223,6 +1271,7 @@ class LoadPlan(google.protobuf.message.Message):
     HAS_SECRETS_FIELD_NUMBER: builtins.int
     COMPARABLE_FIELD_NUMBER: builtins.int
     JOINED_FIELD_NUMBER: builtins.int
+    REFUSE_NULLS_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     sql: builtins.str
@@ -1242,6 +1291,8 @@ class LoadPlan(google.protobuf.message.Message):
     """a new plan tells whether the source changed"""
     joined: builtins.bool
     """the query also reads other tables or subqueries"""
+    refuse_nulls: builtins.bool
+    """also in columns of floats"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
         """if not whole, the first is read split by split"""
@@ -1261,8 +1312,9 @@ class LoadPlan(google.protobuf.message.Message):
         has_secrets: builtins.bool = ...,
         comparable: builtins.bool = ...,
         joined: builtins.bool = ...,
+        refuse_nulls: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "refuse_nulls", b"refuse_nulls", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]) -> None: ...
 
 Global___LoadPlan: typing_extensions.TypeAlias = LoadPlan
 
@@ -1272,6 +1324,22 @@ class DesiredShard(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NullsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     INDEX_FIELD_NUMBER: builtins.int
     SPLITS_FIELD_NUMBER: builtins.int
     ROW_START_FIELD_NUMBER: builtins.int
@@ -1279,6 +1347,7 @@ class DesiredShard(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     index: builtins.int
     row_start: builtins.int
     """if rows_fixed of the dataset"""
@@ -1292,6 +1361,10 @@ class DesiredShard(google.protobuf.message.Message):
     def copy_from(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Flight locations of the nodes that hold it"""
 
+    @property
+    def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of the file to copy; see DatasetInfo"""
+
     def __init__(
         self,
         *,
@@ -1302,8 +1375,9 @@ class DesiredShard(google.protobuf.message.Message):
         num_bytes: builtins.int = ...,
         num_rows: builtins.int = ...,
         checksum: builtins.str = ...,
+        nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]) -> None: ...
 
 Global___DesiredShard: typing_extensions.TypeAlias = DesiredShard
 
@@ -1312,6 +1386,22 @@ class ActualShard(google.protobuf.message.Message):
     """A shard that a node holds, is loading, or failed to load."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class NullsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     INDEX_FIELD_NUMBER: builtins.int
     SEALED_FIELD_NUMBER: builtins.int
@@ -1322,6 +1412,7 @@ class ActualShard(google.protobuf.message.Message):
     ROW_START_FIELD_NUMBER: builtins.int
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     index: builtins.int
     sealed: builtins.bool
     num_rows: builtins.int
@@ -1333,6 +1424,10 @@ class ActualShard(google.protobuf.message.Message):
     """progress before it is sealed"""
     failure: builtins.str
     """the load failed for good"""
+    @property
+    def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of a sealed shard; see DatasetInfo"""
+
     def __init__(
         self,
         *,
@@ -1345,8 +1440,9 @@ class ActualShard(google.protobuf.message.Message):
         row_start: builtins.int = ...,
         rows_loaded: builtins.int = ...,
         failure: builtins.str = ...,
+        nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]) -> None: ...
 
 Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 
@@ -1599,19 +1695,41 @@ Global___ShardSplits: typing_extensions.TypeAlias = ShardSplits
 class SealedShard(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class NullsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NUM_ROWS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
     num_rows: builtins.int
     num_bytes: builtins.int
     checksum: builtins.str
+    @property
+    def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """see DatasetInfo"""
+
     def __init__(
         self,
         *,
         num_rows: builtins.int = ...,
         num_bytes: builtins.int = ...,
         checksum: builtins.str = ...,
+        nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "num_bytes", b"num_bytes", "num_rows", b"num_rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows"]) -> None: ...
 
 Global___SealedShard: typing_extensions.TypeAlias = SealedShard

@@ -1,0 +1,345 @@
+"""Compares generated queries: DataFusion, as a load runs it, with DuckDB and pyarrow.
+
+    python -m tests.differential [--queries 20000] [--seed 0]
+
+The suite compares 500; `make soak-queries` thousands, after a change of DataFusion's version or of
+`cache_server.sql`. A seed draws the same queries again. Ends with 1 after a disagreement: fix it,
+refuse it by name, or leave it out of the generator if it is a known difference (`KNOWN`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from cache_protocol.errors import LoadError, RequestError
+from tests.query_source import check, rows_of, write_parquet
+
+# What the generator leaves out, because both engines are right in their own way.
+KNOWN = {
+    "x / y of integers": "DataFusion cuts the fraction, as PostgreSQL does; DuckDB gives a double",
+    "x % 0": "DataFusion fails, DuckDB gives NULL",
+    "CAST(1.5 AS INT)": "DataFusion cuts the fraction, DuckDB rounds it",
+    "x = 0.1 of a float32": "DataFusion compares as doubles, DuckDB as the float32 next to 0.1",
+    "a string with a time": "DuckDB cuts it to the column's unit; TIMESTAMP '...' is exact",
+    "a double as a string": "the engines write 1e300 in other forms",
+    "- CAST('NaN' AS DOUBLE)": "a constant NaN with a sign, which nobody writes, is not refused",
+    "a date plus an interval": "DuckDB gives a timestamp",
+}
+_EPOCH = datetime(1970, 1, 1)
+_TIMES = [  # at and beside the ends of seconds, days, years and of what nanoseconds can hold
+    datetime(1969, 12, 31, 23, 59, 59, 999_000),
+    _EPOCH,
+    datetime(1994, 1, 1),
+    datetime(1994, 12, 31, 23, 59, 59),
+    datetime(2024, 12, 31, 23, 59, 59, 999_000),
+    datetime(2024, 12, 31, 23, 59, 59, 999_999),
+    datetime(2024, 2, 29, 12, 0, 0, 500_000),
+    datetime(1678, 1, 1),
+    datetime(2261, 12, 31),
+]
+_FAR = [datetime(1, 1, 1), datetime(3000, 5, 5), datetime(9999, 12, 31, 23, 59, 59, 999_999)]
+_INTEGERS = {f"{sign}{bits}": (sign, bits) for sign in "iu" for bits in (8, 16, 32, 64)}
+_TEXTS = ["", "a", "A", "ab", "1", "-1", "1.5", "é", "%", "a_b", "z" * 20]
+
+
+def _range(name: str) -> tuple[int, int]:
+    sign, bits = _INTEGERS[name]
+    return (0, 2**bits - 1) if sign == "u" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+
+
+def table(rng: random.Random, num_rows: int = 60) -> pa.Table:
+    """A table with a column of each type: extremes, nulls, NaN, signed zeros, far years."""
+
+    def column(dtype: pa.DataType, draw: Callable[[], Any]) -> pa.Array:
+        values = [None if rng.random() < 0.1 else draw() for _ in range(num_rows)]
+        return pa.array(values, dtype)
+
+    def times(unit: str, values: list[datetime]) -> pa.Array:
+        per_unit = {"s": 10**6, "ms": 10**3, "us": 1, "ns": 1}[unit]
+
+        def draw() -> int:
+            micros = (rng.choice(values) - _EPOCH) // timedelta(microseconds=1)
+            return micros // per_unit * (1000 if unit == "ns" else 1)
+
+        return column(pa.int64(), draw)
+
+    columns: dict[str, pa.Array] = {"row": pa.array(range(num_rows), pa.int64())}
+    for name, (sign, bits) in _INTEGERS.items():
+        low, high = _range(name)
+        dtype = getattr(pa, f"{'u' if sign == 'u' else ''}int{bits}")()
+        some = [low, low + 1, high, high - 1, high // 2, 0, 1, 2, 3, 100]
+        columns[name] = column(dtype, lambda some=some: rng.choice(some))
+    floats = [0.0, -0.0, 1.0, -1.0, 1.5, 2.5, -2.5, 1e30, float("nan"), float("inf"), -float("inf")]
+    columns["f32"] = column(pa.float32(), lambda: rng.choice(floats))
+    columns["f64"] = column(pa.float64(), lambda: rng.choice([*floats, 1e300, 5e-324, 2.0**53]))
+    columns["plain"] = column(pa.float64(), lambda: rng.choice([0.0, 1.0, 2.0, -3.5]))
+    columns["dec"] = column(
+        pa.decimal128(6, 2), lambda: Decimal(rng.choice([0, 1, 125, -125, 9999, -9999])) / 100
+    )
+    columns["text"] = column(pa.string(), lambda: rng.choice(_TEXTS))
+    columns["code"] = column(pa.string(), lambda: rng.choice(_TEXTS)).dictionary_encode()
+    columns["flag"] = column(pa.bool_(), lambda: rng.random() < 0.5)
+    for unit in ("s", "ms", "us", "ns"):
+        columns[f"t_{unit}"] = times(unit, _TIMES).cast(pa.timestamp(unit))
+        columns[f"utc_{unit}"] = times(unit, _TIMES).cast(pa.timestamp(unit, "UTC"))
+    columns["far"] = times("ms", [*_TIMES, *_FAR]).cast(pa.timestamp("ms"))
+    columns["day"] = times("s", _TIMES).cast(pa.timestamp("s")).cast(pa.date32(), safe=False)
+    return pa.table(columns)
+
+
+def _for_duckdb(source: pa.Table) -> pa.Table:
+    """The same values in types in which DuckDB is exact: times in one unit, without a zone."""
+    columns = {}
+    for name, values in zip(source.column_names, source.columns, strict=True):
+        if pa.types.is_timestamp(values.type):
+            values = values.cast(pa.timestamp(values.type.unit)).cast(
+                pa.timestamp("ns" if values.type.unit == "ns" else "us")
+            )
+        columns[name] = values.cast(pa.string()) if name == "code" else values
+    return pa.table(columns)
+
+
+@dataclass(frozen=True)
+class Sql:
+    """One expression for both engines."""
+
+    ours: str
+    theirs: str
+
+
+def _sql(template: str, *parts: Sql) -> Sql:
+    ours, theirs = zip(*((part.ours, part.theirs) for part in parts), strict=True)
+    return Sql(template.format(*ours), template.format(*theirs))
+
+
+class Generator:
+    """Draws conditions over `table`."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def condition(self, depth: int = 0) -> Sql:
+        """A condition on a row."""
+        draw, inner = self._rng.random(), depth + 1
+        if depth < 2 and draw < 0.3:
+            parts = [self.condition(inner) for _ in range(3)]
+            template = self._rng.choice(
+                [
+                    "({0}) AND ({1})",
+                    "({0}) OR ({1})",
+                    "NOT ({0})",
+                    "({0}) IS TRUE",
+                    "({0}) IS NOT FALSE",
+                    "({0}) IS NULL",
+                    "CASE WHEN {0} THEN {1} ELSE {2} END",
+                    "coalesce({0}, {1})",
+                ]
+            )
+            return _sql(template, *parts)
+        kind = self._rng.choice([self._number, self._number, self._float, self._time, self._text])
+        values = [kind(0) for _ in range(self._rng.randint(3, 6))]
+        if draw < 0.65:
+            comparison = self._rng.choice(
+                ["=", "<>", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINCT FROM"]
+            )
+            return _sql(f"{{0}} {comparison} {{1}}", *values)
+        if draw < 0.8:
+            places = ", ".join(f"{{{index}}}" for index in range(1, len(values)))
+            return _sql(f"{{0}} {self._rng.choice(['', 'NOT '])}IN ({places})", *values)
+        if draw < 0.9:
+            return _sql("{0} BETWEEN {1} AND {2}", *values)
+        if draw < 0.93:
+            return _sql("nullif({0}, {1}) IS NULL", *values)
+        if draw < 0.96:
+            return _sql("CASE {0} WHEN {1} THEN true WHEN {2} THEN false END", *values)
+        return self._column("flag")
+
+    def _column(self, *names: str) -> Sql:
+        name = self._rng.choice(names)
+        return Sql(name, name)
+
+    def _literal(self, *texts: str) -> Sql:
+        text = self._rng.choice(texts)
+        return Sql(text, text)
+
+    def _number(self, depth: int) -> Sql:
+        """An integer. DuckDB computes it as HUGEINT, which does not wrap."""
+        draw = self._rng.random()
+        if depth < 2 and draw < 0.35:
+            left, right = self._number(depth + 1), self._number(depth + 1)
+            operator = self._rng.choice(
+                ["{0} + {1}", "{0} - {1}", "{0} * {1}", "- {0}", "abs({0})"]
+            )
+            return _sql(f"({operator})", left, right)
+        if draw < 0.4:
+            part = self._rng.choice(["year", "month", "day", "hour", "quarter", "week", "doy"])
+            time = self._time(depth + 1)
+            return Sql(
+                f"EXTRACT({part} FROM {time.ours})", f"EXTRACT({part} FROM {time.theirs})::HUGEINT"
+            )
+        if draw < 0.45:
+            return _sql("char_length({0})", self._text(depth + 1))
+        if draw < 0.75:
+            name = self._rng.choice(list(_INTEGERS))
+            return Sql(name, f"{name}::HUGEINT")
+        low, high = _range(self._rng.choice(list(_INTEGERS)))
+        value = self._rng.choice([0, 1, -1, 2, 3, 9, 100, 1994, 2024, 2262, 9999, low, high])
+        value = max(value, -(2**63 - 1))
+        return self._literal(str(value) if value >= 0 else f"({value})")
+
+    def _float(self, depth: int) -> Sql:
+        draw = self._rng.random()
+        if depth < 2 and draw < 0.3:
+            parts = [self._float(depth + 1) for _ in range(2)]
+            template = self._rng.choice(
+                [
+                    *("({0} + {1})", "({0} - {1})", "({0} * {1})", "(- {0})", "abs({0})"),
+                    *("floor({0})", "ceil({0})", "CAST({0} AS DOUBLE)", "coalesce({0}, {1})"),
+                    "greatest({0}, {1})",
+                ]
+            )
+            return _sql(template, *parts)
+        if draw < 0.65:
+            return self._column("f32", "f64", "plain", "plain", "dec")
+        return self._literal(
+            *("0.0", "(-0.0)", "0", "1.0", "1", "1.5", "(-2.5)", "CAST(0.1 AS DOUBLE)", "1.25"),
+            *("2.0", "3.0", "4", *(["CAST('NaN' AS DOUBLE)"] if depth == 0 else [])),
+        )
+
+    def _time(self, depth: int) -> Sql:
+        draw = self._rng.random()
+        if depth < 1 and draw < 0.2:
+            unit = self._rng.choice(["year", "month", "day", "hour", "second", "week"])
+            return _sql(f"date_trunc('{unit}', {{0}})", self._time(depth + 1))
+        if depth < 1 and draw < 0.25:
+            time = self._column("t_s", "t_ms", "t_us", "far")
+            return Sql(
+                f"date_bin(INTERVAL '1 day', {time.ours}, TIMESTAMP '1970-01-01')",
+                f"date_trunc('day', {time.theirs})",
+            )
+        if draw < 0.7 or depth:
+            names = [f"{kind}_{unit}" for kind in ("t", "utc") for unit in ("s", "ms", "us", "ns")]
+            return self._column(*names, "far", "day")
+        time = self._rng.choice(_TIMES) + timedelta(
+            microseconds=self._rng.choice([0, 0, 1, -1, 999_999, 500, 86_400_000_000])
+        )
+        return self._literal(f"TIMESTAMP '{time.isoformat(sep=' ', timespec='microseconds')}'")
+
+    def _text(self, depth: int) -> Sql:
+        if depth < 2 and self._rng.random() < 0.25:
+            parts = [self._text(depth + 1) for _ in range(2)]
+            template = self._rng.choice(
+                [
+                    *("({0} || {1})", "upper({0})", "lower({0})", "substr({0}, 2, 1)"),
+                    *("concat({0}, {1})", "reverse({0})", "replace({0}, 'a', 'b')", "trim({0})"),
+                    "coalesce({0}, {1})",
+                ]
+            )
+            return _sql(template, *parts)
+        if self._rng.random() < 0.6:
+            return self._column("text", "code")
+        return self._literal(*(f"'{text}'" for text in _TEXTS))
+
+
+@dataclass
+class Outcome:
+    """How many queries ended how, and the disagreements."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    disagreements: list[str] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class Comparison:
+    """One table in both engines. Close it."""
+
+    def __init__(self, seed: int, directory: Path, *, prints: bool = False) -> None:
+        self._prints = prints
+        rng = random.Random(seed)
+        self._table = table(rng)
+        self._split = write_parquet(directory / f"{seed}.parquet", self._table)
+        self._generator = Generator(rng)
+        self._duckdb = duckdb.connect(config={"threads": 1})
+        self._duckdb.register("source", _for_duckdb(self._table))
+
+    def close(self) -> None:
+        """Closes DuckDB."""
+        self._duckdb.close()
+
+    def run(self, num_queries: int, outcome: Outcome) -> None:
+        """Compares some queries."""
+        for _ in range(num_queries):
+            condition = self._generator.condition()
+            ours, theirs = self._ours(condition.ours), self._theirs(condition.theirs)
+            if isinstance(ours, str):
+                outcome.errors[ours[:60]] += 1
+            if isinstance(ours, str) or isinstance(theirs, str):
+                who = "ours" if isinstance(ours, str) else "theirs"
+                outcome.counts[f"refused by {who}"] += 1
+            elif ours == theirs:
+                outcome.counts["agree"] += 1
+            else:
+                outcome.counts["disagree"] += 1
+                outcome.disagreements.append(
+                    f"{condition.ours}\n  DataFusion {ours}\n  DuckDB     {theirs}"
+                )
+                if self._prints:
+                    print(outcome.disagreements[-1], flush=True)
+
+    def _ours(self, condition: str) -> list[int] | str:
+        sql = f"SELECT row FROM source WHERE ({condition})"
+        try:
+            check(sql, self._table.schema)
+            rows = rows_of(self._split, sql, self._table.schema)
+        except (LoadError, RequestError) as error:
+            return str(error).rpartition(".parquet: ")[2]
+        return [row["row"] for row in rows]
+
+    def _theirs(self, condition: str) -> list[int] | str:
+        try:
+            found = self._duckdb.execute(f"SELECT row FROM source WHERE ({condition}) ORDER BY row")
+        except duckdb.Error as error:
+            return str(error)
+        return [row for (row,) in found.fetchall()]
+
+
+def compare(
+    num_queries: int, seed: int, queries_a_table: int = 500, *, prints: bool = False
+) -> Outcome:
+    """Compares generated queries over generated tables."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as directory:
+        for number, start in enumerate(range(0, num_queries, queries_a_table)):
+            comparison = Comparison(seed + number, Path(directory), prints=prints)
+            comparison.run(min(queries_a_table, num_queries - start), outcome)
+            comparison.close()
+    return outcome
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--queries", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    print(f"seed {arguments.seed}", flush=True)
+    outcome = compare(arguments.queries, arguments.seed, prints=True)
+    print(outcome.counts, outcome.errors.most_common(40), sep="\n")
+    return 1 if outcome.disagreements else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
