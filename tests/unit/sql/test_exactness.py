@@ -1,0 +1,188 @@
+"""What DataFusion computes wrongly is mended, or refused where the rows show it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from datafusion import SessionContext
+
+from cache_protocol.errors import LoadError, RequestError
+from cache_server.source.pinned import PinnedTable
+from cache_server.sql.loader import read_split, run_whole
+from cache_server.sql.queries import query_text
+from tests.query_source import check, local, rows_of, write_parquet
+
+_TIMES = [datetime(1994, 1, 1), datetime(2024, 12, 31, 23, 59, 59, 999_000), datetime(1950, 5, 5)]
+_FAR = [*_TIMES[:2], datetime(3000, 5, 5)]
+TABLE = pa.table(
+    {
+        "row": [0, 1, 2, 3],
+        "ns": pa.array([*_TIMES, None], pa.timestamp("ns")),
+        "zoned": pa.array([*_TIMES, None], pa.timestamp("ns", "Europe/Berlin")),
+        **{
+            f"t_{u}": pa.array([*_TIMES, None]).cast(pa.timestamp(u), safe=False)
+            for u in ("s", "ms")
+        },
+        "us": pa.array([*_TIMES, None], pa.timestamp("us")),
+        "far": pa.array([*_FAR, None], pa.timestamp("ms")),
+        "x": [-0.0, 0.0, 5.0, None],
+        "f": pa.array([-0.0, 0.0, 5.0, None], pa.float32()),
+        "plain": [1.0, 0.0, 5.0, None],
+        "inf": [float("inf"), 1.0, 2.0, None],
+        "large": pa.array([2_000_000_000, 2_000_000_000, 1, None], pa.int32()),
+        "small": pa.array([1, 2, 3, None], pa.int32()),
+        "least": pa.array([-(2**31), 1, 2, None], pa.int32()),
+        "byte": pa.array([200, 200, 1, None], pa.uint8()),
+        "wide": pa.array([2**62, 1, 2, None]),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    split = write_parquet(tmp_path_factory.mktemp("exact") / "a.parquet", TABLE)
+
+    def rows(filter: str) -> list[int]:
+        sql = check(query_text("", ("row",), filter), TABLE.schema).sql
+        return [row["row"] for row in rows_of(split, sql, TABLE.schema)]
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("filter", "rows"),
+    [
+        ("EXTRACT(YEAR FROM ns) < 9999", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM ns) <= 2262", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM ns) BETWEEN 1900 AND 2999", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM ns) <> 9999", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM ns) NOT IN (1994, 9999)", [1, 2]),
+        ("date_part('year', ns) >= 1000", [0, 1, 2]),
+        ("CASE WHEN date_part('year', ns) >= 1000 THEN true ELSE false END", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM zoned) < 9999", [0, 1, 2]),
+        ("EXTRACT(YEAR FROM zoned) = 1994", [0]),
+        ("EXTRACT(YEAR FROM ns) = 1994", [0]),
+    ],
+)
+def test_years_that_nanoseconds_cannot_hold_are_compared(
+    kept, filter: str, rows: list[int]
+) -> None:  # type: ignore[no-untyped-def]
+    assert kept(filter) == rows
+
+
+@pytest.mark.parametrize(
+    ("filter", "rows"),
+    [
+        ("t_ms < '2024-12-31 23:59:59.999999'", [0, 1, 2]),
+        ("t_ms >= '2024-12-31 23:59:59.999999'", []),
+        ("t_ms <= '2024-12-31 23:59:59.999'", [0, 1, 2]),
+        ("t_ms IN ('2024-12-31 23:59:59.999999', '1994-01-01')", [0]),
+        ("t_ms BETWEEN '1994-01-01 00:00:00.0001' AND '2100-01-01'", [1]),
+        ("t_s < TIMESTAMP '2024-12-31 23:59:59.5'", [0, 1, 2]),
+        ("us = '1994-01-01 00:00:00.000000001'", []),
+        ("far < '2024-12-31 23:59:59.999'", [0]),
+    ],
+)
+def test_a_time_of_a_finer_unit_than_its_column_is_not_cut(
+    kept, filter: str, rows: list[int]
+) -> None:  # type: ignore[no-untyped-def]
+    assert kept(filter) == rows
+
+
+def test_a_query_that_can_run_neither_way_is_refused_before_the_load(kept) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RequestError, match=r"write CASE WHEN \.\.\. IS NULL instead of coalesce"):
+        kept("EXTRACT(YEAR FROM ns) < 9999 AND coalesce(small, 0) > 0")
+
+
+@pytest.mark.parametrize(
+    ("filter", "problem"),
+    [
+        *(
+            (filter, r"takes -0.0 and 0.0 as different: write .* \+ 0.0 instead of")
+            for filter in (
+                "x IN (0.0, 1.0, 2.0, 3.0)",
+                "x NOT IN (0.0, 1.0, 2.0, 3.0)",
+                "f IN (0.0, 1.0)",
+                "plain IN (x, 7, 8, 9)",
+                "CASE x WHEN 0 THEN true ELSE false END",
+                "nullif(x, 0) IS NULL",
+            )
+        ),
+        ("large * large > 0", r"source.large \* source.large has values that int32 cannot hold"),
+        ("large + large > 0", "int32 cannot hold: write CAST"),
+        ("byte + byte > 144", "uint8 cannot hold"),
+        ("byte - byte * byte > 0", "uint8 cannot hold"),
+        ("wide * 4 > 0", "int64 cannot hold"),
+        ("-least < 0", "int32 cannot hold"),
+        ("date_bin(INTERVAL '1 day', far) IS NOT NULL", "date_bin of source.far gives NULL"),
+        ("inf * (inf - inf) > 1", "takes a NaN with a minus sign"),
+    ],
+)
+def test_a_load_that_meets_a_wrong_value_fails_with_its_expression(  # type: ignore[no-untyped-def]
+    kept, filter: str, problem: str
+) -> None:
+    with pytest.raises(LoadError, match=rf"cannot load .*a\.parquet: .*{problem}"):
+        kept(filter)
+
+
+@pytest.mark.parametrize(
+    ("filter", "rows"),
+    [
+        ("plain IN (0.0, 1.0, 2.0, 3.0)", [0, 1]),
+        ("x + 0.0 IN (0.0, 1.0, 2.0, 3.0)", [0, 1]),
+        ("x IN (5.0, 1.0, 2.0, 3.0)", [2]),
+        ("CASE plain WHEN 0 THEN true ELSE false END", [1]),
+        ("x = 0 AND x IN (0.0)", [0, 1]),
+        ("small * small > 1", [1, 2]),
+        ("CAST(large AS DOUBLE) * large > 1", [0, 1]),
+        ("CAST(large AS DECIMAL(38, 0)) * large > 1", [0, 1]),
+        ("byte * 2 > 255 AND wide + 1 > 0 AND -small < 0", [0, 1]),
+        ("date_bin(INTERVAL '1 day', us) = '1994-01-01'", [0]),
+        ("nanvl(inf - inf, CAST('NaN' AS DOUBLE)) > 1", [0]),
+        ("row = row OR large = large", [0, 1, 2, 3]),  # the optimiser drops the columns
+    ],
+)
+def test_harmless_rows_and_the_advised_sql_load(kept, filter: str, rows: list[int]) -> None:  # type: ignore[no-untyped-def]
+    assert kept(filter) == rows
+
+
+def test_the_expressions_of_a_whole_query_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "source.arrow"
+    with pa.ipc.new_file(path, TABLE.schema) as writer:
+        writer.write_table(TABLE)
+
+    with pytest.raises(LoadError, match="int32 cannot hold"):
+        list(run_whole("SELECT sum(large * large) AS s FROM source", {"source": path}))
+    (batch,) = run_whole("SELECT sum(small * small) AS s FROM source", {"source": path})
+    assert batch.to_pydict() == {"s": [14]}
+
+
+@pytest.mark.parametrize("filter", [None, "c7 > 1", "c7 > 1 AND c8 < c9"])
+@pytest.mark.parametrize("columns", [None, tuple(f"c{n}" for n in range(199, 0, -1))])
+def test_a_wide_selection_is_planned_without_naming_its_columns_in_sql(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    filter: str | None,
+    columns: tuple[str, ...] | None,
+) -> None:
+    table = pa.table({f"c{n}": [0, n + 1] for n in range(200)})
+    split = write_parquet(tmp_path / "a.parquet", table)
+    planned: list[str] = []
+    plan = SessionContext.sql_with_options
+    monkeypatch.setattr(
+        SessionContext,
+        "sql_with_options",
+        lambda self, sql, *rest: planned.append(sql) or plan(self, sql, *rest),
+    )
+
+    query = check(query_text("", columns, filter), table.schema)
+    read = PinnedTable("source", "parquet", table.schema, columns=query.columns["source"])
+    rows = [row for batch in read_split(local(split), query.sql, read) for row in batch.to_pylist()]
+
+    names = list(columns or table.column_names)
+    expected = table.select(names).slice(0 if filter is None else 1).to_pylist()
+    assert rows == expected and query.schema.names == names
+    assert all(len(sql) < 100 and "*" not in sql for sql in planned)
