@@ -15,7 +15,13 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
 )
-from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection, shard_file_name
+from cache_protocol.storage.shard_files import (
+    MappedShard,
+    SealedShard,
+    Selection,
+    read_manifest,
+    shard_file_name,
+)
 from cache_server.shards import adoption
 from cache_server.shards import store as store_module
 from cache_server.shards.checksums import file_checksum
@@ -393,6 +399,17 @@ def test_a_sound_shard_that_cannot_be_opened_is_kept_and_the_store_says_why(
 
     with ShardStore(three_shards) as store:
         assert indices(store) == [0, 1, 2]
+
+
+def test_the_manifest_names_nulls_only_where_there_are_some(cache_dir: Path) -> None:
+    with ShardStore(cache_dir) as store:
+        store.seal(KEY, 0, stored(range(10)))
+        store.seal(KEY, 1, stored(range(10)), nulls={"x": 3})
+        manifest = store.cache_dir / "table" / "f1" / "manifest.jsonl"
+        plain, counted = manifest.read_text().splitlines()
+
+    assert "nulls" not in plain and '"nulls": {"x": 3}' in counted
+    assert [sealed.nulls for sealed in read_manifest(manifest)] == [{}, {"x": 3}]
 
 
 def test_a_torn_manifest_line_costs_its_own_shard_only(three_shards: Path) -> None:
