@@ -120,7 +120,7 @@ def check_query(
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
     frame = _plan(planned, sql, context, tables)
-    if is_exact(planned, tables):
+    if _is_exact(planned, sql, tables):
         context = _session(tables, exact=True)
         frame = _plan(planned, sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
@@ -207,6 +207,15 @@ def _selection(
     except Exception:  # DataFusion raises bare Exception; as SQL it gives a better error
         return None
     return found
+
+
+def _is_exact(planned: str, sql: str, tables: Mapping[str, pa.Schema]) -> bool:
+    try:
+        return is_exact(planned, tables)
+    except RequestError:
+        raise
+    except Exception as error:  # DataFusion raises bare ValueError and Exception
+        raise RequestError(f"sql {sql!r}: {reason_of(error)}") from None
 
 
 def _narrow(selection: Selection, tables: Mapping[str, pa.Schema]) -> str:

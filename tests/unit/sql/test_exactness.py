@@ -86,6 +86,8 @@ def test_years_that_nanoseconds_cannot_hold_are_compared(
         ("t_s < TIMESTAMP '2024-12-31 23:59:59.5'", [0, 1, 2]),
         ("us = '1994-01-01 00:00:00.000000001'", []),
         ("far < '2024-12-31 23:59:59.999'", [0]),
+        ("CAST(CAST(t_ms AS TIMESTAMP) AS DATE) = '1994-01-01'", [0]),
+        ("CAST(t_ms AS VARCHAR) LIKE '1994%'", [0]),
     ],
 )
 def test_a_time_of_a_finer_unit_than_its_column_is_not_cut(
