@@ -1,4 +1,4 @@
-"""Compares generated queries: DataFusion, as a load runs it, with DuckDB and pyarrow.
+"""Compares generated queries: DataFusion, as a load runs it, with DuckDB.
 
     python -m tests.differential [--queries 20000] [--seed 0]
 

@@ -299,9 +299,16 @@ def _may_be_zeros(value: Expr, other: Expr, rows: DataFrame) -> bool:
 
 
 def _may_be_nan(side: Expr, rows: DataFrame) -> bool:
-    """Whether arithmetic may give a NaN, whose sign depends on the processor."""
-    has_arithmetic = any(_operator(part) in {*_ARITHMETIC, "/", "%"} for part in parts(side))
-    return has_arithmetic and bool(pa.types.is_floating(_type(side, rows)))
+    """Whether arithmetic may give a NaN, whose sign depends on the processor.
+
+    A column without a table is computed by another node of the plan.
+    """
+    is_computed = any(
+        _operator(part) in {*_ARITHMETIC, "/", "%"}
+        or (part.variant_name() == "Column" and variant(part).relation() is None)
+        for part in parts(side)
+    )
+    return is_computed and bool(pa.types.is_floating(_type(side, rows)))
 
 
 def _zeros_differ(left: Expr, right: Expr) -> Expr:
