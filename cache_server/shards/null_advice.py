@@ -65,8 +65,8 @@ def float_null_problem(name: str, count: int, *, expression: str | None = None) 
     column = identifier(name)
     return (
         f"column {name!r} holds {nulls}, and the spec has nulls: refuse: write "
-        f"COALESCE({expression or column}, 0) AS {column} in the sql, filter those rows out, or set "
-        "nulls: nan"
+        f"COALESCE({expression or column}, 0) AS {column} in the sql, filter those rows out, or "
+        "set nulls: nan"
     )
 
 
