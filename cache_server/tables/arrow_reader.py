@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import BY_ARROW, PinnedTable, Split
-from cache_server.tables import lake
+from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import column_of
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
 
@@ -75,7 +75,8 @@ def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatc
     """
     schema = table.read_schema
     try:
-        with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+        footer = footers.of_path(path)
+        with pq.ParquetFile(path, metadata=footer, coerce_int96_timestamp_unit="us") as file:
             names = set(file.schema_arrow.names)
             absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
             constants = {**absent, **table.partition_of(split)}

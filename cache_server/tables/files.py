@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -37,11 +38,12 @@ from cache_server.source.pinned import (
 )
 from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
-from cache_server.tables import arrow_reader, local_files, parquet
+from cache_server.tables import arrow_reader, footers, local_files, parquet
 from cache_server.tables.synthetic import rows_like
 
 _THREADS = 32  # mostly waiting for stores
-_FOOTER_BYTES = 64 * 1024  # read from the end of an object; most footers are shorter
+_FOOTERS_AT_ONCE = 256  # in memory as bytes
+_TAIL_BYTES = 64 * 1024  # of an Arrow file, which hold its footer
 _HEAD_BYTES = 4 * 1024 * 1024  # of a CSV or JSON, to infer its columns
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -56,11 +58,11 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """
     format, files, relative = find_files(table)
     if format == "parquet":
-        footers = read_footers(files, table)
-        schema = parquet.common_schema(files, footers, missing=table.missing_columns)
-        schema = arrow_reader.marked(schema, footers)
+        found = read_footers(files, table)
+        schema = parquet.common_schema(files, found, missing=table.missing_columns)
+        schema = arrow_reader.marked(schema, found)
     else:
-        footers = ()
+        found = ()
         schema = _inferred_schema(files, format, table)
     schema = _with_types(schema, format, table)
     for field in _partition_fields(relative):
@@ -69,30 +71,30 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     content: list[object] = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
     if table.types:
         content.append(dict(table.types))
-    return format, _pin(format, files, footers, schema, content)
+    return format, _pin(format, files, found, schema, content)
 
 
 def _pin(
     format: str,
     files: Sequence[SourceFile],
-    footers: Sequence[pq.FileMetaData],
+    found: Sequence[pq.FileMetaData],
     schema: pa.Schema,
     content: Sequence[object],
 ) -> Pin:
     def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
         if format == "parquet":
-            return parquet.cut(files, footers, stored, target_bytes)
+            return parquet.cut(files, found, stored, target_bytes)
         return text_splits(files, format, target_bytes)
 
     def with_groups(splits: Sequence[Split], columns: Collection[str]) -> tuple[Split, ...]:
-        return parquet.with_group_bytes(splits, files, footers, columns)
+        return parquet.with_group_bytes(splits, files, found, columns)
 
     def sample(num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
         types = partition_types(schema)
         constants = [partition_values(file.path, types) for file in files]
         groups = [
             (footer.row_group(index), values)
-            for footer, values in zip(footers, constants, strict=True)
+            for footer, values in zip(found, constants, strict=True)
             for index in range(footer.num_row_groups)
         ]
         return rows_like(groups, schema, num_rows, columns)
@@ -186,41 +188,59 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
         LoadError: a footer cannot be read; names the file.
     """
 
-    def read(file: SourceFile) -> pq.FileMetaData:
+    def tail(file: SourceFile) -> bytes:
         if object_stores.is_remote(file.path):
-            return read_remote_footer(
-                file,
+            return footers.read_tail(
+                file.size,
                 lambda size: object_stores.read_tail(file, size, table.options, table.secrets),
             )
         try:
-            return pq.read_metadata(file.path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _no_footer(file, _first_bytes(file.path), error) from None
+            with open(file.path, "rb") as opened:
+                return footers.tail_of(opened)
+        except OSError as error:
+            raise _no_footer(file, b"", error) from None
 
+    def parsed(tail: bytes) -> pq.FileMetaData | None:
+        with suppress(pa.ArrowInvalid, OSError):  # the check tells the reason
+            return footers.parsed(tail)
+        return None
+
+    found: list[pq.FileMetaData] = []
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-        return tuple(pool.map(read, files))
+        for start in range(0, len(files), _FOOTERS_AT_ONCE):
+            some = files[start : start + _FOOTERS_AT_ONCE]
+            tails = list(pool.map(tail, some))
+            footers_of_some = pool.map(parsed, tails)  # meanwhile
+            if (fault := footers.first_fault(tails)) is not None:
+                index, reason = fault
+                raise _bad_footer(some[index], tails[index], reason)
+            found += footers_of_some
+    return tuple(found)
 
 
-def read_remote_footer(file: SourceFile, read_tail: Callable[[int], bytes]) -> pq.FileMetaData:
+def read_remote_footer(file: SourceFile, last: Callable[[int], bytes]) -> pq.FileMetaData:
     """The Parquet footer of an object; one request if it has a usual size.
 
     Args:
-        read_tail: returns the last bytes of the object, as many as given.
+        last: returns the last bytes of the object, as many as given.
 
     Raises:
         LoadError: the footer is not valid; names the object.
     """
-    tail = read_tail(min(file.size, _FOOTER_BYTES))
-    length = int.from_bytes(tail[-parquet.MAGIC_BYTES : -4], "little") + parquet.MAGIC_BYTES
-    if tail[-4:] == b"PAR1" and len(tail) < length <= file.size:
-        tail = read_tail(length)
+    tail = footers.read_tail(file.size, last)
     try:
-        return pq.read_metadata(pa.BufferReader(tail))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _no_footer(file, tail if len(tail) == file.size else b"", error) from None
+        return footers.checked(tail)
+    except pa.ArrowInvalid as error:
+        raise _bad_footer(file, tail, str(error)) from None
 
 
-def _no_footer(file: SourceFile, head: bytes, error: Exception) -> LoadError:
+def _bad_footer(file: SourceFile, tail: bytes, reason: str) -> LoadError:
+    is_remote = object_stores.is_remote(file.path)
+    whole = tail if len(tail) == file.size else b""
+    return _no_footer(file, whole if is_remote else _first_bytes(file.path), reason)
+
+
+def _no_footer(file: SourceFile, head: bytes, error: Exception | str) -> LoadError:
     if (reason := objection(head[:FIRST_BYTES], "parquet")) is not None:
         return LoadError(f"cannot read {file.path} as parquet: {reason}")
     return LoadError(f"cannot read the Parquet footer of {file.path}: {error}")
@@ -308,7 +328,7 @@ def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path)
     """A local file with the beginning of an object, or both its ends, to infer the columns."""
     path = directory / f"beginning{Path(urlsplit(file.path).path).suffix}"
     head = (0, min(file.size, _HEAD_BYTES))
-    tail = (max(head[1], file.size - _FOOTER_BYTES), file.size)
+    tail = (max(head[1], file.size - _TAIL_BYTES), file.size)
     wanted = [head, tail] if format == "arrow" and tail[0] < tail[1] else [head]
     whole = file.size <= _HEAD_BYTES
     object_stores.download(file, path, table.options, table.secrets, None if whole else wanted)

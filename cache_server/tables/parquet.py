@@ -21,7 +21,6 @@ from cache_server.source.pinned import (
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
-MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 
 _SMALL_BYTES = 8 << 20  # of a file too small to matter for the memory of a load
 
