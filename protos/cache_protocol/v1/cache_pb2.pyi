@@ -1322,6 +1322,7 @@ class ActualShard(google.protobuf.message.Message):
     ROW_START_FIELD_NUMBER: builtins.int
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
     index: builtins.int
     sealed: builtins.bool
     num_rows: builtins.int
@@ -1333,6 +1334,8 @@ class ActualShard(google.protobuf.message.Message):
     """progress before it is sealed"""
     failure: builtins.str
     """the load failed for good"""
+    running: builtins.bool
+    """the load has begun; others wait for a thread"""
     def __init__(
         self,
         *,
@@ -1345,8 +1348,9 @@ class ActualShard(google.protobuf.message.Message):
         row_start: builtins.int = ...,
         rows_loaded: builtins.int = ...,
         failure: builtins.str = ...,
+        running: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
 
 Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 
