@@ -70,11 +70,13 @@ class LocalFile:
     Attributes:
         path, format: what to read.
         split: which part of the file, and its name for messages.
+        is_staged: an Arrow stream of the rows of the split, with only the columns that are read.
     """
 
     path: Path
     format: str
     split: Split
+    is_staged: bool = False
 
 
 def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
@@ -115,7 +117,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         LoadError: naming file, split and reason.
     """
     split = file.split
-    parts = split.parts if file.format == table.format else 1
+    parts = 1 if file.is_staged else split.parts
     try:
         if file.format == "json":
             yield from _by_lots(_json_rows(file, table), file, sql, table)
@@ -132,7 +134,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if plan.partition_count == parts:
             if file.format == "csv":
                 _check_csv(file, table)
-            elif file.format == "arrow" == table.format:  # not staged
+            elif file.format == "arrow" and not file.is_staged:
                 check_end(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
@@ -308,7 +310,7 @@ def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
 ) -> None:
     """Registers a split of ``table``, with the columns in its path."""
-    if file.format != table.format:  # staged: it holds only what is read
+    if file.is_staged:
         _register(context, table.name, file.path, file.format, None)
         return
     constants = table.partition_of(file.split)

@@ -27,6 +27,7 @@ from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, Table
 from cache_protocol.spec.values import is_text
 from cache_server import object_stores
 from cache_server.source.pinned import (
+    BY_ARROW,
     GIVEN,
     PARTITION,
     Pin,
@@ -39,6 +40,7 @@ from cache_server.source.pinned import (
 from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, footers, local_files, parquet
+from cache_server.tables.common_types import is_shaped, storage_schema
 from cache_server.tables.synthetic import rows_like
 
 _THREADS = 32  # mostly waiting for stores
@@ -59,8 +61,15 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     format, files, relative = find_files(table)
     if format == "parquet":
         found = read_footers(files, table)
-        schema = parquet.common_schema(files, found, missing=table.missing_columns)
-        schema = arrow_reader.marked(schema, found)
+        schema = arrow_reader.marked(
+            parquet.common_schema(
+                files,
+                parquet.schemas_of(found),
+                missing=table.missing_columns,
+                widen=table.schema == "union",
+            ),
+            found,
+        )
     else:
         found = ()
         schema = _inferred_schema(files, format, table)
@@ -71,6 +80,8 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     content: list[object] = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
     if table.types:
         content.append(dict(table.types))
+    if table.schema != "same":
+        content.append(table.schema)
     return format, _pin(format, files, found, schema, content)
 
 
@@ -272,8 +283,8 @@ def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> 
 def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec) -> pa.Schema:
     """The schema that all files share.
 
-    CSV and Arrow files are read by the position of columns, so all files must have the same ones.
-    JSON is read by name; a missing key is null.
+    CSV is read by the position of columns, so all files must have the same ones. JSON is read by
+    name; a missing key is null.
     """
     filled = [file for file in files if file.size]
     if not filled:
@@ -291,16 +302,42 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
     compared = filled if format != "json" else filled[:1]
     with ThreadPoolExecutor(min(_THREADS, len(compared))) as pool:
         schemas = list(pool.map(infer, compared))
+    if format == "arrow":
+        return _common_arrow_schema(compared, schemas, table)
     first = schemas[0]
     for file, schema in zip(compared[1:], schemas[1:], strict=True):
         # The types inferred for CSV files may differ; reading will tell.
-        same = schema.names == first.names if format == "csv" else schema.equals(first)
-        if not same:
+        if schema.names != first.names:
             raise LoadError(
                 f"{file.path} has other columns than {filled[0].path}: "
                 f"{parquet.difference(first, schema)}"
             )
     return first
+
+
+def _common_arrow_schema(
+    files: Sequence[SourceFile], schemas: Sequence[pa.Schema], table: TableSpec
+) -> pa.Schema:
+    """The columns of Arrow files, with `BY_ARROW` where a file has others: see `arrow_reader`."""
+    stored = [storage_schema(schema) for schema in schemas]
+    common = parquet.common_schema(
+        files, stored, missing=table.missing_columns, widen=table.schema == "union"
+    )
+    is_other = [
+        any(
+            schema.names != common.names
+            or is_shaped(schema.field(name).type)
+            or not as_stored.field(name).type.equals(common.field(name).type)
+            for schema, as_stored in zip(schemas, stored, strict=True)
+        )
+        for name in common.names
+    ]
+    return pa.schema(
+        [
+            field.with_metadata({BY_ARROW: b""} if other else {})
+            for field, other in zip(common, is_other, strict=True)
+        ]
+    )
 
 
 def _with_types(schema: pa.Schema, format: str, table: TableSpec) -> pa.Schema:

@@ -194,6 +194,7 @@ class TableSpec(google.protobuf.message.Message):
     IGNORE_FIELD_NUMBER: builtins.int
     SNAPSHOT_NAME_FIELD_NUMBER: builtins.int
     TYPES_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """in the query; "source" if there is only one table"""
     format: builtins.str
@@ -204,6 +205,8 @@ class TableSpec(google.protobuf.message.Message):
     """"refuse" or "null" """
     snapshot_name: builtins.str
     """a tag or a branch, instead of a number"""
+    schema: builtins.str
+    """"same" or "union"; empty: same"""
     @property
     def source(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -230,9 +233,10 @@ class TableSpec(google.protobuf.message.Message):
         ignore: collections.abc.Iterable[builtins.str] | None = ...,
         snapshot_name: builtins.str = ...,
         types: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        schema: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
 
 Global___TableSpec: typing_extensions.TypeAlias = TableSpec
