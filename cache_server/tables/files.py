@@ -37,6 +37,7 @@ from cache_server.source.pinned import (
     partition_types,
     partition_values,
 )
+from cache_server.source.saved_datasets import parts_of_dict, without_metadata
 from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, footers, local_files, parquet
@@ -158,6 +159,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
             root, paths = local_files.expand(source, suffixes, table.ignore)
             found = [_stat(path) for path in paths]
         found = [file for file in found if not _is_ignored(table, root, file.path)]
+        if not glob.has_magic(source):
+            found = _of_saved_dataset(source, found, root)
         if not found:
             raise _holds_nothing(source, format, table.ignore)
         for file in found:
@@ -176,6 +179,17 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
         raise RequestError(f"one dataset has one format, found several: {examples}")
     return next(iter(formats)), tuple(files), tuple(relative)
+
+
+def _of_saved_dataset(source: str, files: list[SourceFile], root: str) -> list[SourceFile]:
+    """The files of a folder; of one that Hugging Face saved, only those with rows."""
+    by_path = {local_files.below(file.path, root): file for file in files}
+    if parts := parts_of_dict(list(by_path)):
+        raise RequestError(
+            f"source {source!r} holds several datasets, such as the splits of a Hugging Face "
+            f"DatasetDict: name the folders to load, among {', '.join(parts)}"
+        )
+    return [by_path[path] for path in without_metadata(list(by_path))]
 
 
 def _is_ignored(table: TableSpec, root: str, path: str) -> bool:

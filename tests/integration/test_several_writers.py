@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from tests.load_here import load_here
@@ -234,3 +235,54 @@ def test_a_tensor_with_permuted_dimensions_is_refused_by_name(tmp_path: Path) ->
     write(tmp_path / "1", pa.table({"pixels": array}), "parquet")
     with pytest.raises(Exception, match=r"pixels: extension<arrow.fixed_shape_tensor"):
         plan_version(DatasetSpec("t", tmp_path))
+
+
+def save_like_hugging_face(folder: Path, table: pa.Table, *, files: int = 1) -> Path:
+    """A folder like that of ``Dataset.save_to_disk``: Arrow streams beside JSON."""
+    folder.mkdir(parents=True)
+    for name in ("state.json", "dataset_info.json"):
+        (folder / name).write_text('{\n  "a": 1\n}')
+    step = -(-table.num_rows // files)
+    for number in range(files):
+        path = folder / f"data-{number:05d}-of-{files:05d}.arrow"
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table.slice(number * step, step))
+    return folder
+
+
+def test_a_dataset_that_hugging_face_saved_loads(tmp_path: Path) -> None:
+    table = pa.table({"a": range(5), "words": WORDS})
+    saved = save_like_hugging_face(tmp_path / "saved", table, files=2)
+    for options in ({}, {"format": "arrow"}):
+        assert load(saved, tmp_path, **options).to_pylist() == table.to_pylist()
+
+
+def test_the_datasets_of_a_saved_dict_are_not_mixed(tmp_path: Path) -> None:
+    table = pa.table({"a": range(5)})
+    for split in ("train", "test"):
+        save_like_hugging_face(tmp_path / "saved" / split, table)
+    (tmp_path / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for options in ({}, {"format": "arrow"}):
+        with pytest.raises(RequestError, match="name the folders to load, among test, train"):
+            plan_version(DatasetSpec("t", tmp_path / "saved", **options))
+    both = [tmp_path / "saved/train", tmp_path / "saved/test"]
+    assert load_here(DatasetSpec("t", both), tmp_path / "cache").num_rows == 10
+
+
+@pytest.mark.parametrize("compression", ["uncompressed", "lz4", "zstd"])
+def test_arrow_files_of_polars_load(tmp_path: Path, compression: Any) -> None:
+    frame = polars.DataFrame(
+        {
+            "words": WORDS,
+            "lists": LISTS,
+            "kinds": polars.Series(["u", "v", None, "u", "w"], dtype=polars.Categorical),
+        }
+    )
+    path = tmp_path / "t.arrow"
+    frame.write_ipc(path, compression=compression)
+    assert load(path, tmp_path).to_pylist() == frame.to_dicts()
+    frame.lazy().sink_ipc(path)
+    assert load(path, tmp_path, filter="words = 'word'").to_pylist() == frame[3:4].to_dicts()
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(LoadError, match=r"t\.arrow: its rows end at byte .* joined by cat"):
+        load(path, tmp_path)
