@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow as pa
 
 from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node import loading
 from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import decode_plan
@@ -26,7 +25,7 @@ def load_here(spec: DatasetSpec, directory: Path) -> pa.Table:
     with ExitStack() as stack:
         stack.callback(opened.close)
         version = opened.version
-        plan = decode_plan(version.to_load_plan(1), pb.Secrets())
+        plan = decode_plan(version.to_load_plan(1), spec.secrets_to_proto())
         store = stack.enter_context(ShardStore(directory))
         spooled = stack.enter_context(closing(loading.SpooledTables(store.scratch / "spooled")))
         if version.shards is None:

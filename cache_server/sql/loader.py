@@ -41,7 +41,7 @@ from cache_server.sql.formats.csv_times import check_times, times_as_texts
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
-from cache_server.sql.formats.trailing_data import check_end
+from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
 from cache_server.sql.quoting import identifier
 
 _FILE = "__file"  # a file whose table has further columns
@@ -91,11 +91,15 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
     """
     try:
         check_first_bytes(path, format)
-        schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
         if format == "arrow":
-            check_names(_names_of_arrow(path))
+            with pa.OSFile(str(path)) as file:
+                schema = open_arrow(file).schema.remove_metadata()
+        else:
+            schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
+        check_names(schema.names)
         return schema
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
 
 
@@ -122,6 +126,9 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if file.format == "json":
             yield from _by_lots(_json_rows(file, table), file, sql, table)
             return
+        if file.format == "arrow" and not file.is_staged:
+            yield from _by_lots(_arrow_rows(file, table), file, sql, table)
+            return
         if file.format == "csv" and _converted(table):
             yield from _by_lots(_csv_rows(file, table), file, sql, table)
             return
@@ -134,8 +141,6 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if plan.partition_count == parts:
             if file.format == "csv":
                 _check_csv(file, table)
-            elif file.format == "arrow" and not file.is_staged:
-                check_end(file.path, split)
             for batch in context.execute(plan, split.part if parts > 1 else 0):
                 yield batch.to_pyarrow()
             return
@@ -143,7 +148,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         raise
     except FileNotFoundError:
         raise LoadError(f"cannot load {split}: the file is gone") from None
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         reason = reason_of(error)
         if file.format == "csv":
             reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
@@ -169,7 +175,8 @@ def read_together(
         _, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
         if not _folds_to_nothing(frame):
             yield from _joined(batch.to_pyarrow() for batch in frame.execute_stream())
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         for file in files:  # find the bad file
             for _ in read_split(file, sql, table):
                 pass
@@ -244,16 +251,6 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
         schema = _schema_of(beginning, "csv")
     types = [pa.string() if pa.types.is_null(dtype) else dtype for dtype in schema.types]
     return pa.schema(list(zip(sample.names, types, strict=True)))
-
-
-def _names_of_arrow(path: Path) -> list[str]:
-    """The column names of an Arrow file; DataFusion keeps only the first of equal names."""
-    with open(path, "rb") as file:
-        try:
-            return list(pa.ipc.open_file(file).schema.names)
-        except pa.ArrowInvalid:  # a stream, which DataFusion also reads
-            file.seek(0)
-            return list(pa.ipc.open_stream(file).schema.names)
 
 
 def _batch_rows(split: Split) -> int:
@@ -350,6 +347,20 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     """The rows of newline JSON, of the columns that the query reads."""
     check_first_bytes(file.path, file.format)
     yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+
+
+def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file or stream, of the columns that the query reads.
+
+    Arrow reads them: DataFusion aborts where a damaged file says how many bytes are compressed.
+    """
+    check_first_bytes(file.path, file.format)
+    check_end(file.path, file.split)
+    with pa.memory_map(str(file.path)) as source:
+        reader = open_arrow(source, _stored_and_read(file, table).names)
+        for batch in batches_of(reader):
+            batch.validate(full=True)
+            yield batch
 
 
 def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -532,7 +543,13 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
         yield from walk(child, kind)
 
 
-def reason_of(error: Exception) -> str:
+def _reraise_exit(error: BaseException) -> None:
+    """Raises the error again unless it is an exception or a panic of a library in Rust."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def reason_of(error: BaseException) -> str:
     """The message of DataFusion, on one line."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import resource
 import socket
 import sys
+from contextlib import suppress
 
 LENGTH_BYTES = 8  # before each request and each answer, little-endian
 _SIGNED_BYTES = 28 + 8  # the signature of a file with encrypted columns; length and "PAR1"
@@ -44,8 +45,12 @@ def _reason(tail: bytes) -> str:
                 return f"a row group has {group.num_columns} of {footer.num_columns} columns"
             for chunk in map(group.column, range(group.num_columns)):
                 if (statistics := chunk.statistics) is not None and statistics.has_min_max:
-                    _ = statistics.min_raw, statistics.max_raw
-        footer.schema.to_arrow_schema()
+                    _ = statistics.min_raw, statistics.max_raw, statistics.logical_type.to_json()
+                    with suppress(Exception):  # Python lacks some dates
+                        _ = statistics.min, statistics.max
+        footer.write_metadata_file(pa.BufferOutputStream())
+        _ = [str(field) for field in footer.schema.to_arrow_schema()]
+        _ = [footer.schema.column(leaf).path for leaf in range(footer.num_columns)]
     except Exception as error:  # any of Arrow, or of Python while it decodes text
         return str(error) or type(error).__name__
     return ""

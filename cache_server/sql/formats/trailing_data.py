@@ -8,7 +8,7 @@ silently.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,14 +52,22 @@ def check_end(path: Path, split: Split) -> None:
 
 
 def open_arrow(
-    file: pa.NativeFile,
+    file: pa.NativeFile, columns: Sequence[str] | None = None
 ) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """The reader of an Arrow file or stream."""
-    try:
-        return pa.ipc.open_file(file)
-    except pa.ArrowInvalid:
-        file.seek(0)
-        return pa.ipc.open_stream(file)
+    """The reader of an Arrow file or stream.
+
+    Args:
+        columns: that are read; None for all.
+    """
+    is_file = file.read(len(_MAGIC)) == _MAGIC
+    opened = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    file.seek(0)
+    reader = opened(file)
+    if columns is None:
+        return reader
+    file.seek(0)
+    wanted = [reader.schema.get_field_index(name) for name in columns]
+    return opened(file, options=pa.ipc.IpcReadOptions(included_fields=wanted))
 
 
 def batches_of(

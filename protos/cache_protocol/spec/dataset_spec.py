@@ -499,6 +499,8 @@ def _sources(
             problems.append(f"source must be a path, glob or URI, got {shown(item)}")
             continue
         text = str(os.fspath(item))
+        if text.startswith("file:/") and not URI.match(text):  # as Hadoop writes it
+            text = f"file://{text.removeprefix('file:')}"
         if URI.match(text):
             result.append(without_password(text, secrets, problems))
         else:

@@ -218,22 +218,6 @@ def test_an_error_of_a_row_names_the_file(tmp_path: Path) -> None:
         rows_of(split, "SELECT 1 / (a - 50) AS x FROM source")
 
 
-def test_a_file_that_is_not_cut_as_planned_is_an_error_and_no_wrong_rows(tmp_path: Path) -> None:
-    table = pa.table({"a": range(50_000)})
-    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
-        writer.write_table(table, max_chunksize=1000)
-    split = Split(whole(tmp_path / "a.arrow").file, 0, 3, None, 0)
-
-    with pytest.raises(LoadError, match="cut the file into 1 parts instead of 3"):
-        list(
-            read_split(
-                local(split, "arrow"),
-                "SELECT a FROM source WHERE a % 3 = 0",
-                PinnedTable("source", "arrow", table.schema),
-            )
-        )
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("format", ["parquet", "arrow", "csv", "json"])
 def test_a_vanished_file_is_named(tmp_path: Path, format: str, parts: int) -> None:
