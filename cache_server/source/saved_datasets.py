@@ -20,7 +20,7 @@ def without_metadata(relative: Sequence[str]) -> list[str]:
 
 
 def parts_of_dict(relative: Sequence[str]) -> list[str]:
-    """The folders of a saved ``DatasetDict``, each a dataset; empty if it is none."""
+    """The folders of a saved ``DatasetDict``; empty for other folders."""
     data = [path for path in relative if path.endswith(".arrow")]
     folders = sorted({_folder(path) for path in data})
     is_saved = all(_DATA.fullmatch(_name(path)) for path in data)

@@ -10,6 +10,7 @@ It imports nothing of this project and no numpy, so it starts in a tenth of a se
 
 from __future__ import annotations
 
+import base64
 import resource
 import socket
 import sys
@@ -50,6 +51,8 @@ def _reason(tail: bytes) -> str:
                         _ = statistics.min, statistics.max
         footer.write_metadata_file(pa.BufferOutputStream())
         _ = [str(field) for field in footer.schema.to_arrow_schema()]
+        if hint := (footer.metadata or {}).get(b"ARROW:schema"):
+            _ = [str(field) for field in pa.ipc.read_schema(pa.py_buffer(base64.b64decode(hint)))]
         _ = [footer.schema.column(leaf).path for leaf in range(footer.num_columns)]
     except Exception as error:  # any of Arrow, or of Python while it decodes text
         return str(error) or type(error).__name__

@@ -120,3 +120,21 @@ def test_encrypted_columns_are_refused_by_name(
         writer.write_table(table)
     with pytest.raises(LoadError, match=f"{path}: {reason}, which is not read: write the file"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(b"abc\xff\xfefgh", "codec can't decode byte 0xff"), (b"abcdefgh", "")],
+)
+def test_a_column_name_that_is_not_utf8_is_refused_with_its_file(
+    tmp_path: Path, name: bytes, reason: str
+) -> None:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"abcdefgh": [1]}), sink, store_schema=False)
+    path = tmp_path / "t.parquet"
+    path.write_bytes(sink.getvalue().replace(b"abcdefgh", name))
+    if reason:
+        with pytest.raises(LoadError, match=f"{path}.*{reason}"):
+            read(path)
+    else:
+        assert len(read(path)) == 1
