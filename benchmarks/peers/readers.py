@@ -148,7 +148,7 @@ def samples(source: Source) -> Iterator[dict[str, Any]]:
 
 def hugging_face(source: Source) -> list[Contender]:
     """Streaming through a buffer, and map-style from its Arrow cache."""
-    import datasets  # type: ignore[import-not-found]
+    import datasets
 
     datasets.disable_progress_bars()
     # A stream sleeps for five seconds where its shards end, so that reading threads can go: once a

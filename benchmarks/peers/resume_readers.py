@@ -103,7 +103,7 @@ def hugging_face(
     """The dataset, and its batches as tensors."""
     # The files are local: nothing to ask its hub for, which would count as its time.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import datasets  # type: ignore[import-not-found]
+    import datasets
     import numpy as np
     import torch
 

@@ -25,6 +25,7 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.membership import Membership
@@ -344,6 +345,10 @@ class Coordinator:
         with self._changed:
             member = self._membership.apply_heartbeat(request)
             has_news = member.has_news
+            for key, loading in self._versions.items():
+                shards = member.actual[key].shards if key in member.actual else ()
+                running = frozenset(shard.index for shard in shards if shard.running)
+                loading.ended.apply_report(node_id, request.node.process, running)
             for key, actual in member.actual.items():
                 if (version := self._versions.get(key)) is not None:
                     has_news |= version.apply_report(actual, node_id)
@@ -358,12 +363,12 @@ class Coordinator:
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_stable(),
-                datasets=[
-                    self._holdings(version).desired(node_id)
-                    for version in self._versions.values()
-                    if version.failure is None
-                ],
             )
+            for version in self._versions.values():
+                if version.failure is None:
+                    desired = self._holdings(version).desired(node_id)
+                    version.ended.note_told(node_id, _loads(desired))
+                    response.datasets.append(desired)
             for key in member.actual.keys() & self._orphans.find():
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             return response
@@ -405,9 +410,15 @@ class Coordinator:
 
     def _settle(self) -> None:
         """Updates readiness and failures, and forgets old versions."""
+        alive = self._membership.alive()
         for key, version in list(self._versions.items()):
             if key not in self._versions:
                 continue  # forgotten in this loop
+            version.ended.note_lost(alive)
+            if not version.was_ready and version.failure is None:
+                for index, node_ids in version.ended.given_up().items():
+                    version.fail(version.ended_error(index, node_ids))
+                    self._mark_changed()
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue
@@ -512,6 +523,12 @@ class Coordinator:
                 version.last_used = self._clock()
             self._versions[entry.pinned.key] = version
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
+
+
+def _loads(desired: pb.DesiredDataset) -> frozenset[int | None]:
+    """The loads from the source that an answer asks for."""
+    whole = {WHOLE_QUERY} if desired.run_whole else set()
+    return frozenset({shard.index for shard in desired.shards if shard.splits} | whole)
 
 
 def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.membership import Member
 from cache_server.coordination.placement import bytes_by_node, desired_shards, place
 from cache_server.coordination.version_record import VersionRecord
@@ -60,6 +61,9 @@ class Holdings:
         if version.failure is not None or not version.was_ready:
             return version.failure
         held = self.holders(serving=False)
+        for index, node_ids in self._given_up.items():
+            if index not in held and len(held) < (version.num_shards or 0):
+                return version.ended_error(index, node_ids)
         for node_id in sorted(self._alive):
             actual = self._last_report(node_id)
             for shard in actual.shards:
@@ -68,6 +72,10 @@ class Holdings:
             if actual.failure and len(held) < (version.num_shards or 0):
                 return version.load_error(actual.failure)
         return None
+
+    @cached_property
+    def _given_up(self) -> Mapping[int | None, list[str]]:
+        return self.version.ended.given_up()
 
     def _secrets_failure(self) -> CacheError | None:
         if not self.version.lacks_secrets:
@@ -185,7 +193,12 @@ class Holdings:
                 continue
             if held_by:
                 self._let_copy(shard, held_by)
-            elif pinned.shards is None or version.lacks_secrets or index in loading:
+            elif (
+                pinned.shards is None
+                or version.lacks_secrets
+                or index in loading
+                or index in self._given_up
+            ):
                 continue
             elif placement[index][0] == node_id:
                 # One node reads the source; the others copy its sealed shard.
@@ -204,7 +217,7 @@ class Holdings:
     ) -> None:
         """Asks one node to run a whole query, the first time or for lost shards."""
         version = self.version
-        if version.lacks_secrets:
+        if version.lacks_secrets or WHOLE_QUERY in self._given_up:
             return
         ((runner, *_), *_) = self._placement(1)
         missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]

@@ -9,10 +9,13 @@ from cache_protocol.errors import CacheError, LoadError
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
+from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 3  # splits in a message
 
 
 @dataclass
@@ -25,6 +28,7 @@ class VersionRecord:
         last_used: time of the last read; None if there was none.
         asked_at: time of the request; None for a version from before a restart.
         is_failure_saved: the failure is in the catalogue.
+        ended: the nodes that ended while they loaded shards of it.
     """
 
     pinned: PinnedVersion
@@ -39,6 +43,7 @@ class VersionRecord:
     last_used: float | None = None
     asked_at: float | None = None
     is_failure_saved: bool = False
+    ended: EndedNodes = field(default_factory=EndedNodes)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -155,6 +160,18 @@ class VersionRecord:
             self.failure = error
             self.release()
             logger.error("dataset failed reason=%s", error)
+
+    def ended_error(self, index: int | None, node_ids: list[str]) -> LoadError:
+        """A `LoadError` about a shard that is given to no further node."""
+        what = "run the whole query"
+        if index is not WHOLE_QUERY and self.pinned.shards is not None:
+            splits = self.pinned.shards[index].splits
+            more = f" and {len(splits) - _MOST_NAMED} more" if len(splits) > _MOST_NAMED else ""
+            what = f"load {', '.join(map(str, splits[:_MOST_NAMED]))}{more}"
+        return self.load_error(
+            f"cannot {what}: node {', node '.join(node_ids)} ended meanwhile. See the logs: the "
+            "data may be damaged, or need more memory than a node has"
+        )
 
     def load_error(self, reason: str) -> LoadError:
         """A `LoadError` that names the dataset."""

@@ -65,7 +65,7 @@ def _encode_version(
         if job is None:
             message.rows_loaded = num_rows
         else:
-            message.shards.add(index=job, rows_loaded=num_rows)
+            message.shards.add(index=job, rows_loaded=num_rows, running=job in version.running)
     for job, reason in version.failures.items():
         if job is None:
             message.failure = reason

@@ -346,7 +346,7 @@ class Node:
             changed, self._is_ready = result.is_ready != self._is_ready, result.is_ready
         if changed:
             self._on_ready(result.is_ready)
-        return any(isinstance(action, Publish) for action in result.actions)
+        return any(isinstance(action, Publish | StartLoads) for action in result.actions)
 
     def _act(self, action: Action, sealed: SealedShards) -> None:
         match action:
@@ -432,6 +432,7 @@ class Node:
         with self._lock:
             self._running.add(job)
             running = list(self._running)
+        self._wake.set()  # if this process ends now, the coordinator knows by which load
         waits = False
         try:
             if not job.cancelled.is_set():

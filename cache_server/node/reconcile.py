@@ -22,6 +22,7 @@ class ActualVersion:
         reported: the sealed shards that the coordinator knows of.
         row_starts: first row id of each served shard; None before any row is served.
         loading: rows loaded so far by each load under way.
+        running: of these, the loads that have begun.
         failures: the reason of each failed load.
         waits: why a load is tried again later.
         may_copy_again: enough time has passed since the last failure.
@@ -36,6 +37,7 @@ class ActualVersion:
     reported: Set[int] = frozenset()
     row_starts: Mapping[int, int] | None = None
     loading: Mapping[int | None, int] = field(default_factory=dict)
+    running: Set[int | None] = frozenset()
     failures: Mapping[int | None, str] = field(default_factory=dict)
     waits: Mapping[int | None, str] = field(default_factory=dict)
     may_copy_again: bool = False

@@ -176,7 +176,7 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
     if table.format not in tables.FILE_FORMATS:
         path = target.with_suffix(".arrow")
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
-        return LocalFile(path, "arrow", split)
+        return LocalFile(path, "arrow", split, is_staged=True)
     if table.is_for_arrow and not object_stores.is_remote(split.file.path):
         files.check_unchanged(split.file)
         decoded = _decoded(table, split, Path(split.file.path), target)
@@ -193,10 +193,10 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
 
 
 def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> LocalFile:
-    """The rows of a Parquet split that only Arrow reads correctly."""
+    """The rows of a split that only Arrow reads correctly."""
     decoded = target.with_suffix(".arrow")
     write_arrow(decoded, table.read_schema, arrow_reader.read(path, split, table))
-    return LocalFile(decoded, "arrow", split)
+    return LocalFile(decoded, "arrow", split, is_staged=True)
 
 
 def _wanted_ranges(

@@ -99,6 +99,7 @@ class VersionState:
             reported=self.reported,
             row_starts=self.row_starts,
             loading=loading,
+            running={index for index in loading if self.loads[index].future.running()},
             failures=dict(self.failures),
             waits=dict(self.waits),
             may_copy_again=now >= self.copy_again_at,

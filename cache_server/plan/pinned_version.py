@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
+from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
@@ -145,10 +146,14 @@ def plan_version(spec: DatasetSpec) -> OpenPlan:
     with ExitStack() as stack:
         pins: dict[str, Pin] = {}
         formats: dict[str, str] = {}
-        for table in spec.tables:
-            formats[table.name], pins[table.name] = tables.pin(table)
-            stack.callback(pins[table.name].close)
-        planned = _plan(spec, formats, pins)
+        try:
+            for table in spec.tables:
+                formats[table.name], pins[table.name] = tables.pin(table)
+                stack.callback(pins[table.name].close)
+            planned = _plan(spec, formats, pins)
+        except pa.ArrowException as error:  # of a type that a library lacks, or of damage
+            sources = ", ".join(source for table in spec.tables for source in table.source)
+            raise LoadError(f"cannot read {sources}: {error}") from None
         stack.pop_all()
         return planned
 

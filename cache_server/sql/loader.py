@@ -43,7 +43,7 @@ from cache_server.sql.formats.csv_times import check_times, times_as_texts
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
-from cache_server.sql.formats.trailing_data import check_end
+from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
@@ -73,11 +73,13 @@ class LocalFile:
     Attributes:
         path, format: what to read.
         split: which part of the file, and its name for messages.
+        is_staged: an Arrow stream of the rows of the split, with only the columns that are read.
     """
 
     path: Path
     format: str
     split: Split
+    is_staged: bool = False
 
 
 def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
@@ -92,11 +94,15 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
     """
     try:
         check_first_bytes(path, format)
-        schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
         if format == "arrow":
-            check_names(_names_of_arrow(path))
+            with pa.OSFile(str(path)) as file:
+                schema = open_arrow(file).schema.remove_metadata()
+        else:
+            schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
+        check_names(schema.names)
         return schema
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
 
 
@@ -118,10 +124,13 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         LoadError: naming file, split and reason.
     """
     split = file.split
-    parts = split.parts if file.format == table.format else 1
+    parts = 1 if file.is_staged else split.parts
     try:
         if file.format == "json":
             yield from _named(_by_lots(_json_rows(file, table), file, sql, table), sql)
+            return
+        if file.format == "arrow" and not file.is_staged:
+            yield from _named(_by_lots(_arrow_rows(file, table), file, sql, table), sql)
             return
         if file.format == "csv" and _converted(table):
             yield from _named(_by_lots(_csv_rows(file, table), file, sql, table), sql)
@@ -135,8 +144,6 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         if plan.partition_count == parts:
             if file.format == "csv":
                 _check_csv(file, table)
-            elif file.format == "arrow" == table.format:  # not staged
-                check_end(file.path, split)
             part = split.part if parts > 1 else 0
             _check_values(context, frame, part)
             stream = context.execute(plan, part)
@@ -146,7 +153,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
         raise
     except FileNotFoundError:
         raise LoadError(f"cannot load {split}: the file is gone") from None
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         reason = reason_of(error)
         if file.format == "csv":
             reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
@@ -174,7 +182,8 @@ def read_together(
             _check_values(context, frame)
             stream = (batch.to_pyarrow() for batch in frame.execute_stream())
             yield from _joined(_named(stream, sql))
-    except Exception as error:  # DataFusion raises bare Exception
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        _reraise_exit(error)
         for file in files:  # find the bad file
             for _ in read_split(file, sql, table):
                 pass
@@ -255,16 +264,6 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
         schema = _schema_of(beginning, "csv")
     types = [pa.string() if pa.types.is_null(dtype) else dtype for dtype in schema.types]
     return pa.schema(list(zip(sample.names, types, strict=True)))
-
-
-def _names_of_arrow(path: Path) -> list[str]:
-    """The column names of an Arrow file; DataFusion keeps only the first of equal names."""
-    with open(path, "rb") as file:
-        try:
-            return list(pa.ipc.open_file(file).schema.names)
-        except pa.ArrowInvalid:  # a stream, which DataFusion also reads
-            file.seek(0)
-            return list(pa.ipc.open_stream(file).schema.names)
 
 
 def _batch_rows(split: Split) -> int:
@@ -408,7 +407,7 @@ def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, sql: str, *, skips: bool
 ) -> None:
     """Registers a split of ``table``, with the columns in its path."""
-    if file.format != table.format:  # staged: it holds only what is read
+    if file.is_staged:
         _register(context, table.name, file.path, file.format, None)
         return
     constants = table.partition_of(file.split)
@@ -453,6 +452,20 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     """The rows of newline JSON, of the columns that the query reads."""
     check_first_bytes(file.path, file.format)
     yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+
+
+def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file or stream, of the columns that the query reads.
+
+    Arrow reads them: DataFusion aborts where a damaged file says how many bytes are compressed.
+    """
+    check_first_bytes(file.path, file.format)
+    check_end(file.path, file.split)
+    with pa.memory_map(str(file.path)) as source:
+        reader = open_arrow(source, _stored_and_read(file, table).names)
+        for batch in batches_of(reader):
+            batch.validate(full=True)
+            yield batch
 
 
 def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -635,7 +648,13 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
         yield from walk(child, kind)
 
 
-def reason_of(error: Exception) -> str:
+def _reraise_exit(error: BaseException) -> None:
+    """Raises the error again unless it is an exception or a panic of a library in Rust."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def reason_of(error: BaseException) -> str:
     """The message of DataFusion, on one line."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]

@@ -59,10 +59,11 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """
     format = format_of(table)
     if format in _KINDS:
-        if table.missing_columns != "refuse" or table.ignore or table.types:
+        is_default = (table.missing_columns, table.schema) == ("refuse", "same")
+        if not is_default or table.ignore or table.types:
             raise RequestError(
-                f"table {table.name!r}: missing_columns, ignore and types are for files, not for "
-                f"{format}"
+                f"table {table.name!r}: missing_columns, schema, ignore and types are for files, "
+                f"not for {format}"
             )
         return format, cast(Pin, _module(format).pin(table))
     if table.snapshot is not None:

@@ -1,9 +1,10 @@
-"""Reads Parquet columns with Arrow that DataFusion reads wrongly or not at all.
+"""Reads Parquet and Arrow columns with Arrow that DataFusion reads wrongly or not at all.
 
 A file that Arrow wrote gives the Arrow type of each column. Where that is a dictionary, DataFusion
 expects strings or plain numbers: it panics on booleans and 96-bit timestamps, and fails or panics
 on values of a fixed number of bytes, such as decimals. It also rounds 96-bit timestamps with a time
-zone towards 1970; Arrow rounds all of them down.
+zone towards 1970; Arrow rounds all of them down. It gives no shapes to tensors, and reads the
+columns of Arrow files by their position, without a cast.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import BY_ARROW, PinnedTable, Split
-from cache_server.tables import lake
+from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
+from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import column_of
+from cache_server.tables.common_types import is_shaped
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
 
 _BATCH_ROWS = 8_192
@@ -58,6 +61,8 @@ def _columns_for_arrow(stored: pq.ParquetSchema, arrow: bytes) -> set[str]:
         leaf = stored.column(index)
         if (name := column_of(leaf.path, types)) is None:
             continue
+        if is_shaped(schema.field(name).type):
+            found.add(name)
         is_encoded = "dictionary<" in types[name] and leaf.physical_type in _NOT_ENCODED
         if is_encoded or (leaf.physical_type == "INT96" and "tz=" in types[name]):
             found.add(name)
@@ -73,9 +78,13 @@ def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatc
     Raises:
         LoadError: it cannot be read; names the split.
     """
+    if table.format == "arrow":
+        yield from _of_arrow_file(path, split, table)
+        return
     schema = table.read_schema
     try:
-        with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+        footer = footers.of_path(path)
+        with pq.ParquetFile(path, metadata=footer, coerce_int96_timestamp_unit="us") as file:
             names = set(file.schema_arrow.names)
             absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
             constants = {**absent, **table.partition_of(split)}
@@ -96,3 +105,19 @@ def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatc
         raise LoadError(
             f"cannot load {split}: Arrow reads {num_rows} rows fewer than its footer says"
         )
+
+
+def _of_arrow_file(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    schema = table.read_schema
+    try:
+        check_end(path, split)
+        with pa.OSFile(str(path)) as file:
+            reader = open_arrow(file)
+            names = set(reader.schema.names)
+            absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
+            constants = {**absent, **table.partition_of(split)}
+            for batch in batches_of(reader):
+                batch.validate(full=True)
+                yield from lake.conform(batch, schema, constants)
+    except (pa.ArrowException, OSError) as error:
+        raise LoadError(f"cannot load {split}: {error}") from None

@@ -33,7 +33,7 @@ from cache_server.object_stores.connections import (
 from cache_server.object_stores.options import store_settings
 from cache_server.source.lake_folders import DELTA_LOG
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
-from cache_server.tables import lake
+from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import Place, value_bytes
 
 # Supported reader features, or ones that do not change what is read.
@@ -340,7 +340,8 @@ def _fragment(version: _Version, file: _File) -> ds.ParquetFileFragment:
 
 
 def _footer(version: _Version, file: _File) -> lake.Footer:
-    footer = _fragment(version, file).metadata
+    with version.filesystem.open_input_file(file.path) as opened:
+        footer = footers.of_file(opened)
     stored = _stored_names(footer.schema.to_arrow_schema())
 
     def place(field: pa.Field) -> Place:

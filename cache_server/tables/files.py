@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, Table
 from cache_protocol.spec.values import is_text
 from cache_server import object_stores
 from cache_server.source.pinned import (
+    BY_ARROW,
     GIVEN,
     PARTITION,
     Pin,
@@ -35,13 +37,16 @@ from cache_server.source.pinned import (
     partition_types,
     partition_values,
 )
+from cache_server.source.saved_datasets import parts_of_dict, without_metadata
 from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
-from cache_server.tables import arrow_reader, local_files, parquet
+from cache_server.tables import arrow_reader, footers, local_files, parquet
+from cache_server.tables.common_types import is_shaped, storage_schema
 from cache_server.tables.synthetic import rows_like
 
 _THREADS = 32  # mostly waiting for stores
-_FOOTER_BYTES = 64 * 1024  # read from the end of an object; most footers are shorter
+_FOOTERS_AT_ONCE = 256  # in memory as bytes
+_TAIL_BYTES = 64 * 1024  # of an Arrow file, which hold its footer
 _HEAD_BYTES = 4 * 1024 * 1024  # of a CSV or JSON, to infer its columns
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
@@ -56,11 +61,18 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     """
     format, files, relative = find_files(table)
     if format == "parquet":
-        footers = read_footers(files, table)
-        schema = parquet.common_schema(files, footers, missing=table.missing_columns)
-        schema = arrow_reader.marked(schema, footers)
+        found = read_footers(files, table)
+        schema = arrow_reader.marked(
+            parquet.common_schema(
+                files,
+                parquet.schemas_of(found),
+                missing=table.missing_columns,
+                widen=table.schema == "union",
+            ),
+            found,
+        )
     else:
-        footers = ()
+        found = ()
         schema = _inferred_schema(files, format, table)
     schema = _with_types(schema, format, table)
     for field in _partition_fields(relative):
@@ -69,30 +81,32 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     content: list[object] = [[file.path, file.size, file.mtime_ns, file.etag] for file in files]
     if table.types:
         content.append(dict(table.types))
-    return format, _pin(format, files, footers, schema, content)
+    if table.schema != "same":
+        content.append(table.schema)
+    return format, _pin(format, files, found, schema, content)
 
 
 def _pin(
     format: str,
     files: Sequence[SourceFile],
-    footers: Sequence[pq.FileMetaData],
+    found: Sequence[pq.FileMetaData],
     schema: pa.Schema,
     content: Sequence[object],
 ) -> Pin:
     def cut(stored: pa.Schema, target_bytes: int) -> tuple[Split, ...]:
         if format == "parquet":
-            return parquet.cut(files, footers, stored, target_bytes)
+            return parquet.cut(files, found, stored, target_bytes)
         return text_splits(files, format, target_bytes)
 
     def with_groups(splits: Sequence[Split], columns: Collection[str]) -> tuple[Split, ...]:
-        return parquet.with_group_bytes(splits, files, footers, columns)
+        return parquet.with_group_bytes(splits, files, found, columns)
 
     def sample(num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
         types = partition_types(schema)
         constants = [partition_values(file.path, types) for file in files]
         groups = [
             (footer.row_group(index), values)
-            for footer, values in zip(footers, constants, strict=True)
+            for footer, values in zip(found, constants, strict=True)
             for index in range(footer.num_row_groups)
         ]
         return rows_like(groups, schema, num_rows, columns)
@@ -106,7 +120,7 @@ def _pin(
         sample=sample if is_parquet else None,
         bytes_by="" if is_parquet else "the sizes of the files",
         with_groups=with_groups if is_parquet else None,
-        nulls=partial(parquet.nulls, footers) if is_parquet else None,
+        nulls=partial(parquet.nulls, found) if is_parquet else None,
     )
 
 
@@ -146,6 +160,8 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
             root, paths = local_files.expand(source, suffixes, table.ignore)
             found = [_stat(path) for path in paths]
         found = [file for file in found if not _is_ignored(table, root, file.path)]
+        if not glob.has_magic(source):
+            found = _of_saved_dataset(source, found, root)
         if not found:
             raise _holds_nothing(source, format, table.ignore)
         for file in found:
@@ -164,6 +180,17 @@ def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str
         examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
         raise RequestError(f"one dataset has one format, found several: {examples}")
     return next(iter(formats)), tuple(files), tuple(relative)
+
+
+def _of_saved_dataset(source: str, files: list[SourceFile], root: str) -> list[SourceFile]:
+    """The files of a folder; of one that Hugging Face saved, only those with rows."""
+    by_path = {local_files.below(file.path, root): file for file in files}
+    if parts := parts_of_dict(list(by_path)):
+        raise RequestError(
+            f"source {source!r} holds several datasets, such as the splits of a Hugging Face "
+            f"DatasetDict: name the folders to load, among {', '.join(parts)}"
+        )
+    return [by_path[path] for path in without_metadata(list(by_path))]
 
 
 def _is_ignored(table: TableSpec, root: str, path: str) -> bool:
@@ -187,41 +214,59 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
         LoadError: a footer cannot be read; names the file.
     """
 
-    def read(file: SourceFile) -> pq.FileMetaData:
+    def tail(file: SourceFile) -> bytes:
         if object_stores.is_remote(file.path):
-            return read_remote_footer(
-                file,
+            return footers.read_tail(
+                file.size,
                 lambda size: object_stores.read_tail(file, size, table.options, table.secrets),
             )
         try:
-            return pq.read_metadata(file.path)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise _no_footer(file, _first_bytes(file.path), error) from None
+            with open(file.path, "rb") as opened:
+                return footers.tail_of(opened)
+        except OSError as error:
+            raise _no_footer(file, b"", error) from None
 
+    def parsed(tail: bytes) -> pq.FileMetaData | None:
+        with suppress(pa.ArrowInvalid, OSError):  # the check tells the reason
+            return footers.parsed(tail)
+        return None
+
+    found: list[pq.FileMetaData] = []
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-        return tuple(pool.map(read, files))
+        for start in range(0, len(files), _FOOTERS_AT_ONCE):
+            some = files[start : start + _FOOTERS_AT_ONCE]
+            tails = list(pool.map(tail, some))
+            footers_of_some = pool.map(parsed, tails)  # meanwhile
+            if (fault := footers.first_fault(tails)) is not None:
+                index, reason = fault
+                raise _bad_footer(some[index], tails[index], reason)
+            found += footers_of_some
+    return tuple(found)
 
 
-def read_remote_footer(file: SourceFile, read_tail: Callable[[int], bytes]) -> pq.FileMetaData:
+def read_remote_footer(file: SourceFile, last: Callable[[int], bytes]) -> pq.FileMetaData:
     """The Parquet footer of an object; one request if it has a usual size.
 
     Args:
-        read_tail: returns the last bytes of the object, as many as given.
+        last: returns the last bytes of the object, as many as given.
 
     Raises:
         LoadError: the footer is not valid; names the object.
     """
-    tail = read_tail(min(file.size, _FOOTER_BYTES))
-    length = int.from_bytes(tail[-parquet.MAGIC_BYTES : -4], "little") + parquet.MAGIC_BYTES
-    if tail[-4:] == b"PAR1" and len(tail) < length <= file.size:
-        tail = read_tail(length)
+    tail = footers.read_tail(file.size, last)
     try:
-        return pq.read_metadata(pa.BufferReader(tail))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _no_footer(file, tail if len(tail) == file.size else b"", error) from None
+        return footers.checked(tail)
+    except pa.ArrowInvalid as error:
+        raise _bad_footer(file, tail, str(error)) from None
 
 
-def _no_footer(file: SourceFile, head: bytes, error: Exception) -> LoadError:
+def _bad_footer(file: SourceFile, tail: bytes, reason: str) -> LoadError:
+    is_remote = object_stores.is_remote(file.path)
+    whole = tail if len(tail) == file.size else b""
+    return _no_footer(file, whole if is_remote else _first_bytes(file.path), reason)
+
+
+def _no_footer(file: SourceFile, head: bytes, error: Exception | str) -> LoadError:
     if (reason := objection(head[:FIRST_BYTES], "parquet")) is not None:
         return LoadError(f"cannot read {file.path} as parquet: {reason}")
     return LoadError(f"cannot read the Parquet footer of {file.path}: {error}")
@@ -253,8 +298,8 @@ def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> 
 def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec) -> pa.Schema:
     """The schema that all files share.
 
-    CSV and Arrow files are read by the position of columns, so all files must have the same ones.
-    JSON is read by name; a missing key is null.
+    CSV is read by the position of columns, so all files must have the same ones. JSON is read by
+    name; a missing key is null.
     """
     filled = [file for file in files if file.size]
     if not filled:
@@ -272,16 +317,42 @@ def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec)
     compared = filled if format != "json" else filled[:1]
     with ThreadPoolExecutor(min(_THREADS, len(compared))) as pool:
         schemas = list(pool.map(infer, compared))
+    if format == "arrow":
+        return _common_arrow_schema(compared, schemas, table)
     first = schemas[0]
     for file, schema in zip(compared[1:], schemas[1:], strict=True):
         # The types inferred for CSV files may differ; reading will tell.
-        same = schema.names == first.names if format == "csv" else schema.equals(first)
-        if not same:
+        if schema.names != first.names:
             raise LoadError(
                 f"{file.path} has other columns than {filled[0].path}: "
                 f"{parquet.difference(first, schema)}"
             )
     return first
+
+
+def _common_arrow_schema(
+    files: Sequence[SourceFile], schemas: Sequence[pa.Schema], table: TableSpec
+) -> pa.Schema:
+    """The columns of Arrow files, with `BY_ARROW` where a file has others: see `arrow_reader`."""
+    stored = [storage_schema(schema) for schema in schemas]
+    common = parquet.common_schema(
+        files, stored, missing=table.missing_columns, widen=table.schema == "union"
+    )
+    is_other = [
+        any(
+            schema.names != common.names
+            or is_shaped(schema.field(name).type)
+            or not as_stored.field(name).type.equals(common.field(name).type)
+            for schema, as_stored in zip(schemas, stored, strict=True)
+        )
+        for name in common.names
+    ]
+    return pa.schema(
+        [
+            field.with_metadata({BY_ARROW: b""} if other else {})
+            for field, other in zip(common, is_other, strict=True)
+        ]
+    )
 
 
 def _with_types(schema: pa.Schema, format: str, table: TableSpec) -> pa.Schema:
@@ -309,7 +380,7 @@ def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path)
     """A local file with the beginning of an object, or both its ends, to infer the columns."""
     path = directory / f"beginning{Path(urlsplit(file.path).path).suffix}"
     head = (0, min(file.size, _HEAD_BYTES))
-    tail = (max(head[1], file.size - _FOOTER_BYTES), file.size)
+    tail = (max(head[1], file.size - _TAIL_BYTES), file.size)
     wanted = [head, tail] if format == "arrow" and tail[0] < tail[1] else [head]
     whole = file.size <= _HEAD_BYTES
     object_stores.download(file, path, table.options, table.secrets, None if whole else wanted)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyiceberg.expressions import (
     And,
     BooleanExpression,
@@ -36,7 +35,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
-from cache_server.tables import lake
+from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
 from cache_server.tables.iceberg_rows import live_rows
@@ -324,7 +323,7 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
     if file.file_format != FileFormat.PARQUET:
         return None
     with table.io.new_input(file.file_path).open() as opened:
-        footer = pq.read_metadata(opened)
+        footer = footers.of_file(opened)
     names = table.metadata.name_mapping()
     stored = pyarrow_to_schema(footer.schema.to_arrow_schema(), names, True)
     partition = {

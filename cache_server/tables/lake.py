@@ -24,6 +24,7 @@ from cache_server.object_stores.options import store_settings
 from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.tables.column_sizes import Place, plain_bytes
+from cache_server.tables.common_types import storage_column
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
 _MAX_REASON = 600  # characters of a library's message
@@ -89,8 +90,7 @@ def conform(
             array = pa.repeat(constants[field.name], batch.num_rows)
         else:
             array = batch.column(field.name)
-        if isinstance(array.type, pa.BaseExtensionType):
-            array = array.storage
+        array = storage_column(array)
         arrays.append(array if array.type == field.type else array.cast(field.type))
     yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 

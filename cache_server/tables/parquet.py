@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
 from cache_server.source.pinned import (
+    BY_ARROW,
     SourceFile,
     Split,
     check_names,
@@ -19,9 +20,9 @@ from cache_server.source.pinned import (
     source_column,
 )
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
+from cache_server.tables.common_types import common_type, may_lose, storage_schema
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
-MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 
 _SMALL_BYTES = 8 << 20  # of a file too small to matter for the memory of a load
 
@@ -29,20 +30,21 @@ Range = tuple[int, int]
 
 
 def common_schema(
-    files: Sequence[SourceFile], footers: Sequence[pq.FileMetaData], *, missing: str
+    files: Sequence[SourceFile], schemas: Sequence[pa.Schema], *, missing: str, widen: bool
 ) -> pa.Schema:
     """The columns of the table: those of the first file, then further ones.
 
     Columns match by name, so their order may differ between files. A column is nullable if it is
-    nullable or missing in some file.
+    nullable or missing in some file. Columns whose types differ get their `common_type`.
 
     Args:
+        schemas: of each file; the same object for equal ones.
         missing: for a column that some files lack: ``refuse`` or ``null``.
+        widen: see `common_type`; also makes missing columns null.
 
     Raises:
         LoadError: naming a file whose columns differ in type, are missing, or repeat a name.
     """
-    schemas = _schemas(footers)
     fields: dict[str, pa.Field] = {}
     first_of = {id(schema): index for index, schema in reversed(list(enumerate(schemas)))}
     different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
@@ -50,27 +52,42 @@ def common_schema(
         try:
             check_names(schema.names)
         except ValueError as error:
-            raise LoadError(f"cannot read {file.path} as parquet: {error}") from None
+            raise LoadError(f"cannot read {file.path}: {error}") from None
         for field in schema:
             known = fields.setdefault(field.name, field)
-            if not known.type.equals(field.type):
+            dtype = common_type(known.type, field.type, widen=widen)
+            if dtype is None:
+                wider = common_type(known.type, field.type, widen=True)
+                remedy = f"; schema: union makes it {wider}" if wider is not None else ""
                 raise LoadError(
-                    f"{file.path} has other columns than {files[0].path}: "
-                    f"{difference(schemas[0], schema) or f'{field.name} is {field.type}'}"
+                    f"{file.path} has other columns than {files[0].path}: {field.name} is "
+                    f"{field.type} instead of {known.type}{remedy}"
                 )
-            if field.nullable and not known.nullable:
-                fields[field.name] = field
+            known = fields[field.name] = known.with_type(dtype)
+            if field.nullable:
+                fields[field.name] = known.with_nullable(True)
     for file, schema in different:
         names = set(schema.names)
         absent = [name for name in fields if name not in names]
-        if absent and missing == "refuse":
+        if absent and missing == "refuse" and not widen:
             other = next(f for f, s in zip(files, schemas, strict=True) if absent[0] in s.names)
             raise LoadError(
                 f"{file.path} has other columns than {other.path}: "
                 f"{', '.join(absent)} missing; missing_columns: null makes them null"
             )
         fields |= {name: fields[name].with_nullable(True) for name in absent}
-    return pa.schema([field.remove_metadata() for field in fields.values()])
+    unsafe = {
+        field.name
+        for schema in {id(schema): schema for schema in schemas}.values()
+        for field in schema
+        if may_lose(field.type, fields[field.name].type)
+    }
+    return pa.schema(
+        [
+            field.with_metadata({BY_ARROW: b""} if field.name in unsafe else {})
+            for field in fields.values()
+        ]
+    )
 
 
 def cut(
@@ -198,7 +215,7 @@ def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
     return [index for index, part in enumerate(starts) if part == split.part]
 
 
-def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
+def schemas_of(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
     """The schema of each footer; the same object for equal bytes in consecutive files."""
     schemas: list[pa.Schema] = []
     known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
@@ -211,11 +228,12 @@ def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
 
 
 def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:
-    """The schema with INT96 in microseconds: nanoseconds end with the year 2262.
+    """The schema without extension types, and with INT96 in microseconds.
 
-    Spark and Hive write INT96, often with the year 9999 as "no end".
+    Nanoseconds end with the year 2262. Spark and Hive write INT96, often with the year 9999 as "no
+    end".
     """
-    schema = stored.to_arrow_schema().remove_metadata()
+    schema = storage_schema(stored.to_arrow_schema())
     physical = [stored.column(i).physical_type for i in range(len(stored))]
     if "INT96" not in physical:
         return schema
@@ -251,9 +269,9 @@ def difference(first: pa.Schema, other: pa.Schema) -> str:
         for name in {**expected, **found}
         if expected.get(name) != found.get(name)
     ]
-    if not notes and first.names != other.names:
-        notes = [f"they stand as {', '.join(other.names)} instead of {', '.join(first.names)}"]
-    return "; ".join(notes) or "they differ in where nulls are allowed"
+    return "; ".join(notes) or (
+        f"they stand as {', '.join(other.names)} instead of {', '.join(first.names)}"
+    )
 
 
 def _groups(footer: pq.FileMetaData) -> list[pq.RowGroupMetaData]:

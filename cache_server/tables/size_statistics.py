@@ -1,11 +1,11 @@
-"""Bytes of the strings of a Parquet file, from its footer. Pure.
+"""What pyarrow does not show of a Parquet footer: bytes of strings, encrypted columns. Pure.
 
 A footer may hold *size statistics*: for each column chunk the bytes of its values before any
 encoding. pyarrow writes them but does not show them. So they are read here from the bytes of the
-footer, a Thrift structure in the compact protocol; all other fields are skipped.
+footer, a Thrift structure in the compact protocol.
 
 Source: the Parquet format's parquet.thrift (FileMetaData, RowGroup, ColumnChunk, ColumnMetaData,
-SizeStatistics) and Apache Thrift's compact protocol specification.
+SizeStatistics, ColumnCryptoMetaData) and Apache Thrift's compact protocol specification.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _ROW_GROUPS, _COLUMNS, _META_DATA, _SIZE_STATISTICS, _UNENCODED_BYTES = 4, 1, 3, 16, 1
+_PATH_IN_SCHEMA, _CRYPTO_METADATA, _WITH_COLUMN_KEY, _PATH_OF_KEY = 3, 8, 2, 1
 _TAIL_BYTES = 8  # the length of the footer and "PAR1"
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
 _INTEGERS = (4, 5, 6)
@@ -29,9 +30,7 @@ def unencoded_bytes(footer: pq.FileMetaData) -> list[list[int | None]]:
     """
     sink = pa.BufferOutputStream()
     footer.write_metadata_file(sink)
-    data = sink.getvalue().to_pybytes()
-    length = int.from_bytes(data[-_TAIL_BYTES:-4], "little")
-    parsed = _Reader(data[-_TAIL_BYTES - length : -_TAIL_BYTES]).read(_STRUCT)
+    parsed = _parsed(sink.getvalue().to_pybytes())
     return [
         [
             chunk.get(_META_DATA, {}).get(_SIZE_STATISTICS, {}).get(_UNENCODED_BYTES)
@@ -39,6 +38,32 @@ def unencoded_bytes(footer: pq.FileMetaData) -> list[list[int | None]]:
         ]
         for group in parsed[_ROW_GROUPS]
     ]
+
+
+def encrypted_columns(tail: bytes) -> list[str]:
+    """The columns of a file that are encrypted.
+
+    Args:
+        tail: the end of the file, with its footer; if it is damaged, the result is empty.
+    """
+    names: dict[str, None] = {}
+    try:
+        for group in _parsed(tail)[_ROW_GROUPS]:
+            for chunk in group[_COLUMNS]:
+                if (crypto := chunk.get(_CRYPTO_METADATA)) is not None:
+                    by_key = crypto.get(_WITH_COLUMN_KEY, {}).get(_PATH_OF_KEY)
+                    path = by_key or chunk[_META_DATA][_PATH_IN_SCHEMA]
+                    names[b".".join(path).decode()] = None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return []
+    return list(names)
+
+
+def _parsed(tail: bytes) -> dict[int, Any]:
+    """A footer, as field number -> value."""
+    length = int.from_bytes(tail[-_TAIL_BYTES:-4], "little")
+    fields: dict[int, Any] = _Reader(tail[-_TAIL_BYTES - length : -_TAIL_BYTES]).read(_STRUCT)
+    return fields
 
 
 class _Reader:

@@ -117,6 +117,19 @@ def executable() -> str:
     return f"{_server_folder()}/bin/python"
 
 
+def serve_forks(folder: str) -> None:
+    """Lets nodes that are forks fork the process that reads their footers.
+
+    Args:
+        folder: of the server, in which this is called.
+    """
+    from cache_server.tables import footers
+
+    global _server_folder
+    _server_folder = cache(lambda: folder)
+    footers.Popen = Popen  # type: ignore[misc]
+
+
 @cache
 def _server_folder() -> str:
     """Starts the server of this process: it ends with its standard input, so with this process."""

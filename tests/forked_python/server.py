@@ -24,6 +24,7 @@ import threading
 import types
 from pathlib import Path
 
+from tests import forked_python
 from tests.forked_python.messages import receive, send_number
 from tests.rank_ends import sitecustomize  # noqa: F401  # runs at the end of a rank, after all others
 
@@ -46,6 +47,7 @@ def main() -> None:
     folder = Path(listener.getsockname()).parent
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
     _import(LIBRARIES)
+    forked_python.serve_forks(str(folder))
     clients: dict[int, socket.socket] = {}  # by process id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
     signal.signal(signal.SIGCHLD, lambda number, frame: None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pyarrow as pa
@@ -21,13 +24,17 @@ from cache_client import (
     CacheError,
     DatasetInfo,
     DatasetSpec,
+    LoadError,
     NodeUnavailableError,
     NotReadyError,
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
+from cache_server.coordination.placement import place
 from cache_server.local import LocalNode
+from cache_server.plan.pinned_version import plan_version
 from tests.conftest import write_numbered
+from tests.store_stubs import FilesStub, Served
 from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
@@ -396,3 +403,47 @@ def test_a_read_of_a_dataset_that_is_loading_says_how_far_it_is(
         patient_client.load(DatasetSpec("table", source, target_shard_bytes=1), wait=False)
         with pytest.raises(NotReadyError, match=r"'table' is loading: \d of 6 shards"):
             patient_client.head("table")
+
+
+# -- splits that end nodes -------------------------------------------------------------------------
+
+
+class EndsItsReaders(FilesStub):
+    """A server of files that kills each node, but for the coordinator, that reads one whole."""
+
+    nodes: ClassVar[list[LocalNode]] = []
+    killed: ClassVar[list[LocalNode]] = []
+
+    def do_GET(self) -> None:
+        for node in self.nodes:
+            if node in self.killed:
+                continue
+            sockets = psutil.Process(node.pid).net_connections("tcp")
+            if any(found.laddr.port == self.client_address[1] for found in sockets):
+                node.kill()
+                self.killed.append(node)
+                return
+        super().do_GET()
+
+
+def test_a_split_that_ends_two_nodes_is_given_to_no_other(
+    breakable: LocalCluster, client: CacheClient, tmp_path: Path
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"a": 1}\n')
+    coordinator, *others = breakable.nodes
+    members = [node.node_id for node in breakable.nodes]
+    handler = type("Handler", (EndsItsReaders,), {"nodes": others, "killed": []})
+    with Served(partial(handler, directory=tmp_path)) as server:
+        # Its shard belongs on two nodes before it belongs on the coordinator.
+        for target_shard_bytes in itertools.count(1):
+            spec = DatasetSpec("t", f"{server}/t.jsonl", target_shard_bytes=target_shard_bytes)
+            with closing(plan_version(spec)) as planned:
+                fingerprint = planned.version.key.fingerprint
+            ((first, second),) = place(fingerprint, 1, members, 2)
+            if coordinator.node_id not in (first, second):
+                break
+        with pytest.raises(
+            LoadError, match=r"cannot load http.*/t\.jsonl: node .* ended meanwhile"
+        ):
+            client.load(spec, timeout_s=WAIT_S)
+    assert [node.node_id for node in handler.killed] == [first, second]

@@ -704,3 +704,36 @@ def test_the_password_may_come_from_the_environment(
         assert sum(batch.num_rows for batch in postgres.read(pinned(pin), split, {})) == 1
     finally:
         pin.close()
+
+
+def test_a_role_that_may_read_some_columns_reads_those(db: Database) -> None:
+    db.run(
+        "CREATE TABLE t (id int PRIMARY KEY, secret text, word text)",
+        "INSERT INTO t SELECT n, 'hush', 'word ' || n FROM generate_series(1, 500) AS n",
+        f"CREATE ROLE {db.name}_some LOGIN PASSWORD '{PASSWORD}'",
+        f"GRANT SELECT (id, word) ON t TO {db.name}_some",
+    )
+    uri = db.server.uri(db.name, user=f"{db.name}_some", table="t")
+    pin = postgres.pin(TableSpec("source", (uri,), "postgres", secrets=SECRETS))
+    db._pins.append(pin)
+    assert len(splits_of(pin)) > 1
+    assert read_all(pin).to_pylist() == [{"id": n, "word": f"word {n}"} for n in range(1, 501)]
+
+
+def test_arrays_of_a_domain_over_numeric_are_numbers(db: Database) -> None:
+    db.run(
+        "CREATE DOMAIN price AS numeric(10, 2)",
+        "CREATE DOMAIN label AS text",
+        "CREATE DOMAIN prices AS price[]",
+        "CREATE TABLE t (a price[], b prices, c label[], d price)",
+        "INSERT INTO t VALUES ('{1.5,NULL}', '{2.25}', '{x}', 4)",
+    )
+    pin = db.pin(table="t")
+    assert read_all(pin).to_pylist() == [{"a": [1.5, None], "b": [2.25], "c": ["x"], "d": 4.0}]
+
+
+def test_a_numeric_beyond_float64_is_named_with_its_column(db: Database) -> None:
+    db.run("CREATE TABLE t (id int, big numeric)", "INSERT INTO t VALUES (1, 10 ^ 400::numeric)")
+    pin = db.pin(table="t")
+    with pytest.raises(LoadError, match=r"out of range for type double precision \(column 'big'\)"):
+        read_all(pin)

@@ -2,8 +2,9 @@
 
 - In DataFusion NaN is above every number, but Parquet statistics leave NaN out. For ``x <> 0`` and
   ``x > 1`` it would skip a row group of 0 and NaN.
-- Old writers ordered the bounds of strings by signed bytes, so non-ASCII comes first. DataFusion
-  trusts these bounds; Arrow does not.
+- Old writers kept all bounds in signed order. In it non-ASCII strings come first, and unsigned
+  integers from 2**31 or 2**63 on. DataFusion trusts these bounds; Arrow does so only for types with
+  that order, as the format says.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
     used = [field for field in schema if any(text.endswith(field.name) for text in before)]
     if any(_is_of_floats(field.type) for field in used):
         return True
-    texts = {field.name for field in used if not pa.types.is_primitive(field.type)}
+    unsigned = {field.name for field in used if not _is_signed(field.type)}
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return bool(texts) and any(_lacks_bounds(pq.read_metadata(path), texts) for path in paths)
+    return bool(unsigned) and any(_lacks_bounds(pq.read_metadata(path), unsigned) for path in paths)
 
 
 def _is_of_floats(dtype: pa.DataType) -> bool:
     values = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
     return bool(pa.types.is_floating(values))
+
+
+def _is_signed(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_primitive(dtype) and not pa.types.is_unsigned_integer(dtype))
 
 
 def _lacks_bounds(footer: pq.FileMetaData, names: Collection[str]) -> bool:

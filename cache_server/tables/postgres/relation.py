@@ -91,8 +91,19 @@ def find_table(session: Session, address: Address, name: str) -> Relation:
     )
     has_children = kind == "r" and len(parts) > 1
     is_stored = all(k == "p" or (k in "rm" and am == "heap") for k, am, _ in parts)
+    sql = f"{identifier(schema)}.{identifier(table)}"
+    if (readable := _readable_columns(session, oid)) is not None:
+        columns = ", ".join(map(identifier, readable))
+        key = tuple(column for column, _ in keys if not has_children)
+        return Relation(
+            f"(SELECT {columns} FROM {sql})",
+            f"{address}/{schema}.{table}",
+            oid,
+            key if set(key) <= set(readable) else (),
+            bool(key) and key[0] in readable and keys[0][1] in _INTEGERS,
+        )
     return Relation(
-        f"{identifier(schema)}.{identifier(table)}",
+        sql,
         f"{address}/{schema}.{table}",
         oid,
         () if has_children else tuple(column for column, _ in keys),
@@ -100,6 +111,19 @@ def find_table(session: Session, address: Address, name: str) -> Relation:
         max(blocks for _, _, blocks in parts) if is_stored else None,
         is_stored,
     )
+
+
+def _readable_columns(session: Session, oid: int) -> list[str] | None:
+    """The columns that the role may read; None if it may read all, and the addresses of rows."""
+    found = session.rows(
+        "SELECT a.attname::text, pg_catalog.has_table_privilege(a.attrelid, 'SELECT') "
+        f"FROM pg_catalog.pg_attribute AS a WHERE a.attrelid = {oid} AND a.attnum > 0 "
+        "AND NOT a.attisdropped AND pg_catalog.has_column_privilege(a.attrelid, a.attnum, 'SELECT')"
+        " ORDER BY a.attnum"
+    )
+    if not found or found[0][1]:  # without any, the server says what is missing
+        return None
+    return [name for name, _ in found]
 
 
 def check_not_rewritten(session: Session, relation: Relation) -> None:
@@ -136,7 +160,10 @@ def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
         )
     if not schema.names:
         raise RequestError(f"{relation.path} has no columns")
-    return {field.name: f"q.{identifier(field.name)}{_cast(field)}" for field in schema}
+    return {
+        field.name: f"q.{identifier(field.name)}{_cast(session, relation, field)}"
+        for field in schema
+    }
 
 
 def has_gaps(session: Session, relation: Relation, column: str) -> bool:
@@ -153,17 +180,32 @@ def has_gaps(session: Session, relation: Relation, column: str) -> bool:
     return bool(found[0][0])
 
 
-def _cast(field: pa.Field) -> str:
-    source = (field.metadata or {}).get(b"POSTGRESQL:type", b"").decode()
-    is_array = pa.types.is_list(field.type)
-    brackets = "[]" if is_array or source.startswith("_") else ""
-    name = source.removeprefix("_")
+def _cast(session: Session, relation: Relation, field: pa.Field) -> str:
+    name = (field.metadata or {}).get(b"POSTGRESQL:type", b"").decode()
+    is_array = pa.types.is_list(field.type) or name.startswith("_")
+    name = name.removeprefix("_")
+    if is_array and has_no_like(field.type):  # the driver does not look into domains
+        name = _element_type(session, relation, field.name)
+    brackets = "[]" if is_array else ""
     if name in _FLOATS:
         through = f"::numeric{brackets}" if name == "money" else ""
         return f"{through}::float8{brackets}"
     if name in _IDS:
         return f"::text{brackets}::int8{brackets}"
     return f"::text{brackets}" if has_no_like(field.type) else ""
+
+
+def _element_type(session: Session, relation: Relation, column: str) -> str:
+    """The name of the type of an array's values, without domains."""
+    value = f"(SELECT q.{identifier(column)} FROM {relation.sql} AS q LIMIT 0)"
+    found = session.rows(
+        f"WITH RECURSIVE inner_type (oid) AS (SELECT pg_catalog.pg_typeof({value})::oid UNION "
+        "SELECT CASE t.typtype WHEN 'd' THEN t.typbasetype ELSE t.typelem END FROM inner_type "
+        "JOIN pg_catalog.pg_type AS t USING (oid) WHERE t.typtype = 'd' OR t.typcategory = 'A') "
+        "SELECT t.typname::text FROM inner_type JOIN pg_catalog.pg_type AS t USING (oid) "
+        "WHERE t.typtype <> 'd' AND t.typcategory <> 'A'"
+    )
+    return str(found[0][0]) if found else ""
 
 
 def has_no_like(dtype: pa.DataType) -> bool:

@@ -58,6 +58,7 @@ MAX_COUNTED_ROWS = 10_000_000
 _OPTIONS = ("table", "query", "split_column")
 _FIRST_DAY = -2_500_000  # before the first date that PostgreSQL has, 4713 BC
 _DAY_US = 86_400_000_000
+_NO_FLOAT = "out of range for type double precision"  # in a message of the server
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,21 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
         condition = KeyRange.from_json(split.piece).condition()
         for batch in session.stream(reading.select(schema.names, condition)):
             yield _conform(batch, schema, split)
+    except LoadError as error:
+        raise _named(error, reading, schema.names) from None
     finally:
         session.close()
+
+
+def _named(error: LoadError, reading: _Reading, names: list[str]) -> LoadError:
+    """The error; of a numeric that no float64 has, with the columns that may hold it."""
+    if _NO_FLOAT not in str(error):
+        return error
+    found = [name for name in names if "::float8" in reading.columns[name]]
+    return LoadError(
+        f"{error} (column {', '.join(map(repr, found))}): select it in a query as text, or without "
+        "such rows"
+    )
 
 
 def _parse(table: TableSpec) -> tuple[Address, dict[str, str]]:

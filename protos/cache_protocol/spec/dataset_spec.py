@@ -53,7 +53,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _TABLE_KEYS = (  # the arguments of `DatasetSpec` for one table
     *("source", "format", "types", "snapshot", "catalog", "missing_columns", "storage_options"),
-    "ignore",
+    *("ignore", "schema"),
 )
 
 # A path, glob or URI, or several of them in row order.
@@ -91,6 +91,7 @@ class TableSpec:
         secrets: the other settings. They are never shown or written.
         ignore: patterns of the file names to leave out.
         types: column -> Arrow type, of CSV and JSON; the other columns are inferred.
+        schema: ``same`` or ``union``.
     """
 
     name: str
@@ -102,6 +103,7 @@ class TableSpec:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     ignore: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
+    schema: str = "same"
 
     def to_proto(self) -> pb.TableSpec:
         """The wire form, without the secrets."""
@@ -115,6 +117,7 @@ class TableSpec:
             options=self.options,
             ignore=self.ignore,
             types=self.types,
+            schema=self.schema if self.schema != "same" else "",
         )
 
 
@@ -145,10 +148,12 @@ class DatasetSpec:
             no log, file, fingerprint or description.
         sources: instead of ``source``: table name -> a source, or a mapping with the arguments
             ``source``, ``format``, ``types``, ``snapshot``, ``catalog``, ``missing_columns``,
-            ``storage_options`` and ``ignore`` of that table.
+            ``storage_options``, ``ignore`` and ``schema`` of that table.
         ignore: patterns of files to leave out, such as ``*.json``: shell wildcards (`fnmatch`,
             whose ``*`` also matches a ``/``) over the path of a file relative to the source. Only
             for files.
+        schema: of Parquet and Arrow files that differ: ``same`` refuses other types of values;
+            ``union`` widens numbers, and makes columns and fields null in files that lack them.
         allow_unordered: accept a query whose result has no defined order.
         nulls: of columns of floats: ``nan`` stores and counts them as NaN, ``refuse`` fails the
             load. Other columns of numbers never accept nulls.
@@ -190,6 +195,7 @@ class DatasetSpec:
         storage_options: Mapping[str, object] | None = None,
         sources: Mapping[str, object] | None = None,
         ignore: Iterable[str] | None = None,
+        schema: str = "same",
         allow_unordered: bool = False,
         nulls: str = "nan",
         replicas: int = 1,
@@ -210,11 +216,12 @@ class DatasetSpec:
             "missing_columns": missing_columns,
             "storage_options": storage_options,
             "ignore": ignore,
+            "schema": schema,
         }
         if sources is None:
             tables: tuple[TableSpec, ...] = (_table(TABLE, one, problems),)
         else:
-            given = [key for key, value in one.items() if value not in (None, "refuse")]
+            given = [key for key, value in one.items() if value not in (None, "refuse", "same")]
             if given:
                 problems.append(f"{', '.join(given)} cannot be combined with sources")
             tables = _named_tables(sources, problems)
@@ -296,6 +303,7 @@ class DatasetSpec:
                 "missing_columns": table.missing_columns or "refuse",
                 "storage_options": {**table.options, **values} or None,
                 "ignore": list(table.ignore) or None,
+                "schema": table.schema or "same",
             }
         single = list(tables) in ([TABLE], [])
         arguments: dict[str, Any] = dict(tables.get(TABLE, {})) if single else {"sources": tables}
@@ -420,6 +428,9 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
     policy = arguments.get("missing_columns", "refuse")
     if not isinstance(policy, str) or policy not in ("refuse", "null"):
         problems.append(f"missing_columns must be refuse or null, got {shown(policy)}")
+    schema = arguments.get("schema", "same")
+    if not isinstance(schema, str) or schema not in ("same", "union"):
+        problems.append(f"schema must be same or union, got {shown(schema)}")
     options, secrets = split_options(arguments.get("storage_options"), "storage_options", problems)
     if arguments.get("catalog") is not None:
         public, private = split_options(arguments["catalog"], "catalog", problems)
@@ -447,6 +458,7 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
         secrets,
         ignore,
         types,
+        str(schema),
     )
 
 
@@ -496,6 +508,8 @@ def _sources(
             problems.append(f"source must be a path, glob or URI, got {shown(item)}")
             continue
         text = str(os.fspath(item))
+        if text.startswith("file:/") and not URI.match(text):  # as Hadoop writes it
+            text = f"file://{text.removeprefix('file:')}"
         if URI.match(text):
             result.append(without_password(text, secrets, problems))
         else:

@@ -198,6 +198,7 @@ class TableSpec(google.protobuf.message.Message):
     IGNORE_FIELD_NUMBER: builtins.int
     SNAPSHOT_NAME_FIELD_NUMBER: builtins.int
     TYPES_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
     name: builtins.str
     """in the query; "source" if there is only one table"""
     format: builtins.str
@@ -208,6 +209,8 @@ class TableSpec(google.protobuf.message.Message):
     """"refuse" or "null" """
     snapshot_name: builtins.str
     """a tag or a branch, instead of a number"""
+    schema: builtins.str
+    """"same" or "union"; empty: same"""
     @property
     def source(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -234,9 +237,10 @@ class TableSpec(google.protobuf.message.Message):
         ignore: collections.abc.Iterable[builtins.str] | None = ...,
         snapshot_name: builtins.str = ...,
         types: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        schema: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
 
 Global___TableSpec: typing_extensions.TypeAlias = TableSpec
@@ -1413,6 +1417,7 @@ class ActualShard(google.protobuf.message.Message):
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
     index: builtins.int
     sealed: builtins.bool
     num_rows: builtins.int
@@ -1424,6 +1429,8 @@ class ActualShard(google.protobuf.message.Message):
     """progress before it is sealed"""
     failure: builtins.str
     """the load failed for good"""
+    running: builtins.bool
+    """the load has begun; others wait for a thread"""
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """of a sealed shard; see DatasetInfo"""
@@ -1441,8 +1448,9 @@ class ActualShard(google.protobuf.message.Message):
         rows_loaded: builtins.int = ...,
         failure: builtins.str = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        running: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "sealed", b"sealed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
 
 Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 

@@ -25,7 +25,10 @@ def parquet_schema(
     files: Sequence[SourceFile], missing: str = "refuse"
 ) -> tuple[pa.Schema, tuple[pq.FileMetaData, ...]]:
     footers = sources.read_footers(files, table_spec("/"))
-    return parquet.common_schema(files, footers, missing=missing), footers
+    return (
+        parquet.common_schema(files, parquet.schemas_of(footers), missing=missing, widen=False),
+        footers,
+    )
 
 
 def write_groups(path: Path, groups: Sequence[int], **options: Any) -> pa.Table:
