@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,21 @@ from datafusion import (
     SessionConfig,
     SessionContext,
     SQLOptions,
+    col,
     lit,
+    udf,
 )
 
 from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import TABLE
-from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_names, no_rows
+from cache_server.source.pinned import (
+    GIVEN,
+    UNDER_NULLS,
+    PinnedTable,
+    Split,
+    check_names,
+    no_rows,
+)
 from cache_server.sql.formats import json_rows
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
@@ -42,9 +52,10 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import check_end
+from cache_server.sql.plain_columns import may_need_care, plain_column, plain_schema, plain_type
 from cache_server.sql.quoting import identifier
 
-_FILE = "__file"  # a file whose table has further columns
+_FILE = "__file"  # a file whose table has further or other columns
 
 # Rows of a batch: up to four times DataFusion's default, because packing takes the interpreter lock
 # once a batch; fewer if rows are wide, because several batches are in memory at once.
@@ -91,8 +102,8 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
         check_first_bytes(path, format)
         schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
         if format == "arrow":
-            check_names(_names_of_arrow(path))
-        return schema
+            check_names(_schema_of_arrow(path).names)
+        return plain_schema(schema)
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
 
@@ -117,11 +128,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     split = file.split
     parts = split.parts if file.format == table.format else 1
     try:
-        if file.format == "json":
-            yield from _by_lots(_json_rows(file, table), file, sql, table)
-            return
-        if file.format == "csv" and _converted(table):
-            yield from _by_lots(_csv_rows(file, table), file, sql, table)
+        if (rows := _rows_in_memory(file, table)) is not None:
+            yield from _by_lots(rows, file, sql, table)
             return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
@@ -244,14 +252,21 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
     return pa.schema(list(zip(sample.names, types, strict=True)))
 
 
-def _names_of_arrow(path: Path) -> list[str]:
-    """The column names of an Arrow file; DataFusion keeps only the first of equal names."""
-    with open(path, "rb") as file:
-        try:
-            return list(pa.ipc.open_file(file).schema.names)
-        except pa.ArrowInvalid:  # a stream, which DataFusion also reads
-            file.seek(0)
-            return list(pa.ipc.open_stream(file).schema.names)
+def _schema_of_arrow(path: Path) -> pa.Schema:
+    """The schema of an Arrow file; DataFusion keeps only the first of equal names."""
+    with pa.OSFile(str(path)) as file:
+        return _open_arrow(file).schema
+
+
+def _open_arrow(
+    file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None
+) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
+    """The reader of an Arrow file or stream; DataFusion also reads both."""
+    try:
+        return pa.ipc.open_file(file, options=options)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        return pa.ipc.open_stream(file, options=options)
 
 
 def _batch_rows(split: Split) -> int:
@@ -312,11 +327,27 @@ def _register_table(
         _register(context, table.name, file.path, file.format, None)
         return
     constants = table.partition_of(file.split)
-    name = _FILE if constants else table.name
+    hiding = {field.name for field in table.read_schema if UNDER_NULLS in (field.metadata or {})}
+    name = _FILE if constants or hiding else table.name
     schema = _stored(table, constants) if constants else table.schema
     _register(context, name, file.path, file.format, schema, skips=skips)
-    if constants:
-        _register_constants(context, table, constants)
+    if constants or hiding:
+        _register_view(context, table, constants, hiding)
+
+
+def _rows_in_memory(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch] | None:
+    """The rows of a split that DataFusion would read wrongly; None: it reads them correctly."""
+    if file.format == "json":
+        return _json_rows(file, table)
+    if file.format == "csv" and _converted(table):
+        return _csv_rows(file, table)
+    if file.format == "arrow":
+        is_staged = file.format != table.format
+        names = (table.read_schema if is_staged else _stored_and_read(file, table)).names
+        stored = _schema_of_arrow(file.path)
+        if any(may_need_care(stored.field(name).type) for name in names):
+            return _arrow_rows(file, [stored.get_field_index(name) for name in names], is_staged)
+    return None
 
 
 def _by_lots(
@@ -327,14 +358,19 @@ def _by_lots(
     Args:
         rows: of the stored columns that the query reads.
     """
-    schema, constants = table.read_schema, table.partition_of(file.split)
-    for lot in _joined(rows, _MOST_BATCH_ROWS):
+    schema, constants = plain_schema(table.read_schema), table.partition_of(file.split)
+
+    def plain(batch: pa.RecordBatch) -> pa.RecordBatch:
         columns = [
-            pa.repeat(constants[name], lot.num_rows) if name in constants else lot.column(name)
-            for name in schema.names
+            pa.repeat(constants[field.name], batch.num_rows)
+            if field.name in constants
+            else plain_column(batch.column(field.name), field.type)
+            for field in schema
         ]
-        if columns:  # without columns only the number of rows counts
-            lot = pa.RecordBatch.from_arrays(columns, schema=schema)
+        # Without columns only the number of rows counts.
+        return pa.RecordBatch.from_arrays(columns, schema=schema) if columns else batch
+
+    for lot in _joined(map(plain, rows), _MOST_BATCH_ROWS):
         context = open_session(1, _MOST_BATCH_ROWS)
         context.register_record_batches(table.name, [[lot]])
         frame = context.sql_with_options(sql, read_only())
@@ -348,6 +384,26 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     """The rows of newline JSON, of the columns that the query reads."""
     check_first_bytes(file.path, file.format)
     yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+
+
+def _arrow_rows(
+    file: LocalFile, columns: Sequence[int], is_staged: bool
+) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file or stream, of some columns.
+
+    Args:
+        is_staged: the file was written here.
+    """
+    if not is_staged:
+        check_end(file.path, file.split)
+    with pa.OSFile(str(file.path)) as source:
+        reader = _open_arrow(source, pa.ipc.IpcReadOptions(included_fields=list(columns)))
+        is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        for batch in batches:
+            if not is_staged:
+                batch.validate(full=True)  # as DataFusion's reader does
+            yield batch
 
 
 def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -427,12 +483,28 @@ def _csv_reason(reason: str, stored: pa.Schema) -> str:
     )
 
 
-def _register_constants(
-    context: SessionContext, table: PinnedTable, constants: Mapping[str, pa.Scalar]
+def _register_view(
+    context: SessionContext,
+    table: PinnedTable,
+    constants: Mapping[str, pa.Scalar],
+    hiding: Collection[str] = (),
 ) -> None:
+    """Registers ``table`` as the file with further columns.
+
+    Args:
+        constants: columns with one value for all rows.
+        hiding: columns that become a `plain_column`.
+    """
     frame = context.table(_FILE)
     for name, value in constants.items():
         frame = frame.with_column(name, lit(value))
+    if hiding:  # it would read fields below the function, and then mixes up column names
+        context.sql("SET datafusion.optimizer.enable_leaf_expression_pushdown = false").collect()
+    for name in hiding:
+        dtype = frame.schema().field(name).type
+        to_plain = partial(plain_column, dtype=plain_type(dtype))
+        plain = udf(to_plain, [dtype], plain_type(dtype), "immutable", name="plain")
+        frame = frame.with_column(name, plain(col(identifier(name))))
     context.register_view(table.name, frame)
 
 
@@ -444,7 +516,7 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
     context = open_session(1)
     empty = no_rows(_stored(table, constants))
     context.register_record_batches(_FILE, [[empty]])
-    _register_constants(context, table, constants)
+    _register_view(context, table, constants)
     try:
         return not _folds_to_nothing(context.sql_with_options(sql, read_only()))
     except Exception:  # DataFusion raises bare Exception; reading the split will report it
@@ -466,10 +538,6 @@ def _joined(
     waiting: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
-        # A joined dictionary may outgrow its codes.
-        if any("dictionary<" in str(field.type) for field in batch.schema):
-            yield batch
-            continue
         waiting.append(batch)
         rows += batch.num_rows
         size += batch.nbytes

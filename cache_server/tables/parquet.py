@@ -12,12 +12,14 @@ import pyarrow.parquet as pq
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
 from cache_server.source.pinned import (
+    UNDER_NULLS,
     SourceFile,
     Split,
     check_names,
     partition_texts,
     source_column,
 )
+from cache_server.sql.plain_columns import hides_values, plain_schema
 from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
@@ -34,7 +36,7 @@ def common_schema(
     """The columns of the table: those of the first file, then further ones.
 
     Columns match by name, so their order may differ between files. A column is nullable if it is
-    nullable or missing in some file.
+    nullable or missing in some file, and has `UNDER_NULLS` if it needs that in some file.
 
     Args:
         missing: for a column that some files lack: ``refuse`` or ``null``.
@@ -58,8 +60,10 @@ def common_schema(
                     f"{file.path} has other columns than {files[0].path}: "
                     f"{difference(schemas[0], schema) or f'{field.name} is {field.type}'}"
                 )
-            if field.nullable and not known.nullable:
-                fields[field.name] = field
+            if field.metadata:
+                known = fields[field.name] = known.with_metadata(field.metadata)
+            if field.nullable:
+                fields[field.name] = known.with_nullable(True)
     for file, schema in different:
         names = set(schema.names)
         absent = [name for name in fields if name not in names]
@@ -70,7 +74,7 @@ def common_schema(
                 f"{', '.join(absent)} missing; missing_columns: null makes them null"
             )
         fields |= {name: fields[name].with_nullable(True) for name in absent}
-    return pa.schema([field.remove_metadata() for field in fields.values()])
+    return pa.schema(fields.values())
 
 
 def cut(
@@ -182,15 +186,25 @@ def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
 
 
 def _schemas(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
-    """The schema of each footer; the same object for equal bytes in consecutive files."""
+    """The `_marked` schema of each footer; the same object for equal bytes in consecutive files."""
     schemas: list[pa.Schema] = []
     known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
     for footer in footers:
         stored, arrow = footer.schema, (footer.metadata or {}).get(ARROW_SCHEMA)
         if known is None or arrow != known[1] or not stored.equals(known[0]):
-            known = stored, arrow, _arrow_schema(stored)
+            known = stored, arrow, _marked(_arrow_schema(stored))
         schemas.append(known[2])
     return schemas
+
+
+def _marked(schema: pa.Schema) -> pa.Schema:
+    """The `plain_schema`, with no metadata but `UNDER_NULLS` of a field."""
+    return pa.schema(
+        [
+            plain.with_metadata({UNDER_NULLS: b""} if hides_values(field) else {})
+            for field, plain in zip(schema, plain_schema(schema), strict=True)
+        ]
+    )
 
 
 def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:
