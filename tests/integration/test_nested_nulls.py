@@ -234,3 +234,22 @@ def test_what_is_under_a_null_is_null(tmp_path: Path, writer: str) -> None:
         assert sum(point is not None for point in in_maps) == len(
             listed(f"SELECT z FROM ({maps}) WHERE z IS NOT NULL")
         )
+
+
+def test_the_default_of_a_field_in_a_null_struct_is_null(tmp_path: Path) -> None:
+    rows = pa.table({"id": [1, 2, 3], "s": [{"a": 1}, None, {"a": 3}]})
+    path, metadata = tmp_path / "a.parquet", tmp_path / "v3.metadata.json"
+    pq.write_table(rows, path)
+    with opened_catalog(tmp_path) as catalog:
+        created = catalog.create_table("ns.t", rows.schema)
+        created.add_files([f"file://{path}"])
+        written = json.loads(Path(created.metadata_location.removeprefix("file://")).read_text())
+    (schema,) = written["schemas"]
+    b = {"id": 9, "name": "b", "type": "long", "required": False, "initial-default": 7}
+    schema["fields"][1]["type"]["fields"].append(b)
+    metadata.write_text(json.dumps({**written, "format-version": 3, "next-row-id": 3}))
+    sql = "SELECT id, s['b'] AS b FROM source WHERE s['b'] IS NOT NULL"
+
+    found = load_here(DatasetSpec("t", metadata, sql=sql), tmp_path / "cache")
+
+    assert found.to_pylist() == [{"id": 1, "b": 7}, {"id": 3, "b": 7}]
