@@ -52,7 +52,7 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import check_end
-from cache_server.sql.plain_columns import may_need_care, plain_column, plain_schema, plain_type
+from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema, plain_type
 from cache_server.sql.quoting import identifier
 
 _FILE = "__file"  # a file whose table has further or other columns
@@ -254,19 +254,12 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
 
 def _schema_of_arrow(path: Path) -> pa.Schema:
     """The schema of an Arrow file; DataFusion keeps only the first of equal names."""
-    with pa.OSFile(str(path)) as file:
-        return _open_arrow(file).schema
-
-
-def _open_arrow(
-    file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None
-) -> pa.ipc.RecordBatchFileReader | pa.ipc.RecordBatchStreamReader:
-    """The reader of an Arrow file or stream; DataFusion also reads both."""
-    try:
-        return pa.ipc.open_file(file, options=options)
-    except pa.ArrowInvalid:
-        file.seek(0)
-        return pa.ipc.open_stream(file, options=options)
+    with open(path, "rb") as file:
+        try:
+            return pa.ipc.open_file(file).schema
+        except pa.ArrowInvalid:  # a stream, which DataFusion also reads
+            file.seek(0)
+            return pa.ipc.open_stream(file).schema
 
 
 def _batch_rows(split: Split) -> int:
@@ -322,17 +315,24 @@ def _planned(
 def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, *, skips: bool
 ) -> None:
-    """Registers a split of ``table``, with the columns in its path."""
-    if file.format != table.format:  # staged: it holds only what is read
-        _register(context, table.name, file.path, file.format, None)
-        return
-    constants = table.partition_of(file.split)
-    hiding = {field.name for field in table.read_schema if UNDER_NULLS in (field.metadata or {})}
-    name = _FILE if constants or hiding else table.name
-    schema = _stored(table, constants) if constants else table.schema
+    """Registers a split of ``table``, with the columns in its path and plain columns."""
+    is_staged = file.format != table.format  # it holds only what is read
+    constants = {} if is_staged else table.partition_of(file.split)
+    altered = {
+        field.name
+        for field in table.read_schema
+        if (
+            is_nested(field.type)
+            if file.format == "arrow"
+            else UNDER_NULLS in (field.metadata or {})
+        )
+        and field.name not in constants
+    }
+    name = _FILE if constants or altered else table.name
+    schema = None if file.format == "arrow" else _stored(table, constants)
     _register(context, name, file.path, file.format, schema, skips=skips)
-    if constants or hiding:
-        _register_view(context, table, constants, hiding)
+    if constants or altered:
+        _register_view(context, table, constants, altered)
 
 
 def _rows_in_memory(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch] | None:
@@ -341,12 +341,8 @@ def _rows_in_memory(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBa
         return _json_rows(file, table)
     if file.format == "csv" and _converted(table):
         return _csv_rows(file, table)
-    if file.format == "arrow":
-        is_staged = file.format != table.format
-        names = (table.read_schema if is_staged else _stored_and_read(file, table)).names
-        stored = _schema_of_arrow(file.path)
-        if any(may_need_care(stored.field(name).type) for name in names):
-            return _arrow_rows(file, [stored.get_field_index(name) for name in names], is_staged)
+    if file.format == "arrow" == table.format and "dictionary<" in str(_schema_of_arrow(file.path)):
+        return _arrow_rows(file, table)
     return None
 
 
@@ -386,24 +382,30 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
 
 
-def _arrow_rows(
-    file: LocalFile, columns: Sequence[int], is_staged: bool
-) -> Iterator[pa.RecordBatch]:
-    """The rows of an Arrow file or stream, of some columns.
+def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    """The rows of an Arrow file, of the columns that the query reads.
+
+    Without a filter: DataFusion would first merge dictionaries, which may outgrow their codes.
+    """
+    frame = _selected(file, table, None)
+    check_end(file.path, file.split)
+    for batch in frame.execute_stream():
+        yield batch.to_pyarrow()
+
+
+def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema | None) -> DataFrame:
+    """The stored columns that the query reads, of all rows.
 
     Args:
-        is_staged: the file was written here.
+        schema: of the file; None: what the file says.
     """
-    if not is_staged:
-        check_end(file.path, file.split)
-    with pa.OSFile(str(file.path)) as source:
-        reader = _open_arrow(source, pa.ipc.IpcReadOptions(included_fields=list(columns)))
-        is_stream = isinstance(reader, pa.ipc.RecordBatchStreamReader)
-        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-        for batch in batches:
-            if not is_staged:
-                batch.validate(full=True)  # as DataFusion's reader does
-            yield batch
+    context = open_session(1)
+    _register(context, _FILE, file.path, file.format, schema)
+    names = _stored_and_read(file, table).names
+    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
+    if _reads_nothing(frame.execution_plan()):
+        raise FileNotFoundError
+    return frame
 
 
 def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -411,11 +413,7 @@ def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     read, converted = _stored_and_read(file, table), _converted(table)
     stored = _stored(table, table.partition_of(file.split))
     as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
-    context = open_session(1)
-    _register(context, _FILE, file.path, file.format, pa.schema(as_text))
-    frame = context.sql(f"SELECT {', '.join(map(identifier, read.names))} FROM {_FILE}")
-    if _reads_nothing(frame.execution_plan()):
-        raise FileNotFoundError
+    frame = _selected(file, table, pa.schema(as_text))
     _check_csv(file, table)
     num_rows = 0
     for batch in frame.execute_stream():
@@ -487,20 +485,20 @@ def _register_view(
     context: SessionContext,
     table: PinnedTable,
     constants: Mapping[str, pa.Scalar],
-    hiding: Collection[str] = (),
+    altered: Collection[str] = (),
 ) -> None:
     """Registers ``table`` as the file with further columns.
 
     Args:
         constants: columns with one value for all rows.
-        hiding: columns that become a `plain_column`.
+        altered: columns that become a `plain_column`.
     """
     frame = context.table(_FILE)
     for name, value in constants.items():
         frame = frame.with_column(name, lit(value))
-    if hiding:  # it would read fields below the function, and then mixes up column names
+    if altered:  # it would read fields below the function, and then mixes up column names
         context.sql("SET datafusion.optimizer.enable_leaf_expression_pushdown = false").collect()
-    for name in hiding:
+    for name in altered:
         dtype = frame.schema().field(name).type
         to_plain = partial(plain_column, dtype=plain_type(dtype))
         plain = udf(to_plain, [dtype], plain_type(dtype), "immutable", name="plain")

@@ -36,9 +36,9 @@ def plain_type(dtype: pa.DataType) -> pa.DataType:
     return dtype
 
 
-def may_need_care(dtype: pa.DataType) -> bool:
-    """Whether an array of this type may differ from its `plain_column`."""
-    return bool(pa.types.is_nested(dtype) or pa.types.is_dictionary(dtype))
+def is_nested(dtype: pa.DataType) -> bool:
+    """Whether `plain_column` looks inside a column of this type."""
+    return bool(_children(dtype))
 
 
 def hides_values(field: pa.Field) -> bool:
