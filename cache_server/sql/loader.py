@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datafusion import (
     DataFrame,
     ExecutionPlan,
@@ -45,6 +46,14 @@ from cache_server.source.pinned import (
     no_rows,
 )
 from cache_server.sql.formats import json_rows
+from cache_server.sql.formats.batch_rows import (
+    BATCH_BYTES,
+    DEFAULT_BATCH_ROWS,
+    MOST_BATCH_ROWS,
+    batch_rows,
+    csv_row_bytes,
+    parquet_row_bytes,
+)
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
 from cache_server.sql.formats.csv_times import check_times, times_as_texts
@@ -56,11 +65,6 @@ from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema
 from cache_server.sql.quoting import identifier
 
 _FILE = "__file"  # a file whose table has further or other columns
-
-# Rows of a batch: up to four times DataFusion's default, because packing takes the interpreter lock
-# once a batch; fewer if rows are wide, because several batches are in memory at once.
-_MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
-_BATCH_BYTES = 4 * 1024 * 1024
 
 _OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
     r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
@@ -262,14 +266,23 @@ def _schema_of_arrow(path: Path) -> pa.Schema:
             return pa.ipc.open_stream(file).schema
 
 
-def _batch_rows(split: Split) -> int:
-    if not split.num_rows:
-        return _DEFAULT_BATCH_ROWS
-    row_bytes = max(1, split.estimated_bytes // split.num_rows)
-    return max(_FEWEST_BATCH_ROWS, min(_MOST_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+def _batch_rows(file: LocalFile, table: PinnedTable) -> int:
+    """Rows of a batch, by the columns that the query reads; of a folder, by those it keeps."""
+    split, row_bytes = file.split, 0
+    if split.num_rows:
+        row_bytes = split.estimated_bytes // split.num_rows
+    if file.format == "csv":
+        row_bytes = csv_row_bytes(file.path)
+    elif file.format == "parquet" and file.path.is_file():
+        if all(map(pa.types.is_primitive, table.read_schema.types)):
+            read_bytes = sum(dtype.bit_width for dtype in table.read_schema.types) // 8
+        else:
+            read_bytes = parquet_row_bytes(pq.read_metadata(file.path), table.read_schema.names)
+        row_bytes = max(row_bytes, read_bytes)
+    return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS
 
 
-def open_session(parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS) -> SessionContext:
+def open_session(parts: int, batch_rows: int = DEFAULT_BATCH_ROWS) -> SessionContext:
     """A session that cuts a file into ``parts`` and keeps the order of rows."""
     config = (
         SessionConfig()
@@ -301,7 +314,7 @@ def _planned(
 ) -> tuple[SessionContext, DataFrame]:
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
-        context = open_session(parts, _batch_rows(file.split))
+        context = open_session(parts, _batch_rows(file, table))
         _register_table(context, file, table, skips=skips)
         frame = context.sql_with_options(sql, read_only())
         if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
@@ -366,8 +379,8 @@ def _by_lots(
         # Without columns only the number of rows counts.
         return pa.RecordBatch.from_arrays(columns, schema=schema) if columns else batch
 
-    for lot in _joined(map(plain, rows), _MOST_BATCH_ROWS):
-        context = open_session(1, _MOST_BATCH_ROWS)
+    for lot in _joined(map(plain, rows), MOST_BATCH_ROWS):
+        context = open_session(1, MOST_BATCH_ROWS)
         context.register_record_batches(table.name, [[lot]])
         frame = context.sql_with_options(sql, read_only())
         if _folds_to_nothing(frame):
@@ -399,7 +412,7 @@ def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema | None) -> 
     Args:
         schema: of the file; None: what the file says.
     """
-    context = open_session(1)
+    context = open_session(1, _batch_rows(file, table))
     _register(context, _FILE, file.path, file.format, schema)
     names = _stored_and_read(file, table).names
     frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
@@ -530,7 +543,7 @@ def _has(plan: LogicalPlan, kind: str) -> bool:
 
 
 def _joined(
-    batches: Iterator[pa.RecordBatch], enough_rows: int = _DEFAULT_BATCH_ROWS
+    batches: Iterator[pa.RecordBatch], enough_rows: int = DEFAULT_BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
     """The same rows in larger batches: packing costs the same Python time for any batch."""
     waiting: list[pa.RecordBatch] = []
@@ -539,7 +552,7 @@ def _joined(
         waiting.append(batch)
         rows += batch.num_rows
         size += batch.nbytes
-        if rows >= enough_rows or size >= _BATCH_BYTES:
+        if rows >= enough_rows or size >= BATCH_BYTES:
             yield pa.concat_batches(waiting)
             waiting, rows, size = [], 0, 0
     if waiting:

@@ -11,13 +11,12 @@ from collections.abc import Container, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_server.sql.formats.batch_rows import text_bytes
 from cache_server.tables.size_statistics import unencoded_bytes
 
 # The place of a stored column: a column of the file, with dots for a field of a struct; or, of a
 # column that the file lacks, its bytes a row.
 Place = str | int
-
-_LENGTH_BYTES = 4  # before each string of a page
 
 
 def plain_bytes(
@@ -70,7 +69,7 @@ def column_of(path: str, names: Container[str]) -> str | None:
 def _leaf_bytes(
     dtype: pa.DataType, chunk: pq.ColumnChunkMetaData, rows: int, unencoded: int | None, length: int
 ) -> int:
-    """Stored bytes of the column of type ``dtype`` in ``chunk``: see `_text_bytes`."""
+    """Stored bytes of the column of type ``dtype`` in ``chunk``: see `text_bytes`."""
     lists, values = 0, int(chunk.num_values)
     if pa.types.is_nested(dtype):
         lists = rows * _offset_bytes(dtype)
@@ -79,7 +78,7 @@ def _leaf_bytes(
         dtype = dtype.value_type
     if pa.types.is_primitive(dtype):
         return lists + values * int(dtype.bit_width) // 8
-    texts = _text_bytes(chunk, values, unencoded, length)
+    texts = text_bytes(chunk, values, unencoded, length)
     return lists + texts + values * _offset_bytes(dtype)
 
 
@@ -95,25 +94,3 @@ def _offset_bytes(dtype: pa.DataType) -> int:
         types.is_large_string(dtype) or types.is_large_binary(dtype) or types.is_large_list(dtype)
     )
     return 8 if is_large else 4
-
-
-def _text_bytes(
-    chunk: pq.ColumnChunkMetaData, values: int, unencoded: int | None, length: int
-) -> int:
-    """Bytes of the strings of a column chunk, without offsets.
-
-    Args:
-        values: number of them, without lists that are null.
-        unencoded: bytes in the footer's size statistics; None without them.
-        length: of each string, if all have the same.
-    """
-    if unencoded is not None:
-        return unencoded
-    if chunk.physical_type == "FIXED_LEN_BYTE_ARRAY":
-        return values * length
-    encoded = max(0, int(chunk.total_uncompressed_size) - values * _LENGTH_BYTES)
-    statistics = chunk.statistics
-    if chunk.dictionary_page_offset is None or statistics is None or not statistics.has_min_max:
-        return encoded
-    ends = [len(end) for end in (statistics.min, statistics.max) if isinstance(end, str | bytes)]
-    return max(encoded, values * sum(ends) // len(ends)) if ends else encoded
