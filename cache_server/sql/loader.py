@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from datafusion import (
     DataFrame,
     ExecutionPlan,
@@ -52,7 +51,6 @@ from cache_server.sql.formats.batch_rows import (
     MOST_BATCH_ROWS,
     batch_rows,
     csv_row_bytes,
-    parquet_row_bytes,
 )
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
@@ -85,11 +83,13 @@ class LocalFile:
     Attributes:
         path, format: what to read.
         split: which part of the file, and its name for messages.
+        row_bytes: decoded bytes of a row of the columns that are read; 0: unknown.
     """
 
     path: Path
     format: str
     split: Split
+    row_bytes: int = 0
 
 
 def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
@@ -266,19 +266,13 @@ def _schema_of_arrow(path: Path) -> pa.Schema:
             return pa.ipc.open_stream(file).schema
 
 
-def _batch_rows(file: LocalFile, table: PinnedTable) -> int:
-    """Rows of a batch, by the columns that the query reads; of a folder, by those it keeps."""
-    split, row_bytes = file.split, 0
-    if split.num_rows:
-        row_bytes = split.estimated_bytes // split.num_rows
+def _batch_rows(file: LocalFile) -> int:
+    """Rows of a batch, by the columns that are read and those that are kept."""
+    split, row_bytes = file.split, file.row_bytes
     if file.format == "csv":
         row_bytes = csv_row_bytes(file.path)
-    elif file.format == "parquet" and file.path.is_file():
-        if all(map(pa.types.is_primitive, table.read_schema.types)):
-            read_bytes = sum(dtype.bit_width for dtype in table.read_schema.types) // 8
-        else:
-            read_bytes = parquet_row_bytes(pq.read_metadata(file.path), table.read_schema.names)
-        row_bytes = max(row_bytes, read_bytes)
+    if split.num_rows:
+        row_bytes = max(row_bytes, split.estimated_bytes // split.num_rows)
     return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS
 
 
@@ -314,7 +308,7 @@ def _planned(
 ) -> tuple[SessionContext, DataFrame]:
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
-        context = open_session(parts, _batch_rows(file, table))
+        context = open_session(parts, _batch_rows(file))
         _register_table(context, file, table, skips=skips)
         frame = context.sql_with_options(sql, read_only())
         if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
@@ -412,7 +406,7 @@ def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema | None) -> 
     Args:
         schema: of the file; None: what the file says.
     """
-    context = open_session(1, _batch_rows(file, table))
+    context = open_session(1, _batch_rows(file))
     _register(context, _FILE, file.path, file.format, schema)
     names = _stored_and_read(file, table).names
     frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")

@@ -23,8 +23,8 @@ from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import store_settings
 from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split
-from cache_server.sql.formats.batch_rows import batch_rows, parquet_row_bytes
-from cache_server.tables.column_sizes import Place, plain_bytes
+from cache_server.sql.formats.batch_rows import batch_rows
+from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
 _MAX_REASON = 600  # characters of a library's message
@@ -112,7 +112,7 @@ def parquet_batches(
     footer = file.metadata
     for group in range(footer.num_row_groups) if groups is None else groups:
         missing = footer.row_group(group).num_rows
-        rows = batch_rows(parquet_row_bytes(footer, names, [group]))
+        rows = batch_rows(row_bytes(footer, names, [group]))
         for batch in file.iter_batches(
             rows, row_groups=[group], columns=list(names), use_threads=False
         ):

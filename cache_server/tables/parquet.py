@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,7 +21,14 @@ from cache_server.source.pinned import (
     source_column,
 )
 from cache_server.sql.plain_columns import hides_values, plain_schema
-from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
+from cache_server.tables.column_sizes import (
+    Place,
+    column_of,
+    leaf_paths,
+    plain_bytes,
+    row_bytes,
+    value_bytes,
+)
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
@@ -176,6 +184,25 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
             if is_ours and needed[i]:
                 found.append((start, stop))
     return [*sorted(found), (data_end, split.file.size)]
+
+
+def read_row_bytes(path: Path, split: Split, schema: pa.Schema) -> int:
+    """Decoded bytes of a row, for the size of batches.
+
+    Args:
+        path: of the split's file on this machine.
+        schema: of the columns that are read.
+
+    Raises:
+        LoadError: the file is damaged; names the split.
+    """
+    if all(map(pa.types.is_primitive, schema.types)):
+        return int(sum(dtype.bit_width for dtype in schema.types)) // 8
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise LoadError(f"cannot load {split}: {error}") from None
+    return int(row_bytes(footer, schema.names, groups_of(footer, split)))
 
 
 def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
