@@ -27,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak check format docs bench bench-quick proto venv clean
+.PHONY: help demo test test-frameworks floor e2e soak large check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ e2e: $(STAMP)  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLA
 
 soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+large: $(STAMP)  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
+	$(BIN)/python -m tests.large_columns $(ARGS)
 
 check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .

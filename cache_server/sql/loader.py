@@ -49,6 +49,7 @@ from cache_server.sql.formats.batch_rows import (
     BATCH_BYTES,
     DEFAULT_BATCH_ROWS,
     MOST_BATCH_ROWS,
+    arrow_row_bytes,
     batch_rows,
     csv_row_bytes,
 )
@@ -212,7 +213,8 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
         LoadError: with the reason.
     """
     try:
-        context = open_session(1)
+        longest = max(map(arrow_row_bytes, tables.values()), default=0)
+        context = open_session(1, min(DEFAULT_BATCH_ROWS, batch_rows(longest)))
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
         for batch in context.sql_with_options(sql, read_only()).execute_stream():
@@ -271,6 +273,8 @@ def _batch_rows(file: LocalFile) -> int:
     split, row_bytes = file.split, file.row_bytes
     if file.format == "csv":
         row_bytes = csv_row_bytes(file.path)
+    elif file.format == "arrow":
+        row_bytes = arrow_row_bytes(file.path)
     if split.num_rows:
         row_bytes = max(row_bytes, split.estimated_bytes // split.num_rows)
     return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS

@@ -108,7 +108,7 @@ def _rebuilt(
 
 
 def _without_hidden_rows(array: pa.Array) -> pa.Array:
-    """The same lists or maps, of which each null one is empty."""
+    """The same lists or maps; the null ones are empty."""
     if not array.null_count:
         return array
     lengths = np.diff(array.offsets.to_numpy())

@@ -36,13 +36,16 @@ def long_table() -> pa.Table:
 
 
 @pytest.mark.parametrize("condition", ["", " WHERE doc LIKE '%a' OR id >= 0"])
-@pytest.mark.parametrize("format", ["parquet", "csv"])
+@pytest.mark.parametrize("format", ["parquet", "csv", "arrow"])
 def test_batches_are_sized_by_the_columns_that_are_read(
     tmp_path: Path, long_table: pa.Table, format: str, condition: str
 ) -> None:
     path, table = tmp_path / f"a.{format}", long_table.select(["id", "doc"])
     if format == "csv":
         pa.csv.write_csv(table, path)
+    elif format == "arrow":
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table, 50)
     else:
         pq.write_table(table, path, compression="zstd")
     sql = f"SELECT length(doc) AS n FROM t{condition}"
