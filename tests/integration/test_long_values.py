@@ -25,7 +25,7 @@ from cache_server.tables import delta, files
 from tests.lake_tables import read_table
 from tests.load_here import load_here
 
-ROWS, LONG_BYTES = 400, 100_000
+ROWS, LONG_BYTES = 240, 100_000
 MOST_BYTES = 17 * 1024 * 1024
 
 
