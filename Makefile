@@ -27,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-queries damage writers check format docs \
+.PHONY: help demo test test-frameworks floor e2e soak soak-queries damage writers large check format docs \
 	bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -54,11 +54,15 @@ soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes
 
 soak-queries: $(STAMP)  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.differential $(ARGS)
+
 damage: $(STAMP)  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"
 	$(BIN)/python -m tests.damaged_files $(ARGS)
 
 writers: $(STAMP)  ## compare 200 tables of eight writers with DuckDB; ARGS="--seed 1"
 	$(BIN)/python -m tests.writers $(ARGS)
+
+large: $(STAMP)  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
+	$(BIN)/python -m tests.large_columns $(ARGS)
 
 check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .

@@ -121,7 +121,7 @@ def _read_in_place(
         for split in group:
             files.check_unchanged(split.file)
         if len(group) == 1:
-            yield (LocalFile(Path(group[0].file.path), table.format, group[0]),)
+            yield (_local(table, group[0], Path(group[0].file.path)),)
         else:
             yield from _linked(table, group, directory)
         for split in group:
@@ -189,7 +189,13 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
     object_stores.download(split.file, path, table.options, secrets, wanted, tail=tail)
     if table.is_for_arrow:
         return _decoded(table, split, path, target)
-    return LocalFile(path, table.format, split)
+    return _local(table, split, path)
+
+
+def _local(table: PinnedTable, split: Split, path: Path) -> LocalFile:
+    is_parquet = table.format == "parquet"
+    row_bytes = parquet.read_row_bytes(path, split, table.read_schema) if is_parquet else 0
+    return LocalFile(path, table.format, split, row_bytes=row_bytes)
 
 
 def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> LocalFile:

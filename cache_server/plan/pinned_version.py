@@ -18,15 +18,17 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables
-from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows
-from cache_server.shards.packing import storage_schema, storage_type
+from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows, varying_bytes
+from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_lineage
 from cache_server.sql import loader, queries
 
-_STORAGE_FORMAT = 8  # part of every fingerprint; raise it when the stored bytes change
+_STORAGE_FORMAT = 9  # part of every fingerprint; raise it when the stored bytes change
 # The most bytes of all tables that every node reads whole, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
+# Estimated bytes of strings and lists in a shard that may outgrow 32-bit offsets, with some room.
+_LARGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -200,13 +202,16 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
                 () if table.name == driver else splits[table.name],
             )
         )
+    shards = cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None
+    if shards and varying_bytes(shards, Layout(logical).fixed_row_bytes) > _LARGE_BYTES:
+        logical = with_large_offsets(logical)
     version = PinnedVersion(
         spec,
         VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
         text,
         tuple(pinned),
         logical,
-        cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None,
+        shards,
         driver is not None and query.keeps_every_row and pins[driver].exact_rows,
         all(pin.comparable for pin in pins.values()),
         query.joins,

@@ -56,6 +56,18 @@ def cut_shards(splits: Iterable[Split], target_bytes: int) -> tuple[ShardPlan, .
     return tuple(shards)
 
 
+def varying_bytes(shards: Iterable[ShardPlan], fixed_row_bytes: int) -> int:
+    """Estimated bytes of strings and lists in the shard that has most of them.
+
+    Args:
+        fixed_row_bytes: of the other columns.
+    """
+    return max(
+        (shard.estimated_bytes - (shard.max_rows or 0) * fixed_row_bytes for shard in shards),
+        default=0,
+    )
+
+
 def load_memory_bytes(
     splits: Sequence[Split], whole: Sequence[Split], placed_row_bytes: int
 ) -> int:

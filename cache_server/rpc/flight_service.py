@@ -111,7 +111,7 @@ class FlightService(flight.FlightServerBase):
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
             layout = selection.layout
-            batches = rows.slices(start, stop, _rows_per_message(layout), selection)
+            batches = rows.messages(start, stop, _MESSAGE_BYTES, selection)
             unpacked = (layout.unpack(batch) for batch in batches)
             return flight.GeneratorStream(
                 layout.logical, self._counted(Read(request.dataset, "get"), unpacked)
@@ -293,10 +293,6 @@ def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
     offsets = pa.py_buffer(np.array([0, len(chunk)], np.int64))
     values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
     return pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
-
-
-def _rows_per_message(layout: Layout) -> int:
-    return max(1, _MESSAGE_BYTES // max(1, layout.guessed_row_bytes))
 
 
 def _flight_info(

@@ -23,7 +23,8 @@ Only this module says which Arrow type becomes which storage type:
 - A null in a fixed-width column that is not a float fails the load; the error gives the column, the
   count and the COALESCE to write. So does a null in place of a fixed-size list.
 - A shard is one record batch, so a column with 32-bit offsets (string, binary, list) has at most
-  2 GiB of values, or 2**31 values, a shard. The large types have no such limit.
+  2 GiB of values, or 2**31 values, a shard. The large types have no such limit: see
+  `with_large_offsets`.
 """
 
 from __future__ import annotations
@@ -119,6 +120,22 @@ def storage_type(dtype: pa.DataType) -> pa.DataType | None:
         inner = _with_nulls(inner)
         return pa.list_(inner) if types.is_list(dtype) else pa.large_list(inner)
     return None
+
+
+def with_large_offsets(schema: pa.Schema) -> pa.Schema:
+    """A storage schema with 64-bit offsets, for shards of more than 2 GiB."""
+    return pa.schema([field.with_type(_large(field.type)) for field in schema])
+
+
+def _large(dtype: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_string(dtype):
+        return pa.large_string()
+    if types.is_binary(dtype):
+        return pa.large_binary()
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        return pa.large_list(_large(dtype.value_type))
+    return dtype
 
 
 def _with_nulls(dtype: pa.DataType) -> pa.DataType:

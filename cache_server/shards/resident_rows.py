@@ -6,7 +6,7 @@ Only reads, from an immutable snapshot; `store` owns the files.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,29 @@ from cache_protocol.storage.row_index import Ids, Indices, RowIndex
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
 from cache_server.shards.version_key import VersionKey
 
+_MOST_TIMES = 4  # as long as wanted a message may be
 _ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
+
+
+def runs_of_rows(
+    columns: Sequence[pa.Array], num_rows: int, fixed_row_bytes: int, run_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Consecutive ranges of rows of about ``run_bytes``, by the true sizes of their values. Pure.
+
+    Args:
+        columns: those whose values vary in size, each of ``num_rows`` rows.
+        fixed_row_bytes: of the other columns.
+    """
+    size = num_rows * fixed_row_bytes + sum(column.nbytes for column in columns)
+    step = max(1, num_rows * run_bytes // max(1, size))
+    if step == 1 or size <= _MOST_TIMES * run_bytes:
+        yield from ((at, min(at + step, num_rows)) for at in range(0, num_rows, step))
+        return
+    for at in range(0, num_rows, step):  # rows may be longer here than elsewhere
+        parts = [column.slice(at, step) for column in columns]
+        rows = min(step, num_rows - at)
+        for first, last in runs_of_rows(parts, rows, fixed_row_bytes, run_bytes):
+            yield at + first, at + last
 
 
 class ResidentRows:
@@ -108,6 +130,23 @@ class ResidentRows:
             offset = at - int(self._starts[shard])
             rows = min(max_rows, stop - at, int(self._stops[shard]) - at)
             yield self._slice(self._shards[shard], offset, rows, selection)
+            at += rows
+
+    def messages(
+        self, start: int, stop: int, message_bytes: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
+        """Like `slices`, in batches of about ``message_bytes``; a longer row is one batch."""
+        picked = zip(selection.layout.columns, selection.picks, strict=True)
+        plain = [index for column, (index, _) in picked if column.kind == "plain"]
+        fixed = selection.layout.fixed_row_bytes
+        at = start
+        while at < stop:
+            shard = self._shard_at(at)
+            offset = at - int(self._starts[shard])
+            rows = min(stop, int(self._stops[shard])) - at
+            columns = [self._shards[shard].batch.column(i).slice(offset, rows) for i in plain]
+            for first, last in runs_of_rows(columns, rows, fixed, message_bytes):
+                yield self._slice(self._shards[shard], offset + first, last - first, selection)
             at += rows
 
     def _check_bounds(self, low: int, high: int) -> None:

@@ -15,6 +15,8 @@ PARTITION = b"cache.partition"  # in the metadata of a field whose values are in
 GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
 SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see `with_lineage`
 BY_ARROW = b"cache.by_arrow"  # in the metadata of a Parquet field that only Arrow reads correctly
+# In the metadata of a Parquet field that has values where a struct in it is null.
+UNDER_NULLS = b"cache.under_nulls"
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -128,8 +130,8 @@ class Pin:
     """The state of a source at one moment, from the module of its format.
 
     Attributes:
-        schema: every column, as the query sees them; no metadata but `PARTITION` and `BY_ARROW`
-            of a field.
+        schema: every column, as the query sees them; no metadata but `PARTITION`, `BY_ARROW`
+            and `UNDER_NULLS` of a field.
         content: JSON values that decide the rows, without secrets: part of the fingerprint.
         cut: stored logical schema, see `with_lineage`, and decoded bytes of a split -> splits in
             row order.

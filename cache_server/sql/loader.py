@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,31 @@ from datafusion import (
     SessionConfig,
     SessionContext,
     SQLOptions,
+    col,
     lit,
+    udf,
 )
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TABLE
-from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_names, no_rows
+from cache_server.source.pinned import (
+    GIVEN,
+    UNDER_NULLS,
+    PinnedTable,
+    Split,
+    check_names,
+    no_rows,
+)
 from cache_server.sql import exactness
 from cache_server.sql.formats import json_rows
+from cache_server.sql.formats.batch_rows import (
+    BATCH_BYTES,
+    DEFAULT_BATCH_ROWS,
+    MOST_BATCH_ROWS,
+    arrow_row_bytes,
+    batch_rows,
+    csv_row_bytes,
+)
 from cache_server.sql.formats.csv_quotes import check_closed
 from cache_server.sql.formats.csv_sample import read_sample
 from cache_server.sql.formats.csv_times import check_times, times_as_texts
@@ -44,15 +61,11 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
+from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema, plain_type
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
-_FILE = "__file"  # a file whose table has further columns
-
-# Rows of a batch: up to four times DataFusion's default, because packing takes the interpreter lock
-# once a batch; fewer if rows are wide, because several batches are in memory at once.
-_MOST_BATCH_ROWS, _DEFAULT_BATCH_ROWS, _FEWEST_BATCH_ROWS = 32_768, 8_192, 1_024
-_BATCH_BYTES = 4 * 1024 * 1024
+_FILE = "__file"  # a file whose table has further or other columns
 
 _OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
     r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
@@ -74,12 +87,14 @@ class LocalFile:
         path, format: what to read.
         split: which part of the file, and its name for messages.
         is_staged: an Arrow stream of the rows of the split, with only the columns that are read.
+        row_bytes: decoded bytes of a row of the columns that are read; 0: unknown.
     """
 
     path: Path
     format: str
     split: Split
     is_staged: bool = False
+    row_bytes: int = 0
 
 
 def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
@@ -100,7 +115,7 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
         else:
             schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
         check_names(schema.names)
-        return schema
+        return plain_schema(schema)
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         _reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
@@ -126,14 +141,8 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     split = file.split
     parts = 1 if file.is_staged else split.parts
     try:
-        if file.format == "json":
-            yield from _named(_by_lots(_json_rows(file, table), file, sql, table), sql)
-            return
-        if file.format == "arrow" and not file.is_staged:
-            yield from _named(_by_lots(_arrow_rows(file, table), file, sql, table), sql)
-            return
-        if file.format == "csv" and _converted(table):
-            yield from _named(_by_lots(_csv_rows(file, table), file, sql, table), sql)
+        if (rows := _rows_in_memory(file, table)) is not None:
+            yield from _named(_by_lots(rows, file, sql, table), sql)
             return
         context, frame = _planned(file, sql, table, parts)
         if _folds_to_nothing(frame):
@@ -220,7 +229,9 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
     """
     try:
         schemas = {name: _schema_of(path, "arrow") for name, path in tables.items()}
-        context = open_session(1, exact=is_exact(sql, schemas))
+        longest = max(map(arrow_row_bytes, tables.values()), default=0)
+        rows = min(DEFAULT_BATCH_ROWS, batch_rows(longest))
+        context = open_session(1, rows, exact=is_exact(sql, schemas))
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
@@ -266,15 +277,20 @@ def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
     return pa.schema(list(zip(sample.names, types, strict=True)))
 
 
-def _batch_rows(split: Split) -> int:
-    if not split.num_rows:
-        return _DEFAULT_BATCH_ROWS
-    row_bytes = max(1, split.estimated_bytes // split.num_rows)
-    return max(_FEWEST_BATCH_ROWS, min(_MOST_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+def _batch_rows(file: LocalFile) -> int:
+    """Rows of a batch, by the columns that are read and those that are kept."""
+    split, row_bytes = file.split, file.row_bytes
+    if file.format == "csv":
+        row_bytes = csv_row_bytes(file.path)
+    elif file.format == "arrow":
+        row_bytes = arrow_row_bytes(file.path)
+    if split.num_rows:
+        row_bytes = max(row_bytes, split.estimated_bytes // split.num_rows)
+    return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS
 
 
 def open_session(
-    parts: int, batch_rows: int = _DEFAULT_BATCH_ROWS, *, exact: bool = False
+    parts: int, batch_rows: int = DEFAULT_BATCH_ROWS, *, exact: bool = False
 ) -> SessionContext:
     """A session that cuts a file into ``parts`` and keeps the order of rows.
 
@@ -391,7 +407,7 @@ def _planned(
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(
-            parts, _batch_rows(file.split), exact=is_exact(sql, {table.name: table.schema})
+            parts, _batch_rows(file), exact=is_exact(sql, {table.name: table.schema})
         )
         _register_table(context, file, table, sql, skips=skips)
         frame = _frame(context, sql, table.read_schema.names)
@@ -406,19 +422,33 @@ def _planned(
 def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, sql: str, *, skips: bool
 ) -> None:
-    """Registers a split of ``table``, with the columns in its path."""
-    if file.is_staged:
-        _register(context, table.name, file.path, file.format, None)
-        return
-    constants = table.partition_of(file.split)
-    name = _FILE if constants else table.name
-    schema = _stored(table, constants) if constants else table.schema
+    """Registers a split of ``table``, with the columns in its path and plain columns."""
+    constants = {} if file.is_staged else table.partition_of(file.split)
+    altered = {
+        field.name
+        for field in table.read_schema
+        if (is_nested(field.type) if file.is_staged else UNDER_NULLS in (field.metadata or {}))
+        and field.name not in constants
+    }
+    name = _FILE if constants or altered else table.name
+    schema = None if file.is_staged else _stored(table, constants)
     if file.format == "parquet" and selection_of(sql) is not None:  # read by name
         read = _stored_and_read(file, table)
         schema = read if read.names else schema
     _register(context, name, file.path, file.format, schema, skips=skips)
-    if constants:
-        _register_constants(context, table, constants)
+    if constants or altered:
+        _register_view(context, table, constants, altered)
+
+
+def _rows_in_memory(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch] | None:
+    """The rows of a split that DataFusion would read wrongly; None: it reads them correctly."""
+    if file.format == "json":
+        return _json_rows(file, table)
+    if file.format == "csv" and _converted(table):
+        return _csv_rows(file, table)
+    if file.format == "arrow" and not file.is_staged:
+        return _arrow_rows(file, table)
+    return None
 
 
 def _by_lots(
@@ -429,16 +459,21 @@ def _by_lots(
     Args:
         rows: of the stored columns that the query reads.
     """
-    schema, constants = table.read_schema, table.partition_of(file.split)
-    for lot in _joined(rows, _MOST_BATCH_ROWS):
+    schema, constants = plain_schema(table.read_schema), table.partition_of(file.split)
+
+    def plain(batch: pa.RecordBatch) -> pa.RecordBatch:
         columns = [
-            pa.repeat(constants[name], lot.num_rows) if name in constants else lot.column(name)
-            for name in schema.names
+            pa.repeat(constants[field.name], batch.num_rows)
+            if field.name in constants
+            else plain_column(batch.column(field.name), field.type)
+            for field in schema
         ]
-        if columns:  # without columns only the number of rows counts
-            lot = pa.RecordBatch.from_arrays(columns, schema=schema)
-        exact = is_exact(sql, {table.name: table.schema})
-        context = open_session(1, _MOST_BATCH_ROWS, exact=exact)
+        # Without columns only the number of rows counts.
+        return pa.RecordBatch.from_arrays(columns, schema=schema) if columns else batch
+
+    exact = is_exact(sql, {table.name: table.schema})
+    for lot in _joined(map(plain, rows), MOST_BATCH_ROWS):
+        context = open_session(1, MOST_BATCH_ROWS, exact=exact)
         context.register_record_batches(table.name, [[lot]])
         frame = _frame(context, sql, table.read_schema.names)
         if _folds_to_nothing(frame):
@@ -461,11 +496,28 @@ def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]
     """
     check_first_bytes(file.path, file.format)
     check_end(file.path, file.split)
+    num_rows = _batch_rows(file)
     with pa.memory_map(str(file.path)) as source:
         reader = open_arrow(source, _stored_and_read(file, table).names)
         for batch in batches_of(reader):
             batch.validate(full=True)
-            yield batch
+            for start in range(0, batch.num_rows, num_rows):
+                yield batch.slice(start, num_rows)
+
+
+def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema) -> DataFrame:
+    """The stored columns that the query reads, of all rows.
+
+    Args:
+        schema: of the file.
+    """
+    context = open_session(1, _batch_rows(file))
+    _register(context, _FILE, file.path, file.format, schema)
+    names = _stored_and_read(file, table).names
+    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
+    if _reads_nothing(frame.execution_plan()):
+        raise FileNotFoundError
+    return frame
 
 
 def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -473,11 +525,7 @@ def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     read, converted = _stored_and_read(file, table), _converted(table)
     stored = _stored(table, table.partition_of(file.split))
     as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
-    context = open_session(1)
-    _register(context, _FILE, file.path, file.format, pa.schema(as_text))
-    frame = context.sql(f"SELECT {', '.join(map(identifier, read.names))} FROM {_FILE}")
-    if _reads_nothing(frame.execution_plan()):
-        raise FileNotFoundError
+    frame = _selected(file, table, pa.schema(as_text))
     _check_csv(file, table)
     num_rows = 0
     for batch in frame.execute_stream():
@@ -545,12 +593,28 @@ def _csv_reason(reason: str, stored: pa.Schema) -> str:
     )
 
 
-def _register_constants(
-    context: SessionContext, table: PinnedTable, constants: Mapping[str, pa.Scalar]
+def _register_view(
+    context: SessionContext,
+    table: PinnedTable,
+    constants: Mapping[str, pa.Scalar],
+    altered: Collection[str] = (),
 ) -> None:
+    """Registers ``table`` as the file with further columns.
+
+    Args:
+        constants: columns with one value for all rows.
+        altered: columns that become a `plain_column`.
+    """
     frame = context.table(_FILE)
     for name, value in constants.items():
         frame = frame.with_column(name, lit(value))
+    if altered:  # it would read fields below the function, and then mixes up column names
+        context.sql("SET datafusion.optimizer.enable_leaf_expression_pushdown = false").collect()
+    for name in altered:
+        dtype = frame.schema().field(name).type
+        to_plain = partial(plain_column, dtype=plain_type(dtype))
+        plain = udf(to_plain, [dtype], plain_type(dtype), "immutable", name="plain")
+        frame = frame.with_column(name, plain(col(identifier(name))))
     context.register_view(table.name, frame)
 
 
@@ -562,7 +626,7 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
     context = open_session(1, exact=is_exact(sql, {table.name: table.schema}))
     empty = no_rows(_stored(table, constants))
     context.register_record_batches(_FILE, [[empty]])
-    _register_constants(context, table, constants)
+    _register_view(context, table, constants)
     try:
         return not _folds_to_nothing(_frame(context, sql, table.read_schema.names))
     except Exception:  # DataFusion raises bare Exception; reading the split will report it
@@ -578,20 +642,16 @@ def _has(plan: LogicalPlan, kind: str) -> bool:
 
 
 def _joined(
-    batches: Iterator[pa.RecordBatch], enough_rows: int = _DEFAULT_BATCH_ROWS
+    batches: Iterator[pa.RecordBatch], enough_rows: int = DEFAULT_BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
     """The same rows in larger batches: packing costs the same Python time for any batch."""
     waiting: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
-        # A joined dictionary may outgrow its codes.
-        if any("dictionary<" in str(field.type) for field in batch.schema):
-            yield batch
-            continue
         waiting.append(batch)
         rows += batch.num_rows
         size += batch.nbytes
-        if rows >= enough_rows or size >= _BATCH_BYTES:
+        if rows >= enough_rows or size >= BATCH_BYTES:
             yield pa.concat_batches(waiting)
             waiting, rows, size = [], 0, 0
     if waiting:

@@ -24,7 +24,6 @@ from cache_server.tables.column_sizes import column_of
 from cache_server.tables.common_types import is_shaped
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
 
-_BATCH_ROWS = 8_192
 # DataFusion makes no dictionaries of these physical types.
 _NOT_ENCODED = ("BOOLEAN", "INT96", "FIXED_LEN_BYTE_ARRAY")
 
@@ -88,23 +87,11 @@ def read(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatc
             names = set(file.schema_arrow.names)
             absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name not in names}
             constants = {**absent, **table.partition_of(split)}
-            groups = groups_of(file.metadata, split)
-            num_rows = sum(file.metadata.row_group(index).num_rows for index in groups)
-            batches = file.iter_batches(
-                _BATCH_ROWS,
-                row_groups=groups,
-                columns=[name for name in schema.names if name not in constants],
-                use_threads=False,
-            )
-            for batch in batches:
-                num_rows -= batch.num_rows
+            read = [name for name in schema.names if name not in constants]
+            for batch in lake.parquet_batches(file, read, groups_of(file.metadata, split)):
                 yield from lake.conform(batch, schema, constants)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise LoadError(f"cannot load {split}: {error}") from None
-    if num_rows:  # pyarrow 26 loses rows of lists of booleans in small pages of version 2
-        raise LoadError(
-            f"cannot load {split}: Arrow reads {num_rows} rows fewer than its footer says"
-        )
 
 
 def _of_arrow_file(path: Path, split: Split, table: PinnedTable) -> Iterator[pa.RecordBatch]:

@@ -6,7 +6,7 @@ statistics, else about. The type alone tells the size of fixed-width columns.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +18,7 @@ from cache_server.tables.size_statistics import unencoded_bytes
 Place = str | int
 
 _LENGTH_BYTES = 4  # before each string of a page
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 
 
 def plain_bytes(
@@ -46,6 +47,37 @@ def plain_bytes(
 
     unencoded = unencoded_bytes(footer)
     return [[size(*column, index) for column in columns] for index in range(len(groups))]
+
+
+def row_bytes(
+    footer: pq.FileMetaData, names: Container[str], groups: Iterable[int] | None = None
+) -> int:
+    """Decoded bytes of a row of some columns, in the row group where it has most.
+
+    Args:
+        groups: their numbers; None: all.
+    """
+    paths = leaf_paths(footer)
+    leaves = [i for i, path in enumerate(paths) if column_of(path, names) is not None]
+    unencoded: list[list[int | None]] = []
+
+    def size(index: int, leaf: int) -> int:
+        chunk = footer.row_group(index).column(leaf)
+        values = int(chunk.num_values)
+        if width := _WIDTHS.get(chunk.physical_type):
+            return values * width
+        if chunk.dictionary_page_offset is not None and not unencoded:
+            unencoded.extend(unencoded_bytes(footer))
+        known = unencoded[index][leaf] if unencoded else None
+        return _text_bytes(chunk, values, known, footer.schema.column(leaf).length)
+
+    return max(
+        (
+            sum(size(index, leaf) for leaf in leaves) // max(1, footer.row_group(index).num_rows)
+            for index in (range(footer.num_row_groups) if groups is None else groups)
+        ),
+        default=0,
+    )
 
 
 def value_bytes(field: pa.Field, text: str | None) -> int:

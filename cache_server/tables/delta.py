@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
+import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
@@ -362,25 +363,26 @@ def _stored_names(schema: pa.Schema) -> dict[str, str]:
 
 def _rows(version: _Version, file: _File, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """The live rows of ``file``; a column that it lacks is null."""
-    fragment = _fragment(version, file)
-    stored = _stored_names(fragment.physical_schema)
-    absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name.lower() not in stored}
-    constants = {**absent, **file.partition}
-    present = {
-        name: ds.field(stored[name.lower()]) for name in schema.names if name not in constants
-    }
-    start = 0
-    for batch in fragment.scanner(columns=present, use_threads=False).to_batches():
-        stop = start + batch.num_rows
-        if file.keep is not None:
-            keep = file.keep.slice(start, batch.num_rows)
-            if len(keep) < batch.num_rows:
-                rest = pa.repeat(pa.scalar(True), batch.num_rows - len(keep))
-                keep = pa.concat_arrays([keep, rest])
-            batch = batch.filter(keep)
-        start = stop
-        if batch.num_rows:
-            yield from lake.conform(batch, schema, constants)
+    with pq.ParquetFile(
+        file.path, filesystem=version.filesystem, coerce_int96_timestamp_unit="us", pre_buffer=True
+    ) as opened:
+        stored = _stored_names(opened.schema_arrow)
+        absent = {f.name: pa.scalar(None, f.type) for f in schema if f.name.lower() not in stored}
+        constants = {**absent, **file.partition}
+        present = [name for name in schema.names if name not in constants]
+        start = 0
+        for batch in lake.parquet_batches(opened, [stored[name.lower()] for name in present]):
+            batch = batch.rename_columns(present)
+            stop = start + batch.num_rows
+            if file.keep is not None:
+                keep = file.keep.slice(start, batch.num_rows)
+                if len(keep) < batch.num_rows:
+                    rest = pa.repeat(pa.scalar(True), batch.num_rows - len(keep))
+                    keep = pa.concat_arrays([keep, rest])
+                batch = batch.filter(keep)
+            start = stop
+            if batch.num_rows:
+                yield from lake.conform(batch, schema, constants)
     if file.keep is not None and len(file.keep) > start:
         raise LoadError(
             f"the deletion vector of {file.path} is of {len(file.keep)} rows, the file of {start}"

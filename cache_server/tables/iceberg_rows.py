@@ -7,10 +7,12 @@ timestamps wrap around.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyiceberg.io.pyarrow import (
     ArrowAccessor,
     ArrowProjectionVisitor,
@@ -26,10 +28,6 @@ from pyiceberg.types import ListType, MapType
 
 from cache_server.tables import lake
 
-_FORMATS: Mapping[FileFormat, ds.FileFormat] = {
-    FileFormat.PARQUET: lake.PARQUET,
-    FileFormat.ORC: ds.OrcFileFormat(),
-}
 _LAST_VERSION_IN_MICROSECONDS = 2  # of the format; later ones have nanoseconds
 
 
@@ -37,7 +35,7 @@ def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterato
     """The rows of a data file without the deleted ones, in order.
 
     Args:
-        task: the file, of one of `_FORMATS`, and its positional deletes and deletion vectors.
+        task: the file, Parquet or ORC, and its positional deletes and deletion vectors.
         schema: columns of the table; missing ones get the format's default.
     """
     metadata, file = table.metadata, task.file
@@ -45,10 +43,8 @@ def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterato
     in_microseconds = version <= _LAST_VERSION_IN_MICROSECONDS
     deletes = _read_all_delete_files(table.io, [task]).get(file.file_path)
     with table.io.new_input(file.file_path).open() as opened:
-        fragment = _FORMATS[file.file_format].make_fragment(opened)
-        stored = pyarrow_to_schema(
-            fragment.physical_schema, metadata.name_mapping(), in_microseconds, version
-        )
+        physical, batches = _opened(opened, file.file_format)
+        stored = pyarrow_to_schema(physical, metadata.name_mapping(), in_microseconds, version)
         spec = metadata.specs().get(file.spec_id)
         absent = _get_column_projection_values(
             file, schema, metadata.schema(), spec, stored.field_ids
@@ -61,15 +57,25 @@ def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterato
             projected_missing_fields=absent,
             allow_timestamp_tz_mismatch=True,
         )
-        scanner = fragment.scanner(columns=[field.name for field in read.fields])
         stop = 0
-        for batch in scanner.to_batches():
+        for batch in batches([field.name for field in read.fields]):
             start, stop = stop, stop + batch.num_rows
             if deletes:
                 batch = batch.take(_combine_positional_deletes(deletes, start, stop))
             if batch.num_rows:
                 fitted = visit_with_partner(schema, batch, visitor, ArrowAccessor(read))
                 yield pa.RecordBatch.from_struct_array(fitted)
+
+
+def _opened(
+    file: pa.NativeFile, format: FileFormat
+) -> tuple[pa.Schema, Callable[[list[str]], Iterator[pa.RecordBatch]]]:
+    """The schema of a data file, and what reads some of its columns."""
+    if format == FileFormat.PARQUET:
+        parquet = pq.ParquetFile(file, coerce_int96_timestamp_unit="us", pre_buffer=True)
+        return parquet.schema_arrow, partial(lake.parquet_batches, parquet)
+    orc = ds.OrcFileFormat().make_fragment(file)
+    return orc.physical_schema, lambda names: orc.scanner(columns=names).to_batches()
 
 
 def _is_container(schema: Schema, field_id: int) -> bool:

@@ -23,7 +23,8 @@ from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import store_settings
 from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split
-from cache_server.tables.column_sizes import Place, plain_bytes
+from cache_server.sql.formats.batch_rows import batch_rows
+from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 from cache_server.tables.common_types import storage_column
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
@@ -93,6 +94,32 @@ def conform(
         array = storage_column(array)
         arrays.append(array if array.type == field.type else array.cast(field.type))
     yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def parquet_batches(
+    file: pq.ParquetFile, names: Sequence[str], groups: Sequence[int] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """The rows of some columns, in order, in small batches.
+
+    Arrow's scanner decodes a row group at once, and cannot if a list column has over 2 GiB.
+
+    Args:
+        groups: numbers of row groups; None: all.
+
+    Raises:
+        ValueError: Arrow loses rows.
+    """
+    footer = file.metadata
+    for group in range(footer.num_row_groups) if groups is None else groups:
+        missing = footer.row_group(group).num_rows
+        rows = batch_rows(row_bytes(footer, names, [group]))
+        for batch in file.iter_batches(
+            rows, row_groups=[group], columns=list(names), use_threads=False
+        ):
+            missing -= batch.num_rows
+            yield batch.select(names)
+        if missing:  # pyarrow 26 loses rows of lists of booleans in small pages of version 2
+            raise ValueError(f"Arrow reads {missing} rows fewer than its footer says")
 
 
 class _Slot(Generic[T]):

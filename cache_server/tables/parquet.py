@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,13 +14,22 @@ from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
 from cache_server.source.pinned import (
     BY_ARROW,
+    UNDER_NULLS,
     SourceFile,
     Split,
     check_names,
     partition_texts,
     source_column,
 )
-from cache_server.tables.column_sizes import Place, column_of, leaf_paths, plain_bytes, value_bytes
+from cache_server.sql.plain_columns import hides_values, plain_schema
+from cache_server.tables.column_sizes import (
+    Place,
+    column_of,
+    leaf_paths,
+    plain_bytes,
+    row_bytes,
+    value_bytes,
+)
 from cache_server.tables.common_types import common_type, may_lose, storage_schema
 
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
@@ -35,7 +45,8 @@ def common_schema(
     """The columns of the table: those of the first file, then further ones.
 
     Columns match by name, so their order may differ between files. A column is nullable if it is
-    nullable or missing in some file. Columns whose types differ get their `common_type`.
+    nullable or missing in some file, and has `UNDER_NULLS` if it needs that in some file. Columns
+    whose types differ get their `common_type`.
 
     Args:
         schemas: of each file; the same object for equal ones.
@@ -64,6 +75,8 @@ def common_schema(
                     f"{field.type} instead of {known.type}{remedy}"
                 )
             known = fields[field.name] = known.with_type(dtype)
+            if field.metadata:
+                known = fields[field.name] = known.with_metadata(field.metadata)
             if field.nullable:
                 fields[field.name] = known.with_nullable(True)
     for file, schema in different:
@@ -84,7 +97,9 @@ def common_schema(
     }
     return pa.schema(
         [
-            field.with_metadata({BY_ARROW: b""} if field.name in unsafe else {})
+            field.with_metadata({**(field.metadata or {}), BY_ARROW: b""})
+            if field.name in unsafe
+            else field
             for field in fields.values()
         ]
     )
@@ -208,6 +223,25 @@ def ranges(footer: pq.FileMetaData, split: Split, columns: Iterable[str] | None)
     return [*sorted(found), (data_end, split.file.size)]
 
 
+def read_row_bytes(path: Path, split: Split, schema: pa.Schema) -> int:
+    """Decoded bytes of a row, for the size of batches.
+
+    Args:
+        path: of the split's file on this machine.
+        schema: of the columns that are read.
+
+    Raises:
+        LoadError: the file is damaged; names the split.
+    """
+    if all(map(pa.types.is_primitive, schema.types)):
+        return int(sum(dtype.bit_width for dtype in schema.types)) // 8
+    try:
+        footer = pq.read_metadata(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise LoadError(f"cannot load {split}: {error}") from None
+    return int(row_bytes(footer, schema.names, groups_of(footer, split)))
+
+
 def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
     """The numbers of the row groups of a split."""
     part_bytes = math.ceil(split.file.size / split.parts)
@@ -216,15 +250,25 @@ def groups_of(footer: pq.FileMetaData, split: Split) -> list[int]:
 
 
 def schemas_of(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
-    """The schema of each footer; the same object for equal bytes in consecutive files."""
+    """The `_marked` schema of each footer; the same object for equal bytes in consecutive files."""
     schemas: list[pa.Schema] = []
     known: tuple[pq.ParquetSchema, bytes | None, pa.Schema] | None = None
     for footer in footers:
         stored, arrow = footer.schema, (footer.metadata or {}).get(ARROW_SCHEMA)
         if known is None or arrow != known[1] or not stored.equals(known[0]):
-            known = stored, arrow, _arrow_schema(stored)
+            known = stored, arrow, _marked(_arrow_schema(stored))
         schemas.append(known[2])
     return schemas
+
+
+def _marked(schema: pa.Schema) -> pa.Schema:
+    """The `plain_schema`, with no metadata but `UNDER_NULLS` of a field."""
+    return pa.schema(
+        [
+            plain.with_metadata({UNDER_NULLS: b""} if hides_values(field) else {})
+            for field, plain in zip(schema, plain_schema(schema), strict=True)
+        ]
+    )
 
 
 def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:

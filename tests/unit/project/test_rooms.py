@@ -45,6 +45,7 @@ PURE_MODULES = (
     "cache_server/plan/shard_plan.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/pinned.py",
+    "cache_server/sql/plain_columns.py",
     "cache_server/sql/quoting.py",
     "cache_server/sql/select_list.py",
     "cache_server/sql/selection.py",

@@ -15,7 +15,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.storage.shard_files import Selection, empty_batch
-from cache_server.shards.resident_rows import ResidentRows
+from cache_server.shards.resident_rows import ResidentRows, runs_of_rows
 from tests.stored_rows import COLUMNS, KEY, LAYOUT, expected, gather, logical, mapped
 
 
@@ -239,3 +239,18 @@ def test_a_range_outside_of_the_dataset_is_quoted(tmp_path: Path, start: int, st
 @pytest.mark.parametrize(("start", "stop"), [(0, 20), (0, 0), (20, 20), (9, 11)])
 def test_a_range_inside_of_the_dataset_passes(tmp_path: Path, start: int, stop: int) -> None:
     resident(tmp_path, [10, 0, 10]).check_range(start, stop)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 400), max_size=60), st.integers(0, 30), st.integers(1, 500))
+def test_runs_of_rows_are_as_long_as_wanted_also_where_rows_are_longer(
+    lengths: list[int], fixed_row_bytes: int, run_bytes: int
+) -> None:
+    column = pa.array([b"x" * length for length in lengths], pa.binary())
+
+    runs = list(runs_of_rows([column], len(column), fixed_row_bytes, run_bytes))
+
+    assert [row for run in runs for row in range(*run)] == list(range(len(column)))
+    for start, stop in runs:
+        size = column.slice(start, stop - start).nbytes + (stop - start) * fixed_row_bytes
+        assert stop - start == 1 or size <= 5 * run_bytes

@@ -1,0 +1,129 @@
+"""Columns that DataFusion reads correctly: true nulls inside, values for dictionaries. Pure.
+
+- In Arrow a field of a null struct has any value, and a null list any length. DataFusion gives such
+  values: ``address['zip']`` of a null address is not null. So nulls go down to the fields.
+- It merges the dictionaries of batches, which may outgrow their codes. So they become their values,
+  as the cache stores them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """``schema`` with nullable fields inside its columns, and values for dictionaries."""
+    return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
+
+
+def plain_type(dtype: pa.DataType) -> pa.DataType:
+    """The type of a column of type ``dtype`` after `plain_column`."""
+    types = pa.types
+    if types.is_dictionary(dtype):
+        return plain_type(dtype.value_type)
+    if types.is_struct(dtype):
+        return pa.struct([_plain_field(field) for field in dtype])
+    if types.is_map(dtype):
+        key = dtype.key_field.with_type(plain_type(dtype.key_type))
+        return pa.map_(key, _plain_field(dtype.item_field), dtype.keys_sorted)
+    if types.is_list(dtype):
+        return pa.list_(_plain_field(dtype.value_field))
+    if types.is_large_list(dtype):
+        return pa.large_list(_plain_field(dtype.value_field))
+    if types.is_fixed_size_list(dtype):
+        return pa.list_(_plain_field(dtype.value_field), dtype.list_size)
+    return dtype
+
+
+def is_nested(dtype: pa.DataType) -> bool:
+    """Whether `plain_column` looks inside a column of this type."""
+    return bool(_children(dtype))
+
+
+def hides_values(field: pa.Field) -> bool:
+    """Whether a Parquet column has values where a struct is null: of a required field in it."""
+    return any(
+        (field.nullable and pa.types.is_struct(field.type) and not child.nullable)
+        or hides_values(child)
+        for child in _children(field.type)
+    )
+
+
+def plain_column(array: pa.Array, dtype: pa.DataType) -> pa.Array:
+    """The same values, with nulls pushed down into structs and maps, and without dictionaries.
+
+    Numbers and strings are shared with ``array``, except those of dictionaries and null lists.
+
+    Args:
+        dtype: from `plain_type`, maybe with other names of list items.
+    """
+    types = pa.types
+    if types.is_dictionary(array.type):
+        return plain_column(_decoded(array), dtype)
+    if types.is_struct(array.type) and array.type.num_fields:
+        fields = [
+            plain_column(child, field.type)
+            for child, field in zip(array.flatten(), dtype, strict=True)
+        ]
+        return pa.StructArray.from_arrays(fields, fields=list(dtype), mask=array.is_null())
+    if types.is_fixed_size_list(array.type):
+        values = plain_column(array.values, dtype.value_type)
+        return _rebuilt(array, dtype, array.buffers()[:1], values)
+    if types.is_map(array.type):
+        array = _without_hidden_rows(array)
+        items = plain_column(array.items, dtype.item_type)
+        keys = plain_column(array.keys, dtype.key_type)
+        entries = pa.StructArray.from_arrays([keys, items], fields=list(_children(dtype)))
+        return _rebuilt(array, dtype, array.buffers()[:2], entries)
+    if types.is_list(array.type) or types.is_large_list(array.type):
+        array = _without_hidden_rows(array)
+        values = plain_column(array.values, dtype.value_type)
+        return _rebuilt(array, dtype, array.buffers()[:2], values)
+    return array
+
+
+def _decoded(array: pa.DictionaryArray) -> pa.Array:
+    """The values of a dictionary column."""
+    view = array.type.value_type
+    if not (pa.types.is_string_view(view) or pa.types.is_binary_view(view)):
+        return array.dictionary_decode()
+    # Arrow cannot take values from views.
+    kind = pa.large_string() if pa.types.is_string_view(view) else pa.large_binary()
+    values = array.dictionary.cast(kind)
+    return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode().cast(view)
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_type(field.type)).with_nullable(True)
+
+
+def _children(dtype: pa.DataType) -> tuple[pa.Field, ...]:
+    types = pa.types
+    if types.is_struct(dtype):
+        return tuple(dtype)
+    if types.is_map(dtype):
+        return dtype.key_field, dtype.item_field
+    if types.is_list(dtype) or types.is_large_list(dtype) or types.is_fixed_size_list(dtype):
+        return (dtype.value_field,)
+    return ()
+
+
+def _rebuilt(
+    array: pa.Array, dtype: pa.DataType, buffers: list[pa.Buffer | None], values: pa.Array
+) -> pa.Array:
+    """Lists with other values inside; no copy."""
+    return pa.Array.from_buffers(
+        dtype, len(array), buffers, array.null_count, array.offset, children=[values]
+    )
+
+
+def _without_hidden_rows(array: pa.Array) -> pa.Array:
+    """The same lists or maps; the null ones are empty."""
+    if not array.null_count:
+        return array
+    lengths = np.diff(array.offsets.to_numpy())
+    if not lengths[array.is_null().to_numpy(zero_copy_only=False)].any():
+        return array
+    whole = pa.concat_arrays([array, array.slice(0, 0)])  # see `shards.packing`: not of a slice
+    return whole.take(pa.array(np.arange(len(whole))))
