@@ -27,8 +27,8 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-queries damage writers check format docs \
-	bench bench-quick proto venv clean
+.PHONY: help demo test test-frameworks floor e2e soak soak-queries soak-texts damage writers check \
+	format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ damage: $(STAMP)  ## load 20,000 damaged files: no process ends, each is named; 
 
 writers: $(STAMP)  ## compare 200 tables of eight writers with DuckDB; ARGS="--seed 1"
 	$(BIN)/python -m tests.writers $(ARGS)
+
+soak-texts: $(STAMP)  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
+	$(BIN)/python -m tests.text_fuzz $(ARGS)
 
 check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .
