@@ -27,8 +27,8 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-queries damage writers large check format docs \
-	bench bench-quick proto venv clean
+.PHONY: help demo test test-frameworks floor e2e soak soak-queries soak-texts damage writers large \
+	check format docs bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -63,6 +63,9 @@ writers: $(STAMP)  ## compare 200 tables of eight writers with DuckDB; ARGS="--s
 
 large: $(STAMP)  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
 	$(BIN)/python -m tests.large_columns $(ARGS)
+
+soak-texts: $(STAMP)  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
+	$(BIN)/python -m tests.text_fuzz $(ARGS)
 
 check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .

@@ -66,6 +66,7 @@ class DatasetInfo:
         waits: why a part of the load has to wait; None if none has to.
         replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
         nulls: column of floats -> nulls that became NaN, of the shards loaded so far.
+        notes: what the load changed, such as leading zeros; one for each column.
     """
 
     name: str
@@ -80,6 +81,7 @@ class DatasetInfo:
     waits: str | None = None
     replicas: int = 1
     nulls: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -94,6 +96,7 @@ class DatasetInfo:
         lines += [
             f"  {name}: {value}" for name in ("error", "waits") if (value := getattr(self, name))
         ]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -463,4 +466,5 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.progress.waits or None,
         info.spec.replicas,
         dict(info.nulls),
+        tuple(info.notes),
     )

@@ -40,6 +40,8 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         console.print(Text(f"  error        {printable(info.error)}"), soft_wrap=True)
     if info.waits:
         console.print(Text(f"  waits        {printable(info.waits)}"), soft_wrap=True)
+    for note in info.notes:
+        console.print(Text(f"  note         {printable(note)}"), soft_wrap=True)
     console.print(f"  fingerprint  {info.fingerprint}", highlight=False)
     console.print(f"  rows         {info.num_rows:,}", highlight=False)
     console.print(f"  size         {size(info.num_bytes)}", highlight=False)
@@ -204,6 +206,7 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
         "state": info.state,
         "error": info.error,
         "waits": info.waits,
+        "notes": list(info.notes),
         "fingerprint": info.fingerprint,
         "num_rows": info.num_rows,
         "num_bytes": info.num_bytes,

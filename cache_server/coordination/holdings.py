@@ -275,6 +275,7 @@ class Holdings:
             fingerprint=version.pinned.key.fingerprint,
             num_bytes=sum(s.num_bytes for s in version.sealed.values()),
             progress=self._progress(),
+            notes=sorted(version.notes),
         )
         for sealed in version.sealed.values():
             for name, count in sealed.nulls.items():

@@ -29,6 +29,7 @@ class VersionRecord:
         asked_at: time of the request; None for a version from before a restart.
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
+        notes: what the load changed, for people; not in the catalogue.
     """
 
     pinned: PinnedVersion
@@ -44,6 +45,7 @@ class VersionRecord:
     asked_at: float | None = None
     is_failure_saved: bool = False
     ended: EndedNodes = field(default_factory=EndedNodes)
+    notes: set[str] = field(default_factory=set)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -124,7 +126,8 @@ class VersionRecord:
         """
         if not self.is_current(actual):
             return False
-        before = (self.failure, self.result_shards, len(self.sealed))
+        before = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
+        self.notes.update(actual.notes)
         if actual.failure and not self.was_ready:
             self.fail(self.load_error(actual.failure))
         if actual.HasField("num_shards") and self.result_shards is None:
@@ -135,7 +138,7 @@ class VersionRecord:
                     self.fail(self.load_error(shard.failure))
             elif shard.sealed and shard.index < (self.num_shards or 0):
                 self._apply_sealed(shard, node_id)
-        return before != (self.failure, self.result_shards, len(self.sealed))
+        return before != (self.failure, self.result_shards, len(self.sealed), len(self.notes))
 
     def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))

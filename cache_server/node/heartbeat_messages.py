@@ -72,6 +72,7 @@ def _encode_version(
         else:
             message.shards.add(index=job, failure=reason)
     message.waits = max(version.waits.values(), default="")
+    message.notes.extend(sorted(version.notes))
     if version.idle_s is not None:
         message.idle_s = version.idle_s
     if version.num_shards is not None:

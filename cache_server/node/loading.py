@@ -47,6 +47,7 @@ class Job:
         missing: the shards to keep of a whole query; empty: all of them.
         cancelled: set when the result is no longer needed.
         rows: loaded so far; written by the load thread.
+        notes: what the loads of the version changed, for people; load threads add to it.
     """
 
     plan: LoadPlan
@@ -54,6 +55,7 @@ class Job:
     missing: frozenset[int] = frozenset()
     cancelled: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
+    notes: set[str] = field(default_factory=set)
 
     @property
     def key(self) -> VersionKey:
@@ -84,6 +86,12 @@ class Job:
     def secrets_of(self, table: PinnedTable) -> Mapping[str, str]:
         """The secrets of one table of the plan."""
         return self.plan.secrets.get(table.name, {})
+
+    def note(self, text: str) -> None:
+        """Notes what the load changes; logs it once."""
+        if text not in self.notes:
+            self.notes.add(text)
+            logger.warning("values changed dataset=%s %s", self.key.dataset, text)
 
     def check_wanted(self) -> None:
         """Raises `CancelledError` after the job was cancelled."""
@@ -247,7 +255,7 @@ def _rows(
         for files in groups:
             if len(files) == 1:
                 what = str(files[0].split)
-                batches = loader.read_split(files[0], sql, table)
+                batches = loader.read_split(files[0], sql, table, job.note)
             else:
                 what = f"{files[0].split} to {files[-1].split}"
                 batches = loader.read_together(files, sql, table)

@@ -377,10 +377,10 @@ class Node:
             case StartLoads(key, shards):
                 state = self._states[key]
                 for shard in shards:
-                    self._start(state, Job(state.desired.plan, shard))
+                    self._start(state, Job(state.desired.plan, shard, notes=state.notes))
             case StartWholeQuery(key, missing):
                 state = self._states[key]
-                self._start(state, Job(state.desired.plan, missing=missing))
+                self._start(state, Job(state.desired.plan, missing=missing, notes=state.notes))
 
     def _update(self, desired: DesiredVersion) -> None:
         key = desired.plan.key

@@ -38,6 +38,7 @@ class VersionState:
         copy_again_at: monotonic seconds; failed copies wait until then.
         num_shards: of the result of a whole query, once it is known.
         last_read: monotonic seconds; None if no row was read.
+        notes: what the loads changed, for people; load threads add to it.
         is_retired: it is served no more, and its last loads have yet to end.
     """
 
@@ -52,6 +53,7 @@ class VersionState:
     copy_again_at: float = 0.0
     num_shards: int | None = None
     last_read: float | None = None
+    notes: set[str] = field(default_factory=set)
     is_retired: bool = False
 
     def update(self, desired: DesiredVersion) -> None:
@@ -102,6 +104,7 @@ class VersionState:
             running={index for index in loading if self.loads[index].future.running()},
             failures=dict(self.failures),
             waits=dict(self.waits),
+            notes=frozenset(self.notes),
             may_copy_again=now >= self.copy_again_at,
             num_shards=self.num_shards,
             idle_s=None if self.last_read is None else now - self.last_read,

@@ -191,6 +191,10 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
     pinned = []
     for table in sorted(spec.tables, key=lambda table: table.name != driver):
         every = len(query.columns[table.name]) == len(pins[table.name].schema)
+        if every and formats[table.name] == "json":  # whose later rows may have further keys
+            every = spec.columns is None and (
+                spec.sql is None or queries.reads_any_column(text, schemas, table.name)
+            )
         pinned.append(
             PinnedTable(
                 table.name,
@@ -200,6 +204,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
                 pins[table.name].snapshot,
                 None if every else query.columns[table.name],
                 () if table.name == driver else splits[table.name],
+                table.escape,
             )
         )
     shards = cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None
@@ -277,6 +282,7 @@ def table_to_proto(table: PinnedTable) -> pb.PinnedTable:
         snapshot=table.snapshot,
         columns=table.columns or (),
         splits=[split_to_proto(split) for split in table.splits],
+        escape=table.escape,
     )
 
 
@@ -290,6 +296,7 @@ def table_from_proto(table: pb.PinnedTable) -> PinnedTable:
         table.snapshot,
         tuple(table.columns) or None,
         tuple(split_from_proto(split) for split in table.splits),
+        table.escape,
     )
 
 

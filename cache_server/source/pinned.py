@@ -73,6 +73,7 @@ class PinnedTable:
         columns: those that the query reads, in the order of the schema; None for all.
         splits: all of them, in row order, if the table is read whole; empty if it is read split by
             split.
+        escape: of quotes in CSV: a backslash, or nothing.
     """
 
     name: str
@@ -82,6 +83,7 @@ class PinnedTable:
     snapshot: str = ""
     columns: tuple[str, ...] | None = None
     splits: tuple[Split, ...] = ()
+    escape: str = ""
 
     @property
     def read_schema(self) -> pa.Schema:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 from datafusion import (
+    CsvReadOptions,
     DataFrame,
     ExecutionPlan,
     LogicalPlan,
@@ -45,7 +46,7 @@ from cache_server.source.pinned import (
     no_rows,
 )
 from cache_server.sql import exactness
-from cache_server.sql.formats import json_rows
+from cache_server.sql.formats import json_rows, json_types
 from cache_server.sql.formats.batch_rows import (
     BATCH_BYTES,
     DEFAULT_BATCH_ROWS,
@@ -54,9 +55,15 @@ from cache_server.sql.formats.batch_rows import (
     batch_rows,
     csv_row_bytes,
 )
-from cache_server.sql.formats.csv_quotes import check_closed
+from cache_server.sql.formats.csv_quotes import check_quotes, find_problem
 from cache_server.sql.formats.csv_sample import read_sample
 from cache_server.sql.formats.csv_times import check_times, times_as_texts
+from cache_server.sql.formats.csv_zeros import (
+    has_zeros,
+    is_number,
+    may_have_zeros,
+    numbers_as_texts,
+)
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
@@ -66,6 +73,8 @@ from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
 _FILE = "__file"  # a file whose table has further or other columns
+
+_MOST_NOTED = 4 * 1024 * 1024  # characters of a CSV's sample whose quotes are checked
 
 _OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
     r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
@@ -97,12 +106,15 @@ class LocalFile:
     row_bytes: int = 0
 
 
-def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -> pa.Schema:
-    """The schema of a file; of CSV and JSON, by the first 1000 rows.
+def infer_schema(
+    path: Path, format: str, name: str, *, is_whole: bool = True, escape: str = ""
+) -> pa.Schema:
+    """The schema of a file; of CSV by its first 1000 rows.
 
     Args:
         name: of the file, for messages.
         is_whole: otherwise the file is the beginning of ``name`` and may end inside a record.
+        escape: of a CSV.
 
     Raises:
         LoadError: the file cannot be read; names it.
@@ -113,12 +125,31 @@ def infer_schema(path: Path, format: str, name: str, *, is_whole: bool = True) -
             with pa.OSFile(str(path)) as file:
                 schema = open_arrow(file).schema.remove_metadata()
         else:
-            schema = _schema_of_csv(path, is_whole) if format == "csv" else _schema_of(path, format)
+            schema = (
+                _schema_of_csv(path, is_whole, escape)
+                if format == "csv"
+                else _schema_of(path, format)
+            )
         check_names(schema.names)
         return plain_schema(schema)
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         _reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
+
+
+def infer_json(
+    path: Path,
+    name: str,
+    known: pa.Schema | None = None,
+    given: Collection[str] = (),
+    max_bytes: int | None = None,
+) -> pa.Schema:
+    """The columns of a file of newline JSON; see `json_types.infer`."""
+    try:
+        check_first_bytes(path, "json")
+        return json_types.infer(path, name, known, given=given, max_bytes=max_bytes)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read {name} as json: {error}") from None
 
 
 def check_first_bytes(path: Path, format: str) -> None:
@@ -128,12 +159,18 @@ def check_first_bytes(path: Path, format: str) -> None:
             raise ValueError(reason)
 
 
-def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+def read_split(
+    file: LocalFile,
+    sql: str,
+    table: PinnedTable,
+    note: Callable[[str], None] = lambda text: None,
+) -> Iterator[pa.RecordBatch]:
     """The result rows of one split, in source order.
 
     Args:
         file: where the split's rows are.
         sql: runs split by split and reads only ``table``.
+        note: called with what the types of columns change, before the first row.
 
     Raises:
         LoadError: naming file, split and reason.
@@ -141,7 +178,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
     split = file.split
     parts = 1 if file.is_staged else split.parts
     try:
-        if (rows := _rows_in_memory(file, table)) is not None:
+        if (rows := _rows_in_memory(file, table, note)) is not None:
             yield from _named(_by_lots(rows, file, sql, table), sql)
             return
         context, frame = _planned(file, sql, table, parts)
@@ -152,7 +189,7 @@ def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.Rec
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
             if file.format == "csv":
-                _check_csv(file, table)
+                _check_csv(file, table, note)
             part = split.part if parts > 1 else 0
             _check_values(context, frame, part)
             stream = context.execute(plan, part)
@@ -262,19 +299,38 @@ def _schema_of(path: Path, format: str) -> pa.Schema:
     return context.table(TABLE).schema()
 
 
-def _schema_of_csv(path: Path, is_whole: bool) -> pa.Schema:
+def _schema_of_csv(path: Path, is_whole: bool, escape: str) -> pa.Schema:
     """The schema of a CSV by its `csv_sample`.
 
     A column without values in it is a string column: one of nulls would lose later values.
     """
-    with open(path, encoding="latin-1", newline="") as lines:
-        sample = read_sample(lines, is_whole=is_whole)
+    read: list[str] = []
+    sample, error = None, ""
+    try:
+        with open(path, encoding="latin-1", newline="") as lines:
+            sample = read_sample(_noted(lines, read), is_whole=is_whole, escape=escape)
+    except ValueError as found:
+        error = str(found)
+    # The cause of the error may be in the quotes.
+    problem = find_problem("".join(read).encode("latin-1"), escape, is_whole=False) or error
+    if problem or sample is None:
+        raise ValueError(problem)
     with tempfile.TemporaryDirectory() as directory:
         beginning = Path(directory, "sample.csv")
         beginning.write_text("".join(sample.records), encoding="latin-1", newline="")
         schema = _schema_of(beginning, "csv")
     types = [pa.string() if pa.types.is_null(dtype) else dtype for dtype in schema.types]
     return pa.schema(list(zip(sample.names, types, strict=True)))
+
+
+def _noted(lines: Iterable[str], read: list[str]) -> Iterator[str]:
+    """The same lines, which are added to ``read`` up to some number of characters."""
+    size = 0
+    for line in lines:
+        size += len(line)
+        if size <= _MOST_NOTED:
+            read.append(line)
+        yield line
 
 
 def _batch_rows(file: LocalFile) -> int:
@@ -435,17 +491,19 @@ def _register_table(
     if file.format == "parquet" and selection_of(sql) is not None:  # read by name
         read = _stored_and_read(file, table)
         schema = read if read.names else schema
-    _register(context, name, file.path, file.format, schema, skips=skips)
+    _register(context, name, file.path, file.format, schema, skips=skips, escape=table.escape)
     if constants or altered:
         _register_view(context, table, constants, altered)
 
 
-def _rows_in_memory(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch] | None:
+def _rows_in_memory(
+    file: LocalFile, table: PinnedTable, note: Callable[[str], None]
+) -> Iterator[pa.RecordBatch] | None:
     """The rows of a split that DataFusion would read wrongly; None: it reads them correctly."""
     if file.format == "json":
         return _json_rows(file, table)
     if file.format == "csv" and _converted(table):
-        return _csv_rows(file, table)
+        return _csv_rows(file, table, note)
     if file.format == "arrow" and not file.is_staged:
         return _arrow_rows(file, table)
     return None
@@ -486,7 +544,12 @@ def _by_lots(
 def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     """The rows of newline JSON, of the columns that the query reads."""
     check_first_bytes(file.path, file.format)
-    yield from json_rows.read(file.path, file.split, _stored_and_read(file, table))
+    yield from json_rows.read(
+        file.path,
+        file.split,
+        _stored_and_read(file, table),
+        is_every_key=table.columns is None,
+    )
 
 
 def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
@@ -512,7 +575,7 @@ def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema) -> DataFra
         schema: of the file.
     """
     context = open_session(1, _batch_rows(file))
-    _register(context, _FILE, file.path, file.format, schema)
+    _register(context, _FILE, file.path, file.format, schema, escape=table.escape)
     names = _stored_and_read(file, table).names
     frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
     if _reads_nothing(frame.execution_plan()):
@@ -520,13 +583,15 @@ def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema) -> DataFra
     return frame
 
 
-def _csv_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+def _csv_rows(
+    file: LocalFile, table: PinnedTable, note: Callable[[str], None]
+) -> Iterator[pa.RecordBatch]:
     """The rows of a CSV, of the columns that the query reads, with the types of the spec."""
     read, converted = _stored_and_read(file, table), _converted(table)
     stored = _stored(table, table.partition_of(file.split))
     as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
     frame = _selected(file, table, pa.schema(as_text))
-    _check_csv(file, table)
+    _check_csv(file, table, note)
     num_rows = 0
     for batch in frame.execute_stream():
         rows, columns = batch.to_pyarrow(), []
@@ -560,25 +625,40 @@ def _stored_and_read(file: LocalFile, table: PinnedTable) -> pa.Schema:
     return pa.schema([field for field in table.read_schema if field.name not in constants])
 
 
-def _check_csv(file: LocalFile, table: PinnedTable) -> None:
-    """Refuses a CSV whose rows or values DataFusion would change."""
+def _check_csv(file: LocalFile, table: PinnedTable, note: Callable[[str], None]) -> None:
+    """Refuses a CSV whose rows or values DataFusion would change; notes leading zeros."""
     check_first_bytes(file.path, file.format)
-    check_closed(file.path, file.split)
+    check_quotes(file.path, file.split, table.escape)
     stored = _stored(table, table.partition_of(file.split))
     texts = times_as_texts(stored)
+    if may_have_zeros(file.path):
+        texts = numbers_as_texts(texts)
     read, converted = set(table.read_schema.names), _converted(table)
     names = [
-        identifier(old.name)
+        old.name
         for old, new in zip(stored, texts, strict=True)
         if new.type != old.type and old.name in read - converted
     ]
     if not names:
         return
     context = open_session(1)
-    _register(context, _FILE, file.path, file.format, texts)
-    frame = context.sql(f"SELECT {', '.join(names)} FROM {_FILE}")
+    _register(context, _FILE, file.path, file.format, texts, escape=table.escape)
+    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
+    numbers = {name for name in names if is_number(stored.field(name).type)}
+    times = [name for name in names if name not in numbers]
     for batch in frame.execute_stream():
-        check_times(batch.to_pyarrow(), stored, file.split)
+        rows = batch.to_pyarrow()
+        check_times(rows.select(times), stored, file.split)
+        for name in sorted(numbers):
+            if has_zeros(rows.column(name)):
+                numbers.remove(name)
+                of_table = "" if table.name == TABLE else f" of table {table.name!r}"
+                note(
+                    f"column {name!r}{of_table} lost leading zeros, because it is of "
+                    f"{stored.field(name).type}: {remedy(name, 'string')} to keep them"
+                )
+        if not numbers and not times:
+            return
 
 
 def _csv_reason(reason: str, stored: pa.Schema) -> str:
@@ -666,11 +746,13 @@ def _register(
     schema: pa.Schema | None,
     *,
     skips: bool = True,
+    escape: str = "",
 ) -> None:
     """Registers a file, or a folder of files, as a table.
 
     Args:
         skips: parts of Parquet that cannot pass a filter, by statistics.
+        escape: of CSV.
     """
     # DataFusion reads a path with a bracket or a star as a glob, and a URI as one file.
     uri, suffix = path.absolute().as_uri(), path.suffix
@@ -685,7 +767,8 @@ def _register(
     elif format == "arrow":
         context.register_arrow(name, uri, schema=schema, file_extension=suffix)
     elif format == "csv":
-        context.register_csv(name, uri, schema=schema, file_extension=suffix)
+        options = CsvReadOptions(schema=schema, file_extension=suffix, escape=escape or None)
+        context.register_csv(name, uri, options=options)
     elif format == "json":
         context.register_json(name, uri, schema=schema, file_extension=suffix)
     else:

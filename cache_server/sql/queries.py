@@ -184,6 +184,13 @@ def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str
     return column_expressions(written, frame.schema().names, _scans(plan))
 
 
+def reads_any_column(sql: str, tables: Mapping[str, pa.Schema], table: str) -> bool:
+    """Whether a query that can be run would read a further column of a table, as ``*`` does."""
+    further = pa.field(f"{''.join(tables[table].names)}_", pa.int64())
+    wider = {**tables, table: tables[table].append(further)}
+    return further.name in check_query(sql, wider, allow_unordered=True).columns[table]
+
+
 def _session(tables: Mapping[str, pa.Schema], *, exact: bool = False) -> SessionContext:
     """A session with empty tables."""
     context: SessionContext = open_session(1, exact=exact)

@@ -60,10 +60,10 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     format = format_of(table)
     if format in _KINDS:
         is_default = (table.missing_columns, table.schema) == ("refuse", "same")
-        if not is_default or table.ignore or table.types:
+        if not is_default or table.ignore or table.types or table.escape:
             raise RequestError(
-                f"table {table.name!r}: missing_columns, schema, ignore and types are for files, "
-                f"not for {format}"
+                f"table {table.name!r}: missing_columns, schema, ignore, types and escape are for "
+                f"files, not for {format}"
             )
         return format, cast(Pin, _module(format).pin(table))
     if table.snapshot is not None:

@@ -47,7 +47,9 @@ from cache_server.tables.synthetic import rows_like
 _THREADS = 32  # mostly waiting for stores
 _FOOTERS_AT_ONCE = 256  # in memory as bytes
 _TAIL_BYTES = 64 * 1024  # of an Arrow file, which hold its footer
-_HEAD_BYTES = 4 * 1024 * 1024  # of a CSV or JSON, to infer its columns
+_HEAD_BYTES = 4 * 1024 * 1024  # of a CSV, to infer its columns
+_JSON_BYTES = 4 * 1024 * 1024  # of a table of JSON, to infer its columns
+_FEWEST_JSON_BYTES = 32 * 1024  # of each of its files
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
@@ -60,6 +62,8 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
             scheme or format, or bad types.
     """
     format, files, relative = find_files(table)
+    if table.escape and format != "csv":
+        raise RequestError(f"table {table.name!r}: escape is for csv, not for {format}")
     if format == "parquet":
         found = read_footers(files, table)
         schema = arrow_reader.marked(
@@ -74,7 +78,7 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
     else:
         found = ()
         schema = _inferred_schema(files, format, table)
-    schema = _with_types(schema, format, table)
+    schema = _with_types(schema, format, table, [file for file in files if file.size])
     for field in _partition_fields(relative):
         if field.name not in schema.names:  # a column in the file comes first
             schema = schema.append(field)
@@ -83,6 +87,8 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
         content.append(dict(table.types))
     if table.schema != "same":
         content.append(table.schema)
+    if table.escape:
+        content.append(["escape", table.escape])
     return format, _pin(format, files, found, schema, content)
 
 
@@ -298,29 +304,30 @@ def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> 
 def _inferred_schema(files: Sequence[SourceFile], format: str, table: TableSpec) -> pa.Schema:
     """The schema that all files share.
 
-    CSV is read by the position of columns, so all files must have the same ones. JSON is read by
-    name; a missing key is null.
+    CSV is read by the position of columns, so all files must have the same ones.
     """
     filled = [file for file in files if file.size]
     if not filled:
         raise LoadError(f"{files[0].path} is empty: it does not even name its columns")
+    if format == "json":
+        return _schema_of_json(filled, table)
 
     def infer(file: SourceFile) -> pa.Schema:
         if not object_stores.is_remote(file.path):
-            return loader.infer_schema(Path(file.path), format, file.path)
+            return loader.infer_schema(Path(file.path), format, file.path, escape=table.escape)
         with tempfile.TemporaryDirectory() as directory:
-            beginning = _beginning(file, format, table, Path(directory))
+            beginning = _beginning(file, format, table, Path(directory), _HEAD_BYTES)
+            is_whole = file.size <= _HEAD_BYTES
             return loader.infer_schema(
-                beginning, format, file.path, is_whole=file.size <= _HEAD_BYTES
+                beginning, format, file.path, is_whole=is_whole, escape=table.escape
             )
 
-    compared = filled if format != "json" else filled[:1]
-    with ThreadPoolExecutor(min(_THREADS, len(compared))) as pool:
-        schemas = list(pool.map(infer, compared))
+    with ThreadPoolExecutor(min(_THREADS, len(filled))) as pool:
+        schemas = list(pool.map(infer, filled))
     if format == "arrow":
-        return _common_arrow_schema(compared, schemas, table)
+        return _common_arrow_schema(filled, schemas, table)
     first = schemas[0]
-    for file, schema in zip(compared[1:], schemas[1:], strict=True):
+    for file, schema in zip(filled[1:], schemas[1:], strict=True):
         # The types inferred for CSV files may differ; reading will tell.
         if schema.names != first.names:
             raise LoadError(
@@ -355,34 +362,72 @@ def _common_arrow_schema(
     )
 
 
-def _with_types(schema: pa.Schema, format: str, table: TableSpec) -> pa.Schema:
+def _schema_of_json(files: Sequence[SourceFile], table: TableSpec) -> pa.Schema:
+    """The columns of newline JSON, by the first bytes of every file.
+
+    JSON is read by name; a missing key is null.
+    """
+    max_bytes = json_bytes(len(files))
+    schema = pa.schema([])
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        ThreadPoolExecutor(min(_THREADS, len(files))) as pool,
+    ):
+
+        def fetched(number: int) -> Path:
+            file = files[number]
+            if not object_stores.is_remote(file.path):
+                return Path(file.path)
+            (folder := Path(directory, str(number))).mkdir()
+            return _beginning(file, "json", table, folder, max_bytes)
+
+        for file, path in zip(files, pool.map(fetched, range(len(files))), strict=True):
+            schema = loader.infer_json(path, file.path, schema, table.types, max_bytes)
+    return schema
+
+
+def json_bytes(num_files: int) -> int:
+    """The bytes of each file of newline JSON by which its columns are inferred."""
+    return max(_JSON_BYTES // num_files, _FEWEST_JSON_BYTES)
+
+
+def _with_types(
+    schema: pa.Schema, format: str, table: TableSpec, files: Sequence[SourceFile]
+) -> pa.Schema:
     """The schema with the types that the spec gives."""
     if table.types and format not in TYPED_FORMATS:
         raise RequestError(
             f"table {table.name!r}: types, got {dict(table.types)!r}, is for "
             f"{' and '.join(TYPED_FORMATS)}, not for {format}"
         )
+    # Later rows of JSON may have further keys.
+    has_more = format == "json" and any(file.size > json_bytes(len(files)) for file in files)
     for column, name in table.types.items():
         dtype = parse_type(name)
+        field = pa.field(column, dtype, metadata={GIVEN: b"spec"})
         if column not in schema.names:
+            if has_more:
+                schema = schema.append(field)
+                continue
             raise RequestError(
                 f"table {table.name!r}: types names the column {column!r}, which the first rows do "
                 f"not have; columns: {', '.join(schema.names)}"
             )
         if pa.types.is_list(dtype) and format == "csv":
             raise RequestError(f"table {table.name!r}: types.{column}: {name} is for json, not csv")
-        field = pa.field(column, dtype, metadata={GIVEN: b"spec"})
         schema = schema.set(schema.names.index(column), field)
     return schema
 
 
-def _beginning(file: SourceFile, format: str, table: TableSpec, directory: Path) -> Path:
+def _beginning(
+    file: SourceFile, format: str, table: TableSpec, directory: Path, head_bytes: int
+) -> Path:
     """A local file with the beginning of an object, or both its ends, to infer the columns."""
     path = directory / f"beginning{Path(urlsplit(file.path).path).suffix}"
-    head = (0, min(file.size, _HEAD_BYTES))
+    head = (0, min(file.size, head_bytes))
     tail = (max(head[1], file.size - _TAIL_BYTES), file.size)
     wanted = [head, tail] if format == "arrow" and tail[0] < tail[1] else [head]
-    whole = file.size <= _HEAD_BYTES
+    whole = file.size <= head_bytes
     object_stores.download(file, path, table.options, table.secrets, None if whole else wanted)
     if format != "arrow" and not whole:
         data = path.read_bytes()[: head[1]]

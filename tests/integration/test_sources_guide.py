@@ -188,6 +188,7 @@ def _write_files(root: Path) -> None:
             writer.write_table(half)
     csv.write_csv(table, root / "houses.csv")
     csv.write_csv(table, root / "export/houses.dat")
+    csv.write_csv(table, root / "spark.csv")
     lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
     (root / "houses.jsonl").write_text(lines)
     for year, half in ((2023, first), (2024, second)):
@@ -450,6 +451,10 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "by the first rows of the table, which cannot hold all of that": {
             "source": f"{root}/times.csv"
         },
+        "is not in the first rows of the table": {"source": f"{root}/late-key.jsonl"},
+        "a line must be one object, got more behind it": {"source": f"{root}/two-a-line.jsonl"},
+        "text follows the closing quote of": {"source": f"{root}/behind.csv"},
+        "which readers take differently": {"source": f"{root}/behind.csv", "escape": "\\"},
         "are never closed": {"source": f"{root}/cut-off.csv"},
         "a leap second, which": {"source": f"{root}/leap.csv"},
         "what follows would not be read": {"source": f"{root}/joined.arrow"},
@@ -481,7 +486,11 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
     (lake.root / "cut-off.csv").write_text("town\n" + '"Bonn"\n' * 1001 + '"Kö')
     (lake.root / "leap.csv").write_text("at\n2016-12-31T23:59:60\n")
-    (lake.root / "fractions.jsonl").write_text('{"rooms": 1}\n' * 1000 + '{"rooms": 1.5}\n')
+    first = f'{{"rooms": 1{" " * 1_000_000}}}\n' * 5  # 4 MiB of integers
+    (lake.root / "fractions.jsonl").write_text(first + '{"rooms": 1.5}\n')
+    (lake.root / "late-key.jsonl").write_text(first + '{"rooms": 2, "attic": true}\n')
+    (lake.root / "two-a-line.jsonl").write_text('{"rooms": 1} {"rooms": 2}\n')
+    (lake.root / "behind.csv").write_text('town\n"C:\\temp"x\n')
     with pa.ipc.new_stream(lake.root / "one.arrow", houses().schema) as stream:
         stream.write_table(houses())
     (lake.root / "joined.arrow").write_bytes((lake.root / "one.arrow").read_bytes() * 2)

@@ -6,7 +6,8 @@ need quotes become underscores. No number, truth value, date or time has either,
 types stay the same.
 
 The dialect is DataFusion's default: commas; double quotes that count only at the beginning of a
-value and are doubled inside; any line end; blank lines are skipped.
+value and are doubled inside; any line end; blank lines are skipped. With an escape, a backslash in
+quotes makes a quote or a backslash an ordinary character.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from cache_server.source.pinned import check_names
 
 MOST_RECORDS = 1001  # the names and 1000 rows, as DataFusion's default
 
-_QUOTED = re.compile(r'(?<![^,])"((?:[^"]++|"")*+)("?)')  # a value, and its end if that is there
-_QUOTED_ON = re.compile(r'(?:[^"]++|"")*+("?)')  # the rest of a value from the line before
+_INNER = {"": r'(?:[^"]++|"")*+', "\\": r'(?:[^"\\]++|""|\\.)*+'}  # of a value in quotes
+_QUOTED = {  # a value, and its end if that is there
+    escape: re.compile(rf'(?<![^,])"({inner})("?)', re.DOTALL) for escape, inner in _INNER.items()
+}
+_QUOTED_ON = {  # the rest of a value from the line before
+    escape: re.compile(rf'{inner}("?)', re.DOTALL) for escape, inner in _INNER.items()
+}
+_LINES = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$")
+_ESCAPED = re.compile(r'\\(["\\])')
 _BOM = "\xef\xbb\xbf"
 _OUTSIDE = str.maketrans(dict.fromkeys('"\\', "_"))
 _INSIDE = str.maketrans(dict.fromkeys('"\\,\r\n', "_"))
@@ -41,7 +49,7 @@ class CsvSample:
     records: tuple[str, ...]
 
 
-def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
+def read_sample(lines: Iterable[str], *, is_whole: bool = True, escape: str = "") -> CsvSample:
     """Reads up to `MOST_RECORDS` records.
 
     Of a long value in quotes only the first line is kept, to limit memory.
@@ -49,6 +57,7 @@ def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
     Args:
         lines: of the file's bytes as Latin-1, with their ends, cut after any kind of line end.
         is_whole: otherwise the lines may end inside a record, which is left out.
+        escape: a backslash, or nothing.
 
     Raises:
         ValueError: with the reason: names are missing, repeated or not UTF-8; or quotes are not
@@ -66,7 +75,7 @@ def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
         if not num_records:
             header.append(line)
         was_open = is_open
-        text, is_open = _without_quotes(line, is_open)
+        text, is_open = _without_quotes(line, is_open, escape)
         record += text
         if is_open:
             opened = number if text or not was_open else opened
@@ -82,15 +91,15 @@ def read_sample(lines: Iterable[str], *, is_whole: bool = True) -> CsvSample:
         raise ValueError(f"the quotes that are opened in line {opened} are never closed")
     if not num_records:
         raise ValueError("it does not name its columns")
-    names = _names(header)
+    names = _names(header, escape)
     numbers = ",".join(map(str, range(len(names))))
     return CsvSample(names, (f"{numbers}\n", *records))
 
 
-def _without_quotes(line: str, is_open: bool) -> tuple[str, bool]:
+def _without_quotes(line: str, is_open: bool, escape: str) -> tuple[str, bool]:
     """The kept part of a line, and whether its last value continues in the next line."""
     if is_open:
-        rest = _QUOTED_ON.match(line)
+        rest = _QUOTED_ON[escape].match(line)
         if rest is None or not rest[1]:
             return "", True
         line = line[rest.end() :]
@@ -103,10 +112,16 @@ def _without_quotes(line: str, is_open: bool) -> tuple[str, bool]:
         is_open = not value[2]
         return value[1].translate(_INSIDE)
 
-    return _QUOTED.sub(unquoted, line).translate(_OUTSIDE), is_open
+    return _QUOTED[escape].sub(unquoted, line).translate(_OUTSIDE), is_open
 
 
-def _names(header: Iterable[str]) -> tuple[str, ...]:
+def _names(header: Iterable[str], escape: str) -> tuple[str, ...]:
+    if escape:  # as doubled quotes
+        text = _QUOTED[escape].sub(
+            lambda value: _ESCAPED.sub(lambda found: found[1].replace('"', '""'), value[0]),
+            "".join(header),
+        )
+        header = _LINES.findall(text)
     try:
         names = next(csv.reader([line.encode("latin-1").decode() for line in header]))
     except UnicodeDecodeError as error:

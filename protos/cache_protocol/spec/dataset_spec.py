@@ -52,8 +52,8 @@ _LAST_SNAPSHOT = 2**63 - 1  # Iceberg's and Delta's are longs
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _TABLE_KEYS = (  # the arguments of `DatasetSpec` for one table
-    *("source", "format", "types", "snapshot", "catalog", "missing_columns", "storage_options"),
-    *("ignore", "schema"),
+    *("source", "format", "types", "escape", "snapshot", "catalog", "missing_columns"),
+    *("storage_options", "ignore", "schema"),
 )
 
 # A path, glob or URI, or several of them in row order.
@@ -92,6 +92,7 @@ class TableSpec:
         ignore: patterns of the file names to leave out.
         types: column -> Arrow type, of CSV and JSON; the other columns are inferred.
         schema: ``same`` or ``union``.
+        escape: of quotes in CSV: a backslash, or nothing.
     """
 
     name: str
@@ -104,6 +105,7 @@ class TableSpec:
     ignore: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict, hash=False)
     schema: str = "same"
+    escape: str = ""
 
     def to_proto(self) -> pb.TableSpec:
         """The wire form, without the secrets."""
@@ -118,6 +120,7 @@ class TableSpec:
             ignore=self.ignore,
             types=self.types,
             schema=self.schema if self.schema != "same" else "",
+            escape=self.escape,
         )
 
 
@@ -136,6 +139,8 @@ class DatasetSpec:
             ``delta``, ``postgres``. Default: by the names.
         types: column -> Arrow type, such as ``{"zip": "string"}``, of a CSV or newline JSON. The
             column is read as exactly that type; others are inferred from the first rows.
+        escape: a backslash, for a CSV that writes it before each quote and backslash in quotes, as
+            Spark does. Default: a quote in quotes is doubled.
         sql: a query over the table ``source``, or over the names of ``sources``.
         columns: shortcut for ``sql``: the columns to keep, in this order.
         filter: shortcut for ``sql``: an SQL condition over the columns of ``source``.
@@ -147,8 +152,8 @@ class DatasetSpec:
             upper or lower case. Settings that are not known to be public are secrets: they are in
             no log, file, fingerprint or description.
         sources: instead of ``source``: table name -> a source, or a mapping with the arguments
-            ``source``, ``format``, ``types``, ``snapshot``, ``catalog``, ``missing_columns``,
-            ``storage_options``, ``ignore`` and ``schema`` of that table.
+            ``source``, ``format``, ``types``, ``escape``, ``snapshot``, ``catalog``,
+            ``missing_columns``, ``storage_options``, ``ignore`` and ``schema`` of that table.
         ignore: patterns of files to leave out, such as ``*.json``: shell wildcards (`fnmatch`,
             whose ``*`` also matches a ``/``) over the path of a file relative to the source. Only
             for files.
@@ -186,6 +191,7 @@ class DatasetSpec:
         *,
         format: str | None = None,  # the usual word
         types: Mapping[str, object] | None = None,
+        escape: str | None = None,
         sql: str | None = None,
         columns: Iterable[str] | None = None,
         filter: str | None = None,
@@ -211,6 +217,7 @@ class DatasetSpec:
             "source": source,
             "format": format,
             "types": types,
+            "escape": escape,
             "snapshot": snapshot,
             "catalog": catalog,
             "missing_columns": missing_columns,
@@ -298,6 +305,7 @@ class DatasetSpec:
                 "source": list(table.source) or None,
                 "format": table.format or None,
                 "types": dict(table.types) or None,
+                "escape": table.escape or None,
                 "snapshot": table.snapshot_name
                 or (table.snapshot if table.HasField("snapshot") else None),
                 "missing_columns": table.missing_columns or "refuse",
@@ -448,6 +456,11 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
     types = _types(arguments.get("types"), problems)
     if types and (named or format not in (None, *TYPED_FORMATS)):
         problems.append(f"types, got {types!r}, is for {' and '.join(TYPED_FORMATS)}")
+    escape = arguments.get("escape")
+    if escape not in (None, "\\"):
+        problems.append(f"escape must be one backslash, got {shown(escape)}")
+    elif escape and (named or format not in (None, "csv")):
+        problems.append("escape is for csv")
     return TableSpec(
         name,
         source,
@@ -459,6 +472,7 @@ def _table(name: str, arguments: Mapping[str, object], problems: list[str]) -> T
         ignore,
         types,
         str(schema),
+        "\\" if escape else "",
     )
 
 

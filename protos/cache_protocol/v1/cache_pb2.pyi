@@ -199,6 +199,7 @@ class TableSpec(google.protobuf.message.Message):
     SNAPSHOT_NAME_FIELD_NUMBER: builtins.int
     TYPES_FIELD_NUMBER: builtins.int
     SCHEMA_FIELD_NUMBER: builtins.int
+    ESCAPE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """in the query; "source" if there is only one table"""
     format: builtins.str
@@ -211,6 +212,8 @@ class TableSpec(google.protobuf.message.Message):
     """a tag or a branch, instead of a number"""
     schema: builtins.str
     """"same" or "union"; empty: same"""
+    escape: builtins.str
+    """of quotes in CSV: a backslash; empty: none"""
     @property
     def source(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -238,9 +241,10 @@ class TableSpec(google.protobuf.message.Message):
         snapshot_name: builtins.str = ...,
         types: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         schema: builtins.str = ...,
+        escape: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "snapshot", b"snapshot"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "escape", b"escape", "format", b"format", "ignore", b"ignore", "missing_columns", b"missing_columns", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "snapshot_name", b"snapshot_name", "source", b"source", "types", b"types"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
 
 Global___TableSpec: typing_extensions.TypeAlias = TableSpec
@@ -403,6 +407,7 @@ class DatasetInfo(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -430,6 +435,10 @@ class DatasetInfo(google.protobuf.message.Message):
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """column of floats -> nulls that became NaN, so far"""
 
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what a load changed, such as leading zeros; once a column"""
+
     def __init__(
         self,
         *,
@@ -445,9 +454,10 @@ class DatasetInfo(google.protobuf.message.Message):
         error: Global___Error | None = ...,
         lease_s: builtins.float = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
@@ -1226,12 +1236,15 @@ class PinnedTable(google.protobuf.message.Message):
     SNAPSHOT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     SPLITS_FIELD_NUMBER: builtins.int
+    ESCAPE_FIELD_NUMBER: builtins.int
     name: builtins.str
     format: builtins.str
     schema: builtins.bytes
     """Arrow IPC schema message"""
     snapshot: builtins.str
     """in a form that the format defines"""
+    escape: builtins.str
+    """of quotes in CSV: a backslash; empty: none"""
     @property
     def options(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
     @property
@@ -1252,8 +1265,9 @@ class PinnedTable(google.protobuf.message.Message):
         snapshot: builtins.str = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         splits: collections.abc.Iterable[Global___Split] | None = ...,
+        escape: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "format", b"format", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "splits", b"splits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "escape", b"escape", "format", b"format", "name", b"name", "options", b"options", "schema", b"schema", "snapshot", b"snapshot", "splits", b"splits"]) -> None: ...
 
 Global___PinnedTable: typing_extensions.TypeAlias = PinnedTable
 
@@ -1514,6 +1528,7 @@ class ActualDataset(google.protobuf.message.Message):
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     attempt: builtins.int
@@ -1530,6 +1545,10 @@ class ActualDataset(google.protobuf.message.Message):
     """why one of its loads has to wait"""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what its loads changed; see DatasetInfo"""
+
     def __init__(
         self,
         *,
@@ -1542,9 +1561,10 @@ class ActualDataset(google.protobuf.message.Message):
         rows_loaded: builtins.int = ...,
         idle_s: builtins.float | None = ...,
         waits: builtins.str = ...,
+        notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
     @typing.overload

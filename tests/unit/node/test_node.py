@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +37,6 @@ from cache_server.node.node import Node
 from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader
 from cache_server.sql.loader import LocalFile
 from tests.conftest import numbered_table, write_numbered
@@ -123,9 +123,9 @@ class Gate:
         self.open = threading.Event()
         self.files: set[str] = set()
 
-    def read_split(self, file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    def read_split(self, file: LocalFile, *arguments: Any) -> Iterator[pa.RecordBatch]:
         self.files.add(file.path.name)
-        for batch in self.read(file, sql, table):
+        for batch in self.read(file, *arguments):
             yield batch
             self.arrived.release()
             assert self.open.wait(WAIT_S)
@@ -497,11 +497,11 @@ def test_a_dataset_that_is_loaded_again_while_a_load_of_a_dropped_one_hangs_has_
 ) -> None:
     read, another_hangs = loader.read_split, threading.Event()
 
-    def first_fails(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    def first_fails(file: LocalFile, *arguments: Any) -> Iterator[pa.RecordBatch]:
         if file.path.name == "part-000.parquet":
             assert another_hangs.wait(WAIT_S)
             raise LoadError("gone for a moment")
-        yield from read(file, sql, table)
+        yield from read(file, *arguments)
 
     monkeypatch.setattr(loader, "read_split", first_fails)
     harness.coordinator.create(spec(source))
@@ -559,11 +559,11 @@ def test_a_shard_that_was_another_nodes_meanwhile_is_tried_again(
 ) -> None:
     answer, read, seen = harness.coordinator.heartbeat, loader.read_split, set[str]()
 
-    def fails_once(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    def fails_once(file: LocalFile, *arguments: Any) -> Iterator[pa.RecordBatch]:
         if file.path.name not in seen:
             seen.add(file.path.name)
             raise LoadError("the share is not mounted")
-        yield from read(file, sql, table)
+        yield from read(file, *arguments)
 
     def elsewhere(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         failed = set()
@@ -631,9 +631,9 @@ def test_what_is_sealed_of_a_dropped_dataset_makes_room_while_its_last_load_hang
 ) -> None:
     slow = gate.read_split
 
-    def read_split(file: LocalFile, sql: str, table: PinnedTable) -> Iterator[pa.RecordBatch]:
+    def read_split(file: LocalFile, *arguments: Any) -> Iterator[pa.RecordBatch]:
         read = slow if file.path.name.endswith("3.parquet") else gate.read
-        return read(file, sql, table)
+        return read(file, *arguments)
 
     monkeypatch.setattr(loader, "read_split", read_split)
     harness.coordinator.create(spec(source))

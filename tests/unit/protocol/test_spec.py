@@ -389,7 +389,7 @@ def test_a_bad_yaml_file_is_named_with_the_reason(tmp_path: Path, text: str, rea
 def test_unknown_keys_come_with_the_known_ones(tmp_path: Path) -> None:
     problem = yaml_problem(tmp_path, "name: t\nsource: /data\ncolumn: [a]")
 
-    assert "known keys: name, source, format, types, sql, columns, filter, " in problem
+    assert "known keys: name, source, format, types, escape, sql, columns, filter, " in problem
 
 
 def test_unknown_keys_missing_ones_and_bad_fields_are_named_at_once(tmp_path: Path) -> None:

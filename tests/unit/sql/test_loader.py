@@ -17,7 +17,7 @@ from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server import tables
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
-from cache_server.sql.loader import infer_schema, read_split, read_together
+from cache_server.sql.loader import infer_json, infer_schema, read_split, read_together
 from cache_server.sql.quoting import identifier
 from tests.query_source import (
     SCHEMA,
@@ -237,6 +237,13 @@ def test_a_vanished_file_is_named(tmp_path: Path, format: str, parts: int) -> No
 # -- schemas of files without a footer -------------------------------------------------------------
 
 
+def schema_of(path: Path, format: str) -> pa.Schema:
+    """By the first 1000 rows of CSV, or bytes of JSON."""
+    if format == "json":
+        return infer_json(path, str(path), max_bytes=1000)
+    return infer_schema(path, format, str(path))
+
+
 @pytest.mark.parametrize(
     ("format", "text", "schema"),
     [
@@ -251,7 +258,7 @@ def test_the_schema_is_inferred(
     path = tmp_path / f"a.{format}"
     path.write_text(text)
 
-    found = infer_schema(path, format, str(path))
+    found = schema_of(path, format)
 
     assert sorted((field.name, str(field.type)) for field in found) == sorted(schema)
 
@@ -271,8 +278,9 @@ def test_a_file_that_is_not_of_its_format_is_named(tmp_path: Path, format: str, 
     path.write_text(text)
 
     with pytest.raises(LoadError) as caught:
-        infer_schema(path, format, str(path))
-    assert f"cannot read {path} as {format}: " in str(caught.value)
+        schema_of(path, format)
+    what = f"load {path}" if format == "json" else f"read {path} as {format}"
+    assert f"cannot {what}: " in str(caught.value)
     assert "bug in DataFusion" not in str(caught.value)
 
 
@@ -299,7 +307,7 @@ def test_a_value_that_the_sample_did_not_foresee_fails_the_split(
 ) -> None:
     path = tmp_path / f"a.{format}"
     path.write_text(text)
-    schema = infer_schema(path, format, str(path))
+    schema = schema_of(path, format)
 
     with pytest.raises(LoadError, match=r"cannot load .*x") as caught:
         list(
@@ -328,7 +336,7 @@ def test_a_fraction_is_never_cut_to_the_integer_that_the_sample_foresaw(
 ) -> None:
     path = tmp_path / "a.json"
     path.write_text(f'{{"a": {first}, "b": 0.5}}\n' * 1500 + f'{{"a": {later}, "b": 0.5}}\n')
-    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    table = PinnedTable("source", "json", infer_json(path, str(path), max_bytes=1000))
     splits = [replace(whole(path), part=part, parts=parts) for part in range(parts)]
 
     for split in splits[:-1]:
@@ -349,7 +357,7 @@ def test_an_integer_below_those_of_64_bits_is_not_read_as_the_least_of_them(
     path = tmp_path / "a.json"
     first, last = later.format(1).replace("1.0", "1"), later.format(value)
     path.write_text(f'{{"a": {first}, "s": "x"}}\n' * 1500 + f'{{"a": {last}, "s": "x"}}\n')
-    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    table = PinnedTable("source", "json", infer_json(path, str(path), max_bytes=1000))
 
     with pytest.raises(LoadError) as caught:
         list(read_split(local(whole(path), "json"), "SELECT * FROM source", table))
@@ -362,7 +370,7 @@ def test_the_least_integer_and_texts_and_floats_below_it_are_read(tmp_path: Path
     least, below = -(2**63), -(2**63) - 1
     first = '{"a": 1, "s": "x", "f": 0.5}\n'
     path.write_text(first * 1500 + f'{{"a": {least}, "s": "{below}", "f": {below}}}\n')
-    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    table = PinnedTable("source", "json", infer_json(path, str(path), max_bytes=1000))
 
     batches = list(read_split(local(whole(path), "json"), "SELECT a, s, f FROM source", table))
 
@@ -375,7 +383,7 @@ def test_the_least_integer_and_texts_and_floats_below_it_are_read(tmp_path: Path
 def test_an_integer_is_read_as_such_however_it_is_written(tmp_path: Path, later: str) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"a": 1, "s": "1.5"}\n' * 1500 + f'{{"a": {later}, "s": "1.5"}}\n')
-    table = PinnedTable("source", "json", infer_schema(path, "json", str(path)))
+    table = PinnedTable("source", "json", infer_json(path, str(path), max_bytes=1000))
 
     batches = list(read_split(local(whole(path), "json"), "SELECT a FROM source", table))
 
@@ -385,7 +393,7 @@ def test_an_integer_is_read_as_such_however_it_is_written(tmp_path: Path, later:
 def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"a": 1, "b": 1}\n' * 1500 + '{"a": 1.5, "b": 2}\n')
-    schema = infer_schema(path, "json", str(path))
+    schema = infer_json(path, str(path), max_bytes=1000)
     table = PinnedTable("source", "json", schema, columns=("b",))
 
     batches = list(read_split(local(whole(path), "json"), "SELECT b FROM source", table))
@@ -409,7 +417,7 @@ def test_a_query_over_json_is_answered_some_rows_at_a_time_in_their_order(
     rows = [(a, [f"{a}-{i}" * 10 for i in range(a % 3)]) for a in range(70_000)]
     path = tmp_path / "a.json"
     path.write_text("".join(f"{json.dumps({'a': a, 't': t, 'b': 1.5})}\n" for a, t in rows))
-    schema = infer_schema(path, "json", str(path))
+    schema = infer_json(path, str(path), max_bytes=1000)
     columns = tuple(name for name in schema.names if name in re.findall(r"\w+", sql))
     table = PinnedTable("source", "json", schema, columns=columns)
     splits = [replace(whole(path), part=part, parts=parts) for part in range(parts)]

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError
-from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import files as sources
-from tests.table_files import find, read, table_spec
+from tests.table_files import table_spec
 
 TEXT = {
     "csv": "id,name\n1,a\n2,b\n",
@@ -106,16 +105,12 @@ def test_a_byte_order_mark_is_refused_in_json_and_passed_over_in_csv(tmp_path: P
     assert sources.pin(table_spec(tmp_path / "a.csv"))[1].schema.names == ["id", "name"]
 
 
-def test_a_later_file_of_another_kind_is_named_when_it_is_read(tmp_path: Path) -> None:
-    """Of newline JSON, only the first file is looked at for a plan."""
-    (tmp_path / "a.json").write_text(TEXT["json"])
-    (tmp_path / "b.json").write_bytes(gzip.compress(TEXT["json"].encode()))
-    files = find(tmp_path)[1]
-    schema = loader.infer_schema(Path(files[0].path), "json", files[0].path)
-    first, second = sources.text_splits(files, "json", 1 << 20)
-    assert len(read(first, "json", schema)) == 2
-    with pytest.raises(LoadError, match=r"b\.json.* it is compressed by gzip"):
-        read(second, "json", schema)
+@pytest.mark.parametrize("format", ["csv", "json"])
+def test_a_later_file_of_another_kind_is_named(tmp_path: Path, format: str) -> None:
+    (tmp_path / f"a.{format}").write_text(TEXT[format])
+    (tmp_path / f"b.{format}").write_bytes(gzip.compress(TEXT[format].encode()))
+    with pytest.raises(LoadError, match=rf"b\.{format}.* it is compressed by gzip"):
+        sources.pin(table_spec(tmp_path))
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="<\0\ufeff"), max_size=9))

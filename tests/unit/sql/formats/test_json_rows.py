@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import SourceFile, Split
-from cache_server.sql.formats import json_rows
+from cache_server.sql.formats import json_lines, json_rows
 
 INT, FLOAT, TEXT, TRUTH = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 NESTED = pa.struct([("x", INT), ("names", pa.list_(TEXT))])
@@ -107,10 +107,11 @@ def test_the_escapes_of_every_plane_are_read(tmp_path: Path, code: int) -> None:
     [
         *(("", []), ("\n \n\r\n", []), ('{"a": 1}', [1]), ('\n\n{"a": 1}\n\n{"a": 2}', [1, 2])),
         *(('{"a": 1}\r\n{"a": 2}\r\n', [1, 2]), ('{}\n{"A": 3}\n', [None, None])),
-        *(('{"a": 1}{"a": 2}\n', [1, 2]), ('{"b": "\\u0061"}\n{"\\u0061": 2}\n', [None, 2])),
+        ('{"b": "\\u0061"}\n{"\\u0061": 2}\n', [None, 2]),
+        *(('{"a":\r1}\r\n \t{"a": 2} \r\n\r\n', [1, 2]), ('{"a": 1}\r', [1])),
         *(('{"a": 1, "a": 2}\n', [2]), ('{"b": 1, "b": "x", "a": 2}\n', [2])),
         *(('{"b": 1e999, "a": 1}\n', [1]), ('{"b": {"a": [{}, {"a": "x"}]}, "a": 1}\n', [1])),
-        ('{"b": "}\\nnull", "c":\nnull, "a": 1}\n', [1]),
+        ('{"b": "}\\nnull", "c":\rnull, "a": 1}\n', [1]),
     ],
 )
 def test_lines_are_read_by_the_names_in_them(
@@ -178,7 +179,7 @@ def test_rows_are_those_of_python_for_every_cut_and_parser(
     path.write_text("\n".join(lines) + "\n")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_rows, "_BLOCK_BYTES", block_bytes)
+        patched.setattr(json_lines, "_BLOCK_BYTES", block_bytes)
         found = [row for part in range(parts) for row in rows_of(path, SCHEMA, part, parts)]
 
     assert found == [expected(row) for row in rows]
@@ -235,7 +236,7 @@ def test_what_datafusion_reads_rightly_is_read_the_same(
         ("[[2]]", NESTED, "holds [[2.0]], but it is of struct"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_with_its_column_and_the_byte_of_its_row(
+def test_a_value_that_does_not_fit_is_named_with_its_column_and_its_line(
     tmp_path: Path, written: str, dtype: pa.DataType, message: str
 ) -> None:
     lines = '{"a": null, "é": 1}\n' * 3 + f'{{"a": {written}}}\n{{"a": null}}\n'
@@ -243,46 +244,56 @@ def test_a_value_that_does_not_fit_is_named_with_its_column_and_the_byte_of_its_
     refused = refusal(tmp_path / "a.json", lines, dtype)
 
     assert refused.startswith(f"column 'a' {message}")
-    assert refused.endswith(f" (byte {3 * 21})")
+    assert refused.endswith(" (line 4)")
     assert len(refused.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ('{"a": 1}\n{"a":\n', "it is not JSON with one object a line: Expecting value (byte 15)"),
+        ('{"a": 1}\n{"a":\n', "it is not JSON with one object a line: Expecting value (line 2)"),
         (
             '{"a": 1},\n{"a": 2}\n',
-            "it is not JSON with one object a line: Expecting value (byte 8)",
+            'a line must be one object, got more behind it: "," (line 1)',
         ),
         (
             '{"é": 1, "a" 1}\n',
-            "it is not JSON with one object a line: Expecting ':' delimiter (byte 14)",
+            "it is not JSON with one object a line: Expecting ':' delimiter (line 1)",
         ),
         ("{'a': 1}\n", "Expecting property name enclosed in double quotes"),
-        ('{"a": 01}\n', "it is not JSON with one object a line: Expecting ',' delimiter (byte 7)"),
-        ('{"a": .5}\n', "it is not JSON with one object a line: Expecting value (byte 6)"),
+        ('{"a": 01}\n', "it is not JSON with one object a line: Expecting ',' delimiter (line 1)"),
+        ('{"a": .5}\n', "it is not JSON with one object a line: Expecting value (line 1)"),
         ('{"a": 1,}\n', "it is not JSON with one object a line: "),
-        ('[{"a": 1}]', 'a line must be one object, got [{"a": 1.0}] (byte 0)'),
-        ('{"a": 1}\n5\n', "a line must be one object, got 5 (byte 9)"),
-        ('"a"\n', 'a line must be one object, got "a" (byte 0)'),
-        ('{"a": 1e99999999999999999999}\n', "an exponent is too long (byte 0)"),
-        (b'{"a": 1, "b": "\xff"}\n', "it is not UTF-8 (byte 15)"),
-        (b'{"a": 1}\n{"b": "\xed\xa0\x80"}\n', "it is not UTF-8 (byte 16)"),
-        (b'{"a": 1, "\xff": 2}\n', "it is not UTF-8 (byte 10)"),
+        ('{"a": 1}{"a": 2}\n', 'got more behind it: "{\\"a\\": 2}" (line 1)'),
+        ('{"a": 1}\n{"a": 1}\r{"a": 2}\n', 'got more behind it: "\\r{\\"a\\": 2}" (line 2)'),
+        (
+            '{"a": 1}\n{"a":\n2}\n',
+            "it is not JSON with one object a line: Expecting value (line 2)",
+        ),
+        ('{"a": 1}{"a":\n2}\n', "a line must be one object, got more behind it"),
+        ('{"a": 1, "b": "x\ny"}\n', "Unterminated string starting at (line 1)"),
+        *(('{"a": 1, "b": Inf}\n', "Expecting value (line 1)"),),
+        *(('{"a": 1, "b": -NaN}\n', "Expecting value (line 1)"),),
+        ('[{"a": 1}]', 'a line must be one object, got [{"a": 1.0}] (line 1)'),
+        ('{"a": 1}\n5\n', "a line must be one object, got 5 (line 2)"),
+        ('"a"\n', 'a line must be one object, got "a" (line 1)'),
+        ('{"a": 1e99999999999999999999}\n', "an exponent is too long (line 1)"),
+        (b'{"a": 1, "b": "\xff"}\n', "it is not UTF-8 (line 1)"),
+        (b'{"a": 1}\n{"b": "\xed\xa0\x80"}\n', "it is not UTF-8 (line 2)"),
+        (b'{"a": 1, "\xff": 2}\n', "it is not UTF-8 (line 1)"),
     ],
 )
-def test_what_is_no_object_of_json_is_named_with_its_byte(
+def test_what_is_no_object_of_json_is_named_with_its_line(
     tmp_path: Path, lines: str | bytes, message: str
 ) -> None:
     assert message in refusal(tmp_path / "a.json", lines, INT)
 
 
-@pytest.mark.parametrize("before", ["", "\n", " \t\r\n", '{"a": 1}', '{"a": 1}\n', '{"a": 1} \n\n'])
+@pytest.mark.parametrize("before", ["", "\n", " \t\r\n", '{"a": 1}\n', '{"a": 1} \n\n'])
 def test_a_row_that_is_null_is_refused_and_ends_no_process(tmp_path: Path, before: str) -> None:
     refused = refusal(tmp_path / "a.json", f'{before}null\n{{"a": 1}}\n', INT)
 
-    assert refused == f"a line must be one object, got null (byte {len(before)})"
+    assert refused == f"a line must be one object, got null (line {before.count(chr(10)) + 1})"
 
 
 def test_a_row_that_is_null_behind_a_byte_order_mark_ends_no_process(tmp_path: Path) -> None:
@@ -300,7 +311,7 @@ def test_a_row_that_is_nested_beyond_what_python_reads_is_refused(tmp_path: Path
 
 @pytest.fixture(params=[1, 7, 64])
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(json_rows, "_BLOCK_BYTES", request.param)
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", request.param)
     yield
 
 
@@ -320,19 +331,19 @@ def test_each_split_reads_the_lines_that_begin_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_the_byte_in_a_message_is_that_of_the_file_in_every_block_and_split(tmp_path: Path) -> None:
+def test_the_line_in_a_message_is_that_of_the_file_in_every_block_and_split(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     line = '{"a": 1, "b": "é"}\n'
     path.write_text(line * 9 + '{"a": 1.5}\n' + line * 3)
 
-    with pytest.raises(LoadError, match=rf"\(byte {9 * 20}\)$"):
+    with pytest.raises(LoadError, match=r"\(line 10\)$"):
         rows_of(path, pa.schema([("a", INT)]), 2, 3)
 
 
 def test_a_line_that_is_longer_than_a_block_is_read(tmp_path: Path) -> None:
     text = "x" * 3_000_000
 
-    assert values_of(tmp_path / "a.json", json.dumps({"a": text}) * 2, TEXT) == [text, text]
+    assert values_of(tmp_path / "a.json", f"{json.dumps({'a': text})}\n" * 2, TEXT) == [text, text]
 
 
 def test_numbers_are_exact_in_any_number_of_digits(tmp_path: Path) -> None:

@@ -1,0 +1,15 @@
+"""Damaged files of JSON and CSV: read or refused by name; no process ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import text_fuzz
+
+
+def test_damaged_files_end_no_process_and_each_refusal_names_its_file(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    text_fuzz.main(["--cases", "150"])
+
+    assert "150 damaged files" in capfd.readouterr().out
