@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cache_client.client import CacheClient, DatasetInfo, NodeInfo
 from cache_client.forecast import LoadForecast, TableForecast
+from cache_client.stats import NodeStats, ReadStats
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -58,8 +59,10 @@ __all__ = [
     "LoadForecast",
     "LoadReport",
     "NodeInfo",
+    "NodeStats",
     "NodeUnavailableError",
     "NotReadyError",
+    "ReadStats",
     "RequestError",
     "StaleVersionError",
     "TableForecast",

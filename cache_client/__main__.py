@@ -6,14 +6,20 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+import typer.core
 import yaml
+from rich.console import RenderableType
 
 from cache_client.arguments import seconds_problems
-from cache_client.client import MAX_MEMORY_BYTES, CacheClient
+from cache_client.audit import Evidence, audit
+from cache_client.audit_files import evidence_of, read_records
+from cache_client.client import MAX_MEMORY_BYTES, CacheClient, DatasetInfo
 from cache_client.display import (
     cell,
     console,
@@ -27,8 +33,13 @@ from cache_client.display import (
     show_dataset,
     show_facts,
     show_line,
+    show_live,
     show_rows,
+    table,
 )
+from cache_client.doctor import examine
+from cache_client.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
+from cache_client.order import rows_of_step
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.sizes import size
 from cache_protocol.cli.version_option import version_option
@@ -42,15 +53,43 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
+from cache_protocol.storage.row_index import Ids
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
 EXIT_CONFIG = 78  # EX_CONFIG
 
+
+class _Commands(typer.core.TyperGroup):
+    """Takes ``-o json`` for ``--json``, as kubectl does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments, with each ``-o`` replaced."""
+        return super().parse_args(ctx, _without_output_option(args))
+
+
+def _without_output_option(args: list[str]) -> list[str]:
+    found: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        name, equals, value = arg.partition("=")
+        if arg == "--":
+            return [*found, arg, *rest]
+        if arg not in ("-o", "-ojson", "-otable") and name not in ("-o", "--output"):
+            found.append(arg)
+            continue
+        chosen = arg[2:] if arg.startswith("-o") and len(arg) > 3 and not equals else value
+        chosen = chosen or next(rest, "")
+        if chosen not in ("json", "table"):
+            raise ConfigError(f"--output must be json or table, got {chosen!r}")
+        found += ["--json"] * (chosen == "json")
+    return found
+
+
 app = typer.Typer(
     name="cachectl",
     no_args_is_help=True,
-    add_completion=False,
+    cls=_Commands,
     rich_markup_mode=None,  # rich's tables would cut off long options at 80 columns
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
@@ -63,9 +102,10 @@ Endpoint = Annotated[
     typer.Option(envvar="CACHE_ENDPOINT", help="grpc://HOST:PORT of any cache node."),
 ]
 TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs; also: -o json.")]
 SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help=_SPEC_HELP)]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")]
+IntervalS = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
 
 
 @app.callback()
@@ -77,7 +117,22 @@ def _options(
 
 @app.command()
 def load(
-    spec: Annotated[Path | None, typer.Argument(metavar="SPEC", help=_SPEC_HELP)] = None,
+    spec: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SPEC|NAME", help="YAML file that describes the dataset, or its name."
+        ),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOURCE]...", help="With a name: paths, globs or URIs to load."),
+    ] = None,
+    sql: Annotated[
+        str | None, typer.Option(help="With SOURCE: a query over the table source.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="With SOURCE: nodes that hold each shard.")
+    ] = None,
     from_env: Annotated[
         bool,
         typer.Option(
@@ -107,7 +162,9 @@ def load(
     if from_env and allow_empty and not asks_for_dataset(os.environ):
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
-    client, wanted = _load_arguments(spec, from_env, endpoint, timeout_s)
+    options = {"sql": sql, "replicas": replicas}
+    given = {name: value for name, value in options.items() if value is not None}
+    client, wanted = _load_arguments(spec, source or [], given, from_env, endpoint, timeout_s)
     try:
         info = client.load(
             wanted, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh
@@ -120,17 +177,26 @@ def load(
 
 
 def _load_arguments(
-    path: Path | None, from_env: bool, endpoint: str | None, timeout_s: float | None
+    name: str | None,
+    source: list[str],
+    options: dict[str, Any],
+    from_env: bool,
+    endpoint: str | None,
+    timeout_s: float | None,
 ) -> tuple[CacheClient, DatasetSpec]:
     """The cache and the spec; one error names every bad setting."""
-    if (path is None) != from_env:
-        raise ConfigError("give either a SPEC file or --from-env")
+    if (name is None) != from_env:
+        raise ConfigError("give either a SPEC file or --from-env, or a NAME and a SOURCE")
+    if options and not source:
+        raise ConfigError(f"{', '.join(f'--{option}' for option in options)} needs a SOURCE")
     problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
-    return _cache_and_spec(
-        problems,
-        endpoint,
-        lambda: spec_from_env(os.environ) if path is None else DatasetSpec.from_yaml(path),
-    )
+
+    def spec() -> DatasetSpec:
+        if name is None:
+            return spec_from_env(os.environ)
+        return DatasetSpec(name, source, **options) if source else DatasetSpec.from_yaml(name)
+
+    return _cache_and_spec(problems, endpoint, spec)
 
 
 def _cache_and_spec(
@@ -206,30 +272,196 @@ def explain(
 
 @app.command("ls")
 def list_datasets(
-    endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
+    watch: Annotated[
+        bool, typer.Option("-w", "--watch", help="Show it again and again, until Ctrl-C.")
+    ] = False,
+    interval_s: IntervalS = 1.0,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
 ) -> None:
     """List the datasets."""
-    datasets = CacheClient(endpoint, timeout_s=timeout_s).datasets()
+    client = CacheClient(endpoint, timeout_s=timeout_s)
+    if as_json and watch:
+        raise ConfigError("--watch shows tables: leave out --json")
+    if watch:
+        show_live(lambda: table(_DATASET_COLUMNS, _dataset_rows(client.datasets())), interval_s)
+        return
+    datasets = client.datasets()
     if as_json:
         print_json([dataset_json(info) for info in datasets])
         return
-    show_rows(
-        ["name", "state", "rows", "size", "shards", "fingerprint"],
-        [
-            [
-                info.name,
-                info.state,
-                f"{info.num_rows:,}",
-                size(info.num_bytes),
-                str(info.num_shards),
-                info.fingerprint[:12],
-            ]
-            for info in datasets
-        ],
-    )
+    show_rows(_DATASET_COLUMNS, _dataset_rows(datasets))
     for info in datasets:
         if info.state == "failed":
             show_line(f"{info.name} failed; for the reason: cachectl describe {info.name}")
+
+
+_DATASET_COLUMNS = ["name", "state", "rows", "size", "shards", "fingerprint"]
+
+
+def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
+    return [
+        [
+            info.name,
+            info.state,
+            f"{info.num_rows:,}",
+            size(info.num_bytes),
+            str(info.num_shards)
+            if info.state != "loading"
+            else f"{sum(map(bool, info.placement.values()))} of {info.num_shards}",
+            info.fingerprint[:12],
+        ]
+        for info in datasets
+    ]
+
+
+@app.command()
+def jobs(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
+    """List training jobs, and what each waits for."""
+    found = CacheClient(endpoint, timeout_s=timeout_s).jobs()
+    if as_json:
+        print_json([job_json(job) for job in found])
+        return
+    show_rows(JOB_COLUMNS, [job_row(job) for job in found])
+
+
+@app.command()
+def top(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Only this job.")] = None,
+    interval_s: IntervalS = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show live which rank waits for what."""
+    client = CacheClient(endpoint, timeout_s=timeout_s)
+    if as_json:
+        print_json([job_json(found) for found in client.jobs(job or "")])
+        return
+
+    def view() -> RenderableType:
+        live = [found for found in client.jobs(job or "") if found.live or job]
+        return top_view(live, client.nodes())
+
+    show_live(view, None if once else interval_s)
+
+
+@app.command("audit")
+def audit_job(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of a job.")] = None,
+    state: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead of JOB: state file of one rank (JSON or torch); repeat it."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed that the job should have used.")] = None,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a job read each row once.
+
+    Else names the first wrong step of each epoch.
+
+    Ends with 0 if everything is proven, else with 1.
+    """
+    if (job is None) == (not state):
+        raise ConfigError("give either a JOB or --state FILE")
+    if state:
+        by_dataset = {"": [Evidence(record) for path in state for record in read_records(path)]}
+    else:
+        found = CacheClient(endpoint, timeout_s=timeout_s).jobs(job or "", audits=True)
+        by_dataset = {info.dataset: evidence_of(info) for info in found}
+    results = {name: audit(evidence, seed=seed) for name, evidence in by_dataset.items()}
+    if as_json:
+        print_json(
+            [{"dataset": name, **asdict(one)} for name, every in results.items() for one in every]
+        )
+    else:
+        for name, every in results.items():
+            if name:
+                show_line(f"dataset {printable(name)}")
+            for line in [line for one in every for line in audit_lines(one)]:
+                show_line(line)
+            if not every:
+                show_line("no record: its readers have workers of another DataLoader, or are new")
+    is_proven = all(every and all(one.outcome == "proven" for one in every)
+                    for every in results.values())  # fmt: skip
+    raise typer.Exit(0 if is_proven else EXIT_FAILURE)
+
+
+@app.command()
+def rows(
+    name: Name,
+    step: Annotated[int, typer.Option(min=0, help="Step of the epoch.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
+    rank: Annotated[int | None, typer.Option(min=0, help="One rank.  [default: all]")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    epoch: Annotated[int, typer.Option(min=0, help="Epoch.")] = 0,
+    shuffle: Annotated[bool, typer.Option(help="Whether the job shuffles.")] = True,
+    shuffle_block_size: Annotated[
+        int | None, typer.Option(min=1, help="As the job has it.")
+    ] = None,
+    rows_consumed: Annotated[
+        int, typer.Option(min=0, help="Where the job resumed the epoch; steps count from there.")
+    ] = 0,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rows of one training step."""
+    step_rows: list[tuple[int, int]] = []
+
+    def row_ids(num_rows: int) -> Ids:
+        try:
+            found = rows_of_step(
+                num_rows, step,
+                batch_size=batch_size, world_size=world_size, rank=rank, seed=seed, epoch=epoch,
+                shuffle=shuffle, shuffle_block_size=shuffle_block_size,
+                rows_consumed=rows_consumed,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        step_rows.extend(found)
+        return np.array([row_id for _, row_id in found], np.int64)
+
+    batch = CacheClient(endpoint, timeout_s=timeout_s).rows(name, row_ids)
+    values = batch.to_pylist()
+    if as_json:
+        print_json(
+            [
+                {"rank": of, "row": row_id, "values": {k: json_value(v) for k, v in row.items()}}
+                for (of, row_id), row in zip(step_rows, values, strict=True)
+            ]
+        )
+        return
+    types = batch.schema.types
+    show_rows(
+        ["rank", "row id", *batch.schema.names],
+        [
+            [str(of), str(row_id), *map(cell, row.values(), types)]
+            for (of, row_id), row in zip(step_rows, values, strict=True)
+        ],
+    )
+
+
+@app.command()
+def doctor(endpoint: Endpoint = None, timeout_s: TimeoutS = 10.0, as_json: AsJson = False) -> None:
+    """Check this machine and the cache.
+
+    Says what is wrong, and how to mend it.
+    """
+    checks = examine(CacheClient(endpoint, timeout_s=timeout_s), version("trainer-data-cache"))
+    if as_json:
+        print_json([asdict(check) for check in checks])
+    else:
+        show_rows(
+            ["check", "outcome", "found", "what to do"],
+            [[check.name, check.outcome, check.found, check.advice] for check in checks],
+        )
+    raise typer.Exit(EXIT_FAILURE if any(check.outcome == "bad" for check in checks) else 0)
 
 
 @app.command()

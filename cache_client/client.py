@@ -39,6 +39,7 @@ from cache_protocol.errors import ConfigError, LoadError, NotReadyError, checked
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.spec.values import is_text
 from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.dataset_states import state_name
@@ -102,7 +103,12 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One cache node; ``memory_limit_bytes`` is None if there is no limit."""
+    """One cache node.
+
+    Attributes:
+        memory_limit_bytes: None if there is no limit.
+        version: of its package; empty if it is of an earlier release.
+    """
 
     id: str
     flight_location: str
@@ -112,6 +118,20 @@ class NodeInfo:
     stored_bytes: int
     stored_shards: int
     alive: bool
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """The nodes of a cache.
+
+    Attributes:
+        nodes: by id.
+        now_s: clock of the coordinator, in seconds since 1970; 0 if it is of an earlier release.
+    """
+
+    nodes: tuple[NodeInfo, ...]
+    now_s: float
 
 
 class CacheClient:
@@ -279,10 +299,14 @@ class CacheClient:
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator knows, by id."""
+        return list(self.cache_status().nodes)
+
+    def cache_status(self) -> CacheStatus:
+        """The nodes that the coordinator knows, and its clock."""
         deadline = self._deadline()
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
-        return [
+        nodes = tuple(
             NodeInfo(
                 node.id,
                 node.flight_location,
@@ -292,9 +316,30 @@ class CacheClient:
                 node.stored_bytes,
                 node.stored_shards,
                 node.alive,
+                node.version,
             )
             for node in response.nodes
-        ]
+        )
+        return CacheStatus(nodes, response.now_s)
+
+    def jobs(self, name: str = "", *, audits: bool = False) -> list[pb.JobInfo]:
+        """The jobs that read from this cache, as their readers report; live ones first.
+
+        Args:
+            name: of a job; empty: every job.
+            audits: with the audit records of its readers.
+
+        Returns:
+            `JobInfo` messages of the wire, one for each job and dataset.
+
+        Raises:
+            DatasetNotFoundError: no reader of such a job has reported; lists those that have.
+        """
+        request = pb.ListJobsRequest(name=name, audits=audits)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListJobs, request, deadline)
+        return list(response.jobs)
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
         """The first rows of a dataset, in source order.
@@ -303,18 +348,28 @@ class CacheClient:
             DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
             NotReadyError: it is loading; has the progress.
         """
-        name = _checked_name(name)
         try:
             num_rows = checked_integer("num_rows", num_rows, 0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        return self.rows(name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64))
+
+    def rows(self, name: str, row_ids: Callable[[int], Ids]) -> pa.RecordBatch:
+        """Rows of a dataset by number, in the order of the numbers.
+
+        Args:
+            row_ids: called with the number of rows of the dataset; returns int64 numbers below it.
+
+        Raises:
+            As `head`.
+        """
+        name = _checked_name(name)
         deadline = self._deadline()
         with CallThreads() as threads:
             shards = threads.call(self._read_plan, name)
             remaining_s = _remaining_s(deadline) or _MIN_LOOKUP_S
             with Reader(self.endpoint, shards, deadline_s=remaining_s) as reader:
-                row_ids = np.arange(min(num_rows, shards.num_rows), dtype=np.int64)
-                pieces = threads.call(reader.fetch, row_ids)
+                pieces = threads.call(reader.fetch, row_ids(shards.num_rows))
         return join(pieces).to_batch()
 
     def _deadline(self) -> float:

@@ -41,7 +41,7 @@ _GRPC_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
 ]
 _NOBODY = "grpc://127.0.0.1:1"
-_ENDPOINTS_ACTION = "endpoints"
+_ENDPOINTS_ACTION, _REPORT_ACTION = "endpoints", "report"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
@@ -193,6 +193,17 @@ class Connection:
         with self._in_use():
             results = list(self._client.value.do_action(_ENDPOINTS_ACTION, _options(timeout_s)))
         return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
+
+    def report(self, report: pb.ReaderReport, timeout_s: float) -> None:
+        """Sends a report of a reader.
+
+        Raises:
+            RequestError: the node refused it, or does not know reports.
+            NodeUnavailableError: the node did not answer.
+        """
+        action = flight.Action(_REPORT_ACTION, report.SerializeToString())
+        with self._in_use():
+            list(self._client.value.do_action(action, _options(timeout_s)))
 
     def open_gather(
         self,

@@ -37,6 +37,7 @@ _HEADER: Final = 16
 _SLOTS: Final = 256
 _STATUS, _LOADER, _NAME, _AT_EPOCH, _AT_OFFSET, _AT_GENERATION, _BEGUN_NS, _CHECK = range(8)
 _SLOT_CELLS: Final = 8
+_EXTRA: Final = _HEADER + _SLOTS * _SLOT_CELLS
 
 _DECIDING: Final = 1
 _DECIDED: Final = 2
@@ -65,22 +66,31 @@ class Cursor:
 
     Written by the training process and, in separate cells, by worker 0 of each pass. Each cell is
     one aligned 64-bit word. Where order matters, the reader checks it: see `_Slot`.
+
+    Args:
+        num_extra: cells for other uses, see `extra`.
     """
 
-    def __init__(self) -> None:
-        with torch.inference_mode(False):
-            cells = torch.zeros(
-                _HEADER + _SLOTS * _SLOT_CELLS, dtype=torch.int64, device=torch.device("cpu")
-            )
-        self._take(cells)
+    def __init__(self, num_extra: int = 0) -> None:
+        self._take(np.zeros(_EXTRA + num_extra, np.int64))
         self._started_by: int | None = None  # token of the iterator that starts workers
         self._skipped = 0
         self._lightning_epoch: int | None = None
 
-    def _take(self, cells: torch.Tensor) -> None:
-        """Uses these cells, which no other process has yet."""
-        cells.share_memory_()  # type: ignore[no-untyped-call]
+    def _take(self, values: npt.NDArray[np.int64]) -> None:
+        """Uses new cells with these values, which no other process has yet; zeros for `extra`.
+
+        Not by `share_memory_`: torch copies larger tensors with threads that a forked child lacks.
+        """
+        with torch.inference_mode(False):
+            storage = torch.UntypedStorage._new_shared(  # type: ignore[no-untyped-call]
+                values.nbytes, device="cpu"
+            )
+            cells = torch.empty(0, dtype=torch.int64, device=torch.device("cpu"))
+            cells.set_(storage, 0, (len(values),), (1,))
         self._keep(cells)
+        self._array[:_EXTRA] = values[:_EXTRA]
+        self._array[_EXTRA:] = 0
 
     def _keep(self, cells: torch.Tensor) -> None:
         self._shared = cells
@@ -110,8 +120,7 @@ class Cursor:
             self._keep(cells)
             self._process = state["process"]
         else:
-            with torch.inference_mode(False):
-                self._take(cells.clone())
+            self._take(cells.numpy())
         self._started_by, self._skipped = state["started_by"], state["skipped"]
         self._lightning_epoch = state["lightning_epoch"]
 
@@ -127,8 +136,7 @@ class Cursor:
         worker.
         """
         if self._process != os.getpid() and get_worker_info() is None:
-            with torch.inference_mode(False):
-                self._take(self._shared.clone())
+            self._take(self._array)
 
     def note_iterator(self) -> None:
         """Remembers the DataLoader iterator that starts a worker now; workers of it agree.
@@ -159,7 +167,12 @@ class Cursor:
 
     @property
     def _slots(self) -> npt.NDArray[np.int64]:
-        return self._array[_HEADER:].reshape(_SLOTS, _SLOT_CELLS)
+        return self._array[_HEADER:_EXTRA].reshape(_SLOTS, _SLOT_CELLS)
+
+    @property
+    def extra(self) -> npt.NDArray[np.int64]:
+        """Cells for other uses, shared in the same way; zeros in a copy that shares nothing."""
+        return self._cells[_EXTRA:]
 
     # -- what is set -----------------------------------------------------------------------------
 
@@ -179,6 +192,11 @@ class Cursor:
         cells = self._cells
         free = cells[_CLAIM] == _NO_PASS or self._claim_is_look()
         return int(cells[_OFFSET]) if free else 0
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether a DataLoader iterator of this process that started workers still exists."""
+        return any(loader.alive for loader in self._loaders.values())
 
     @property
     def read_by_workers(self) -> bool:

@@ -9,18 +9,26 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import secrets
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
+from cache_client.arguments import (
+    BatchFormat,
+    argument_problems,
+    integer_or_problem,
+)
+from cache_client.audit import AUDIT_MODES, AuditMode, Words, step_digests
 from cache_client.callers import refuse_callers, refuse_random_split
 from cache_client.convert import Converter, with_mask
+from cache_client.counts import SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import find_device, on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
@@ -28,11 +36,13 @@ from cache_client.loader import CacheLoader, make_loader
 from cache_client.loader_iterators import batches_taken_ahead
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
+from cache_client.observer import Observer, SharedDigests
 from cache_client.order import (
     EpochOrder,
     OrderState,
     StepPlan,
     WorkerState,
+    runs_of_steps,
     step_windows,
 )
 from cache_client.parallel_groups import (
@@ -48,11 +58,14 @@ from cache_client.ranks import (
     Rank,
     find_endpoint,
     find_initialised_rank,
+    find_job,
     find_rank,
     find_ready_deadline_s,
 )
 from cache_client.reader import Reader
+from cache_client.reports import ReaderIdentity, Reporter
 from cache_client.rows import Rows, cut
+from cache_client.stats import ReadStats
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import (
     CacheError,
@@ -121,6 +134,14 @@ class CacheIterableDataset(IterableDataset[Any]):
         local: read shards of nodes on this machine from their files, without the node.
         copy: give each single column contiguous memory that keeps no other rows; False: columns
             are strided views of the rows of a window, which costs less where they are many.
+        job: name under which the cache shows this reader; default: ``CACHE_JOB``, the name of the
+            TrainJob, torchrun's run id or Slurm's job number.
+        audit: whether a digest is kept of the rows that this rank was given, for `cachectl audit`.
+            ``reports``: the cache has it. ``states``: `state_dict` has it, too; then the states of
+            the ranks differ, and an audit needs all of them. It costs 1 to 2 ns of CPU time a row.
+        skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
+            begin of the epoch, with this batch size and world size, as if none was left out. States
+            keep the rows that they name.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -156,12 +177,18 @@ class CacheIterableDataset(IterableDataset[Any]):
         deadline_s: float = 60.0,
         local: bool = True,
         copy: bool = True,
+        job: str | None = None,
+        audit: AuditMode = "off",
+        skip_steps: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
         super().__init__()
         problems = argument_problems(
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
+        if audit not in AUDIT_MODES:
+            problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
+        named_job = checked(problems, lambda: find_job(job))
         if prefetch_batches is not None:
             integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MAX_PREFETCHED)
         integer_or_problem(problems, "message_bytes", message_bytes, 1, _MAX_MESSAGE_BYTES)
@@ -196,7 +223,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
         if pad_mask is not None and drop_last:
             problems.append("pad_mask and drop_last exclude each other: one step is short or none")
-        if problems or who is None or where is None:
+        if problems or who is None or where is None or named_job is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
         self.endpoint = where
@@ -232,7 +259,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             operator.index(message_bytes),
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
-        self._cursor = Cursor()
+        self._cursor = Cursor(SharedCounts.size(len(self._shards.nodes)))
+        self._skipped = self._skipped_runs(skip_steps)
+        self._job, self._job_is_named = named_job
+        self._audit = audit
+        self._observer_of: tuple[int, Observer] | None = None  # with the process it is of
         self._passes_of: tuple[int, Passes] | None = None  # with the process they are of
         self._worker_start: Start | None = None  # where a state of this worker stands
 
@@ -252,7 +283,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     def epoch(self) -> int:
         """Epoch of the next pass, the one after it where a loaded state leaves none of it."""
         epoch, offset = self._cursor.planned()
-        return epoch + 1 if offset and not self._plan(offset).num_steps else epoch
+        return epoch + 1 if offset and not self._plan(offset, epoch).num_steps else epoch
 
     def __len__(self) -> int:
         """Steps of a whole epoch, the same for every rank.
@@ -266,7 +297,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     @property
     def steps_left(self) -> int:
         """Steps of the next pass, the same for every rank: fewer after a state was loaded."""
-        return self._plan(self._cursor.next_offset).num_steps
+        return self._plan(self._cursor.next_offset, self._cursor.epoch).num_steps
 
     def __repr__(self) -> str:
         parts = {
@@ -303,7 +334,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         if epoch == self._cursor.epoch:
             self._passes.give_way()
         else:
-            self._cursor.set(epoch, 0, num_steps=self._plan(0).num_steps, any_offset=True)
+            num_steps = self._plan(0, epoch).num_steps
+            self._cursor.set(epoch, 0, num_steps=num_steps, any_offset=True)
             self._passes.forget()
         self._cursor.tell()
 
@@ -334,11 +366,22 @@ class CacheIterableDataset(IterableDataset[Any]):
             epoch, consumed = self._cursor.planned() if this is None else this.position
         state = self._state(epoch, consumed).to_dict()
         worker = get_worker_info()
+        if worker is None:
+            state |= self._audit_of_state(steps)
         if worker is None or steps is not None:
             return state
         return WorkerState(
             **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
         ).to_dict()
+
+    def _audit_of_state(self, steps: int | None) -> dict[str, Any]:
+        """The audit record for a state, under its key; empty unless states have it."""
+        self._observer.report_soon()
+        this = self._passes.current() if self._audit == "states" else None
+        record = None if this is None else self._observer.record(this)
+        if record is None or steps not in (None, record.steps):
+            return {}
+        return {"audit": record.to_dict()}
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         return OrderState(
@@ -349,6 +392,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             shuffle=self.shuffle,
             shuffle_block_size=self.shuffle_block_size,
             rows_consumed=rows_consumed,
+            skipped=tuple((at, *run) for at, runs in sorted(self._skipped.items()) for run in runs),
         )
 
     def _consumed_after(self, steps: int) -> int:
@@ -359,7 +403,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         else:
             this = self._passes.current()
             offset = self._cursor.next_offset if this is None else this.plan.rows_consumed
-        plan = self._plan(offset)
+        plan = self._plan(offset, self._cursor.epoch)
         try:
             count = checked_integer("steps", steps, 0, plan.num_steps)
         except ValueError as error:
@@ -392,13 +436,22 @@ class CacheIterableDataset(IterableDataset[Any]):
             rows_per_step=self._plan(0).rows_per_step,
             num_workers=0 if worker is None else worker.num_workers,
         )
+        self._adopt_skipped(state)
         start = Start(state.epoch, state.rows_consumed)
         if worker is None:
-            self._cursor.set(*start, num_steps=self._plan(start.offset).num_steps)
+            self._cursor.set(*start, num_steps=self._plan(start.offset, start.epoch).num_steps)
             self._cursor.tell()
             self._passes.forget()
         else:
             self._worker_start = start
+
+    def stats(self) -> ReadStats:
+        """What this rank has read so far; with DataLoader workers, their sum.
+
+        Call it in the training process. How long the loop waited is known without workers, and with
+        those of `loader`.
+        """
+        return self._observer.stats()
 
     # -- iteration -----------------------------------------------------------------------------
 
@@ -471,13 +524,15 @@ class CacheIterableDataset(IterableDataset[Any]):
             deadline_s=self._deadline_s,
             local=self._local_shards(),
             health=self._node_health(),
+            counts=self._observer.counts,
         ) as reader:
             batches = self._batches(this, reader)
             if self._device is not None:
                 batches = on_device(batches, self._device, interrupt=reader.close)
-            with closing(batches):
+            watched = self._observer.watch(this, batches, keep_lease=reader.keep_lease)
+            with closing(batches), closing(watched):
                 # Counted here: batches that are made ahead are not consumed.
-                for done, batch in enumerate(batches, 1):
+                for done, batch in enumerate(watched, 1):
                     if done == 2:
                         self._cursor.use(claim)
                     self._passes.hand_out(this)
@@ -487,7 +542,6 @@ class CacheIterableDataset(IterableDataset[Any]):
                             f"this iterator was created in process {process}, whose threads fetch "
                             f"its rows; create a new iterator in its child {os.getpid()}"
                         )
-                    reader.keep_lease()
         this.ended = True
         if this.worker == 0 and this.handed_out:
             self._cursor.end(this.epoch, told)
@@ -495,23 +549,34 @@ class CacheIterableDataset(IterableDataset[Any]):
     def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         convert = self._converter()
+        transform = self._transform and self._observer.timed(self._transform)
+        audits = self._audit != "off"
+        shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
-            lambda window: _fetch_window(reader, this, self.rank, window),
+            lambda window: _fetch_window(reader, this, self.rank, window, audits=audits),
             step_windows(steps, per_window),
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
+            on_wait=self._observer.note_wait,
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
             step = iter(steps)
-            for pieces, sizes in results:
+            for pieces, sizes, digests in results:
+                if digests is not None:
+                    if shared is None:
+                        this.digests.put(*digests)
+                    else:
+                        shared.begin(*digests)
                 for rows in cut(pieces, sizes):
+                    if shared is not None:
+                        shared.put_next()
                     batch = convert(rows)
                     if self._pad_mask is not None:
                         padded = this.plan.num_padded(next(step), self.rank)
                         batch = with_mask(batch, self._pad_mask, rows.num_rows, padded)
-                    yield batch if self._transform is None else self._transform(batch)
+                    yield batch if transform is None else transform(batch)
 
     def _begin_pass(self) -> Pass:
         worker = get_worker_info()
@@ -533,13 +598,14 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""
-        this.epoch, this.plan = start.epoch, self._plan(start.offset)
+        this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
         this.order = EpochOrder(
             self.num_rows,
             shuffle=self.shuffle,
             shuffle_block_size=self.shuffle_block_size,
             seed=self.seed,
             epoch=start.epoch,
+            skipped=self._skipped.get(start.epoch, ()),
         )
         return this
 
@@ -562,6 +628,41 @@ class CacheIterableDataset(IterableDataset[Any]):
             self._passes_of = (os.getpid(), Passes())
         return self._passes_of[1]
 
+    @property
+    def _shared_counts(self) -> SharedCounts:
+        return SharedCounts(self._cursor.extra, len(self._shards.nodes))
+
+    @property
+    def _observer(self) -> Observer:
+        """Watches the passes of this process."""
+        if self._observer_of is None or self._observer_of[0] != os.getpid():
+            identity = ReaderIdentity(
+                run=secrets.token_hex(8),
+                job=self._job,
+                dataset=self._shards.dataset,
+                fingerprint=self._shards.fingerprint,
+                num_rows=self.num_rows,
+                rank=self.rank,
+                world_size=self.world_size,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                shuffle_block_size=self.shuffle_block_size,
+                pad=self._pad_mask is not None,
+            )
+            nodes = [node.location for node in self._shards.nodes]
+            first = self.rank % len(nodes) if nodes else 0
+            locations = dict.fromkeys((*nodes[first:], *nodes[:first], self.endpoint))
+            self._observer_of = (
+                os.getpid(),
+                Observer(
+                    identity,
+                    tuple(node.id for node in self._shards.nodes),
+                    self._shared_counts,
+                    Reporter(identity, tuple(locations), is_named=self._job_is_named),
+                ),
+            )
+        return self._observer_of[1]
+
     def _converter(self) -> Converter:
         return Converter(
             self._shards.layout,
@@ -580,9 +681,63 @@ class CacheIterableDataset(IterableDataset[Any]):
         this = self._passes.current()
         return this is not None and this.of_loader
 
-    def _plan(self, offset: int) -> StepPlan:
+    def _skipped_runs(
+        self, skip_steps: Mapping[int, Iterable[int]] | None
+    ) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The positions to leave out, by epoch."""
+        runs: dict[int, tuple[tuple[int, int], ...]] = {}
+        try:
+            for epoch, steps in (skip_steps or {}).items():
+                number = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
+                runs[number] = runs_of_steps(steps, self._plan(0))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                "skip_steps must map epochs to steps of this dataset, such as {0: [1234]}, got "
+                f"{skip_steps!r}: {error}"
+            ) from None
+        return {epoch: found for epoch, found in runs.items() if found}
+
+    def _adopt_skipped(self, state: OrderState) -> None:
+        """Leaves out what a state leaves out, too.
+
+        Raises:
+            ConfigError: `skip_steps` names rows that were given before the state; or workers run
+                that do not know what the state leaves out.
+        """
+        kept: dict[int, tuple[tuple[int, int], ...]] = {}
+        for epoch, start, stop in state.skipped:
+            kept[epoch] = (*kept.get(epoch, ()), (start, stop))
+        before = EpochOrder(self.num_rows, shuffle=False, skipped=kept.get(state.epoch, ()))
+        consumed = state.rows_consumed
+        if consumed:
+            consumed = int(before.in_epoch(np.array([consumed - 1]))[0]) + 1
+        late = [
+            run
+            for run in self._skipped.get(state.epoch, ())
+            if run not in before.skipped and run[0] < consumed
+        ]
+        if late:
+            raise ConfigError(
+                f"skip_steps names positions {late[0][0]} to {late[0][1] - 1} of epoch "
+                f"{state.epoch}, but the state says that {consumed} were given before it: name "
+                "later steps, or load an earlier state"
+            )
+        merged = {
+            epoch: tuple(sorted({*kept.get(epoch, ()), *self._skipped.get(epoch, ())}))
+            for epoch in {*kept, *self._skipped}
+        }
+        if merged != self._skipped and self._cursor.has_workers:
+            raise ConfigError(
+                "the state leaves out steps that running DataLoader workers do not know: delete "
+                "their iterator and loader before load_state_dict"
+            )
+        self._skipped = merged
+
+    def _plan(self, offset: int, epoch: int | None = None) -> StepPlan:
+        """The steps from a row on; without an epoch, as if none was left out."""
+        runs = self._skipped.get(epoch, ()) if epoch is not None else ()
         return StepPlan(
-            self.num_rows,
+            self.num_rows - sum(stop - start for start, stop in runs),
             self.world_size,
             self.batch_size,
             drop_last=self.drop_last,
@@ -616,6 +771,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             "_process_shards": None,
             "_process_health": None,
             "_passes_of": None,
+            "_observer_of": None,
         }
 
     def __copy__(self) -> Self:
@@ -626,15 +782,17 @@ class CacheIterableDataset(IterableDataset[Any]):
 
 
 def _fetch_window(
-    reader: Reader, this: Pass, rank: int, window: range
-) -> tuple[list[Rows], list[int]]:
-    """The rows of a run of steps, and how many each step has.
+    reader: Reader, this: Pass, rank: int, window: range, *, audits: bool
+) -> tuple[list[Rows], list[int], tuple[Words, Words] | None]:
+    """The rows of a run of steps, how many each step has, and their digests if wanted.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
     positions, sizes = this.plan.window(window, rank)
     try:
-        return reader.fetch(this.order.row_ids(positions)), sizes
+        row_ids = this.order.row_ids(positions)
+        digests = step_digests(row_ids, sizes) if audits else None
+        return reader.fetch(row_ids), sizes, digests
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None

@@ -6,13 +6,16 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -66,7 +69,7 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     ]
     shown = 3 if any(source for *_, source in fields) else 2
     header = ["column", "type", "source type"][:shown]
-    console.print(_indented(_table([field[:shown] for field in fields], header=header)))
+    console.print(_indented(_plain_table([field[:shown] for field in fields], header=header)))
 
 
 def _nulls(nulls: Mapping[str, int]) -> str:
@@ -191,7 +194,7 @@ def forecast_json(forecast: LoadForecast) -> dict[str, Any]:
 def show_facts(title: str, facts: Sequence[tuple[str, str]]) -> None:
     """Prints a title, and one line for each fact."""
     console.print(Text(title, style="bold"))
-    console.print(_indented(_table(facts)))
+    console.print(_indented(_plain_table(facts)))
 
 
 def show_line(text: str) -> None:
@@ -222,12 +225,35 @@ def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; transposes one that is wider than the terminal."""
     columns = [list(column) for column in zip(names, *rows, strict=True)]
     if sum(map(_width, columns)) <= console.width:
-        console.print(_table(rows, header=names))
+        console.print(_plain_table(rows, header=names))
         return
     for index, chunk in enumerate(_side_by_side(rows, console.width - _width(names))):
         if index:
             console.print()
-        console.print(_table(list(zip(names, *chunk, strict=True))))
+        console.print(_plain_table(list(zip(names, *chunk, strict=True))))
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table with a header."""
+    return _plain_table(rows, header=names)
+
+
+def show_live(view: Callable[[], RenderableType], interval_s: float | None) -> None:
+    """Shows a view again and again until Ctrl-C; once where the output is no terminal.
+
+    Args:
+        interval_s: None: once.
+    """
+    if interval_s is None or not console.is_terminal:
+        console.print(view())
+        return
+    with (
+        Live(view(), console=console, screen=True, auto_refresh=False) as live,
+        suppress(KeyboardInterrupt),
+    ):
+        while True:
+            time.sleep(interval_s)
+            live.update(view(), refresh=True)
 
 
 def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Sequence[str]]]:
@@ -243,7 +269,7 @@ def _side_by_side(rows: Sequence[Sequence[str]], width: int) -> Iterator[list[Se
     yield run
 
 
-def _table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
+def _plain_table(rows: Iterable[Sequence[str]], header: Sequence[str] | None = None) -> Table:
     """A table of `printable` cells; without markup, and wide cells are folded."""
     rows = list(rows)
     table = Table(box=None, show_header=header is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,12 @@ _Result = TypeVar("_Result")
 
 
 def fetch_ahead(
-    fetch: Callable[[_Request], _Result], requests: Iterable[_Request], *, depth: int, threads: int
+    fetch: Callable[[_Request], _Result],
+    requests: Iterable[_Request],
+    *,
+    depth: int,
+    threads: int,
+    on_wait: Callable[[int, int], None] = lambda wait_ns, ready: None,
 ) -> Generator[_Result, None, None]:
     """``map(fetch, requests)``, at most ``depth`` requests ahead.
 
@@ -27,6 +33,8 @@ def fetch_ahead(
     Args:
         depth: requests that run or whose results wait.
         threads: calls of ``fetch`` at the same time.
+        on_wait: called with each result: how long it was waited for, in nanoseconds, and how many
+            results were ready before.
     """
     pending: deque[Call[_Result]] = deque()
     source = iter(requests)
@@ -40,7 +48,10 @@ def fetch_ahead(
     try:
         start(depth)
         while pending:
+            ready = sum(call.has_run for call in pending)
+            asked_ns = time.perf_counter_ns()
             result = pending.popleft().wait()
+            on_wait(time.perf_counter_ns() - asked_ns, ready)
             start(1)
             yield result
     finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cache_client.connections import GatherStream
+from cache_client.counts import ReadCounts
 from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.node_streams import NodeStreams
 from cache_client.routing import NodeRef, Part
@@ -44,6 +46,7 @@ class GatherAttempt:
         on_answer: called with the node of each answer.
         on_failure: called with a node and its error; returns the reason, or an empty string if the
             node is not to blame.
+        counts: of rows, bytes and waits.
 
     Attributes:
         answers: what was received.
@@ -55,6 +58,7 @@ class GatherAttempt:
     local: LocalShards | None
     on_answer: Callable[[NodeRef], None]
     on_failure: Callable[[NodeRef, CacheError], str]
+    counts: ReadCounts = field(default_factory=ReadCounts)
     answers: list[Answer] = field(default_factory=list)
     failed: list[Part] = field(default_factory=list)
     last_error: str = ""
@@ -115,12 +119,19 @@ class GatherAttempt:
 
     def _receive(self, request: _Request) -> None:
         part = request.part
-        self.answers.append(Answer(part.positions, request.stream.receive(len(part.row_ids))))
+        asked_ns = time.perf_counter_ns()
+        batches = request.stream.receive(len(part.row_ids))
+        wait_ns = time.perf_counter_ns() - asked_ns
+        num_bytes = sum(batch.nbytes for batch in batches)
+        self.counts.add_answer(request.node.id, len(part.row_ids), num_bytes, wait_ns)
+        self.answers.append(Answer(part.positions, batches))
 
     def _gather_here(self, part: Part) -> None:
         try:
             assert self.local is not None
-            self.answers.append(Answer(part.positions, [self.local.gather(part.row_ids)]))
+            batch = self.local.gather(part.row_ids)
+            self.counts.add_local(batch.num_rows, batch.nbytes)
+            self.answers.append(Answer(part.positions, [batch]))
         except ShardFileLostError as error:
             self.last_error = str(error)
             self.failed.append(part)

@@ -12,6 +12,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -112,9 +113,10 @@ class CacheLoader(DataLoader[Any]):
         dataset = self.dataset
         dataset._place(this, dataset._cursor.planned())
         this.ahead = batches_taken_ahead()
-        for batch in super().__iter__():
-            dataset._passes.hand_out(this)
-            yield batch
+        with closing(dataset._observer.watch(this, super().__iter__())) as batches:
+            for batch in batches:
+                dataset._passes.hand_out(this)
+                yield batch
         this.ended = True
 
     def _through_accelerate(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -127,7 +129,8 @@ class CacheLoader(DataLoader[Any]):
     def _of_accelerate(self, batches: Iterator[Any], told: Any) -> Generator[Any, None, None]:
         from accelerate.utils import send_to_device
 
-        plan = self.dataset._plan(self.dataset._cursor.next_offset)
+        cursor = self.dataset._cursor
+        plan = self.dataset._plan(cursor.next_offset, cursor.epoch)
         end = _End()
         told._add_dataloader(end)
         try:

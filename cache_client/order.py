@@ -12,7 +12,7 @@ Words: a *position* is a place in the order of the epoch, a *row id* a place in 
 both are int64 in ``[0, num_rows)``. Ranges are half-open.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
@@ -51,6 +51,8 @@ class EpochOrder:
         shuffle_block_size: rows b in a block, at least 1, or None for a shuffle of single rows.
         seed: any integer.
         epoch: any integer, at least 0.
+        skipped: half-open runs of positions to leave out, ascending, without overlaps. The other
+            positions are numbered anew, so `row_ids` takes those in ``[0, num_left)``.
 
     Raises:
         ValueError: an argument is out of range, or a block size without ``shuffle``; quotes it.
@@ -63,12 +65,18 @@ class EpochOrder:
     shuffle_block_size: int | None = field(kw_only=True, default=None)
     seed: int = field(kw_only=True, default=0)
     epoch: int = field(kw_only=True, default=0)
+    skipped: tuple[tuple[int, int], ...] = field(kw_only=True, default=())
     _mapping: "Permutation | _BlockShuffle | None" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         num_rows = checked_integer("num_rows", self.num_rows, 0, MAX_ROWS)
         seed, epoch = checked_integer("seed", self.seed), checked_integer("epoch", self.epoch, 0)
         block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
+        before = 0
+        for start, stop in self.skipped:
+            if not before <= start < stop <= num_rows:
+                raise ValueError(f"skipped must be ascending runs of positions, got {self.skipped}")
+            before = stop
         mapping: Permutation | _BlockShuffle | None = None
         if block_size is not None and num_rows:
             mapping = _BlockShuffle(num_rows, block_size, seed=seed, epoch=epoch)
@@ -76,18 +84,35 @@ class EpochOrder:
             mapping = Permutation(num_rows, seed=seed, epoch=epoch)
         object.__setattr__(self, "_mapping", mapping)
 
+    @property
+    def num_left(self) -> int:
+        """Rows without the skipped ones."""
+        return self.num_rows - sum(stop - start for start, stop in self.skipped)
+
+    def in_epoch(self, positions: Int64Array) -> Int64Array:
+        """Return where positions in ``[0, num_left)`` are among all positions of the epoch."""
+        if not self.skipped:
+            return positions
+        runs = np.array(self.skipped, np.int64)
+        gaps = np.concatenate([[0], np.cumsum(runs[:, 1] - runs[:, 0])])
+        index = np.searchsorted(runs[:, 0] - gaps[:-1], positions, side="right")
+        found: Int64Array = positions + gaps[index]
+        return found
+
     def row_ids(self, positions: Int64Array) -> Int64Array:
         """Return pi of every position.
 
         Args:
-            positions: integers in ``[0, num_rows)``, shape ``(k,)``, in any order; not modified.
+            positions: integers in ``[0, num_left)``, shape ``(k,)``, in any order; not modified.
 
         Returns:
             A new int64 array of shape ``(k,)``.
 
         Raises:
-            ValueError: wrong dtype or shape, or a position outside ``[0, num_rows)``; quotes it.
+            ValueError: wrong dtype or shape, or a position outside ``[0, num_left)``; quotes it.
         """
+        if self.skipped:
+            positions = self.in_epoch(checked_positions(positions, self.num_left))
         if self._mapping is None:
             return checked_positions(positions, self.num_rows).copy()
         return self._mapping.apply(positions)
@@ -328,6 +353,36 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
     return range(worker, num_steps, num_workers)
 
 
+def rows_of_step(
+    num_rows: int,
+    step: int,
+    *,
+    batch_size: int,
+    world_size: int = 1,
+    rank: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle: bool = False,
+    shuffle_block_size: int | None = None,
+    rows_consumed: int = 0,
+) -> list[tuple[int, int]]:
+    """Return pairs of rank and row id: the rows of one step, of one rank or of all.
+
+    Raises:
+        ValueError: an argument is out of range; quotes it.
+    """
+    plan = StepPlan(num_rows, world_size, batch_size, rows_consumed=rows_consumed)
+    order = EpochOrder(
+        num_rows, shuffle=shuffle, shuffle_block_size=shuffle_block_size, seed=seed, epoch=epoch
+    )
+    ranks = range(world_size) if rank is None else (rank,)
+    return [
+        (each, row_id)
+        for each in ranks
+        for row_id in order.row_ids(plan.window(range(step, step + 1), each)[0]).tolist()
+    ]
+
+
 def step_windows(steps: range, size: int) -> Iterator[range]:
     """Cut steps into runs of ``size``; the last one may be shorter."""
     return (steps[start : start + size] for start in range(0, len(steps), size))
@@ -346,6 +401,10 @@ class OrderState:
         shuffle_block_size: as in `EpochOrder`.
         rows_consumed: rows of this epoch that all ranks together have consumed.
         format: `ALGORITHM_VERSION` of the writer.
+        audit: record of what the rank that wrote the state was given, see `cache_client.audit`;
+            no part of the position.
+        skipped: triples of epoch, start and stop: runs of positions that `skip_steps` leaves out.
+            ``rows_consumed`` does not count them.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -361,6 +420,8 @@ class OrderState:
     shuffle: bool
     shuffle_block_size: int | None
     rows_consumed: int
+    audit: Mapping[str, Any] | None = field(default=None, compare=False)
+    skipped: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if _set_integer(self, "format") != ALGORITHM_VERSION:
@@ -374,10 +435,20 @@ class OrderState:
         block_size = _shuffle_options(self.shuffle, self.shuffle_block_size)
         object.__setattr__(self, "shuffle_block_size", block_size)
         _set_integer(self, "rows_consumed", 0)
+        if self.audit is not None and not isinstance(self.audit, Mapping):
+            raise ValueError(f"audit must be a dict, got {self.audit!r}")
+        object.__setattr__(self, "skipped", _skipped_runs(self.skipped))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as a dict of JSON types."""
-        return asdict(self)
+        """Return the state as a dict of JSON types; without ``audit`` and ``skipped`` if empty."""
+        state = asdict(self)
+        if self.audit is None:
+            del state["audit"]
+        if self.skipped:
+            state["skipped"] = [list(run) for run in self.skipped]
+        else:
+            del state["skipped"]
+        return state
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "OrderState":
@@ -396,7 +467,7 @@ class OrderState:
         unknown = sorted(repr(key) for key in mapping if key not in known)
         if unknown:
             raise ValueError(f"state has unknown keys: {', '.join(unknown)}")
-        missing = [repr(name) for name in known if name not in mapping]
+        missing = [repr(name) for name in known if name not in (*mapping, "audit", "skipped")]
         if missing:
             raise ValueError(f"state lacks keys: {', '.join(missing)}")
         return cls(**mapping)
@@ -437,6 +508,33 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
     if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
         return WorkerState.from_dict(mapping)
     return OrderState.from_dict(mapping)
+
+
+def _skipped_runs(runs: object) -> tuple[tuple[int, int, int], ...]:
+    """Check the skipped runs of a state."""
+    try:
+        found = [tuple(checked_integer("skipped", n, 0) for n in run) for run in runs]  # type: ignore[attr-defined]
+    except TypeError:
+        raise ValueError(f"skipped must be runs of positions, got {runs!r}") from None
+    if any(len(run) != 3 or run[1] >= run[2] for run in found):
+        raise ValueError(f"skipped must be triples of epoch, start and stop, got {runs!r}")
+    return tuple((run[0], run[1], run[2]) for run in found)
+
+
+def runs_of_steps(steps: Iterable[int], plan: StepPlan) -> tuple[tuple[int, int], ...]:
+    """Return the positions of steps of a whole epoch, as joined runs.
+
+    Raises:
+        ValueError: a step outside ``[0, plan.num_steps)``; quoted.
+    """
+    runs: list[tuple[int, int]] = []
+    for step in sorted({checked_integer("step", step, 0, plan.num_steps - 1) for step in steps}):
+        start = step * plan.rows_per_step
+        stop = min(start + plan.rows_per_step, plan.num_rows)
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return tuple(runs)
 
 
 def _set_integer(

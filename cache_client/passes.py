@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cache_client.audit import AuditRecord, StepDigests
 from cache_client.order import EpochOrder, StepPlan, worker_steps
 from cache_protocol.errors import ConfigError
 
@@ -25,6 +26,8 @@ class Pass:
         ahead: batches that a wrapper holds and the training loop has not seen yet.
         ended: the iterator was asked for more batches than there are.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
+        digests: of the steps that this process made.
+        record: of the steps handed out, when it was last made.
     """
 
     epoch: int = field(init=False)
@@ -38,6 +41,8 @@ class Pass:
     ahead: int = 0
     ended: bool = False
     iterator: weakref.ref[Iterator[Any]] | None = None
+    digests: StepDigests = field(default_factory=StepDigests)
+    record: AuditRecord | None = None
 
     @property
     def steps(self) -> range:

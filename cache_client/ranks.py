@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _ENDPOINT = re.compile(
     r"grpc(\+tcp)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
 )
 _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD requires
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
@@ -216,6 +219,37 @@ def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
     """
     found = (source.find(environ) for source in RANK_VARIABLES)
     return next((rank for rank in found if rank is not None), None)
+
+
+def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """The name of the job that this process belongs to, and whether a person gave it.
+
+    The argument, ``CACHE_JOB``, ``TRAIN_JOB_NAME``, torchrun's run id or Slurm's job number; else
+    the address where ranks meet; else this machine and process.
+
+    Raises:
+        ConfigError: the first that is set is no name; quotes it.
+    """
+    values = os.environ if environ is None else environ
+    run_id = values.get("TORCHELASTIC_RUN_ID")
+    slurm = values.get("SLURM_JOB_ID")
+    for name, value in (
+        ("job", job),
+        ("CACHE_JOB", values.get("CACHE_JOB") or None),
+        ("TRAIN_JOB_NAME", values.get("TRAIN_JOB_NAME") or None),
+        ("TORCHELASTIC_RUN_ID", None if run_id in (None, "", "none") else run_id),
+        ("SLURM_JOB_ID", f"slurm-{slurm}" if slurm else None),
+    ):
+        if value is not None:
+            if not isinstance(value, str) or not _JOB_NAME.fullmatch(value):
+                raise ConfigError(
+                    f"{name} must have 1 to 128 letters, digits and the characters ._:/- , "
+                    f"got {value!r}"
+                )
+            return value, True
+    host, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
+    meets = f"{host}:{port}" if host and port else f"{socket.gethostname()}:{os.getpid()}"
+    return (meets if _JOB_NAME.fullmatch(meets) else "unnamed"), False
 
 
 def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None) -> str:

@@ -26,6 +26,7 @@ from cache_client.connections import (
     ConnectionClosedError,
     GatherStream,
 )
+from cache_client.counts import FAILOVERS, REFETCHES, ReadCounts
 from cache_client.gather_attempt import GatherAttempt
 from cache_client.lease import Lease
 from cache_client.local_shards import LocalShards
@@ -60,6 +61,7 @@ class Reader:
         local: reads shards from files of this machine, without a node; may be shared.
         health: what earlier readers of the version found; used instead of ``shards``; may be
             shared.
+        counts: counts rows, bytes, waits and failures; may be shared.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Reader:
         deadline_s: float = 60.0,
         local: LocalShards | None = None,
         health: NodeHealth | None = None,
+        counts: ReadCounts | None = None,
     ) -> None:
         self._columns = columns
         self._replica_offset = replica_offset
@@ -83,6 +86,7 @@ class Reader:
         self._request_timeout_s = timeout_s = min(REQUEST_TIMEOUT_S, deadline_s / 4)
         self._layout = shards.layout
         self._local = local
+        self._counts = counts or ReadCounts()
         self._health = health or NodeHealth(shards)
         self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s)
         self._lease = Lease(
@@ -147,6 +151,7 @@ class Reader:
             for attempt in attempts:
                 with attempt:
                     if last_error:
+                        self._counts.add(REFETCHES, 1)
                         missing = self._reroute(missing, deadline)
                     gather = self._ask(missing)
                     answers += gather.answers
@@ -170,7 +175,11 @@ class Reader:
 
     def _ask(self, parts: list[Part]) -> GatherAttempt:
         attempt = GatherAttempt(
-            self._streams, self._local, self._record_answer, self._record_failure
+            self._streams,
+            self._local,
+            self._record_answer,
+            self._record_failure,
+            self._counts,
         )
         attempt.run(parts)
         return attempt
@@ -183,14 +192,16 @@ class Reader:
         if any(part.node is not None and part.node.location in avoid for part in parts_now):
             self._probe.refresh_map(deadline)
             router = self._update_router()
-        return [
-            new
+        rerouted = [
+            (part, new)
             for part in parts
             for new in router.route(
                 part.row_ids,
                 np.arange(len(part.row_ids)) if part.positions is None else part.positions,
             )
         ]
+        self._counts.add(FAILOVERS, sum(old.node != new.node for old, new in rerouted))
+        return [new for _, new in rerouted]
 
     def _update_router(self) -> Router:
         """Routes by the newest shard map from now on, and avoids the nodes that failed."""
@@ -210,6 +221,7 @@ class Reader:
             raise CacheError(CLOSED)
         if isinstance(error, ConnectionClosedError | NotAskedError):
             return ""
+        self._counts.add_failure(node.id)
         is_first = self._health.record_failure(node.location)
         level = logging.WARNING if is_first else logging.DEBUG
         logger.log(level, "node failed node=%s reason=%s", node, error)

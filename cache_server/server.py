@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.metadata import version
 
 import pyarrow as pa
 
@@ -134,6 +135,7 @@ class CacheServer:
             cache_dir=str(store.cache_dir),
             memory_limit_bytes=self._config.shard_limit_bytes or 0,
             process=uuid.uuid4().hex,
+            version=version("trainer-data-cache"),
         )
 
     def _serve(self, coordinator: Coordinator | None) -> None:
@@ -144,12 +146,12 @@ class CacheServer:
         self._node.start()
         if self._config.huge_pages:
             self._huge_pages.start()
-        self._web.start(lambda: self._status(coordinator), self._readiness.is_ready)
+        self._web.start(lambda job: self._status(coordinator, job), self._readiness.is_ready)
         if coordinator is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
-    def _status(self, coordinator: Coordinator | None) -> NodeStatus:
+    def _status(self, coordinator: Coordinator | None, job: str) -> NodeStatus:
         versions = self._node.versions()
         node = pb.Node(
             alive=True,
@@ -159,7 +161,14 @@ class CacheServer:
         node.MergeFrom(self._node.description)
         cache = None
         if coordinator is not None:
-            cache = CacheStatus(tuple(coordinator.nodes()), tuple(coordinator.summaries()))
+            jobs = coordinator.jobs.jobs(ranks=False)
+            shown = coordinator.jobs.jobs(job) if job in {each.name for each in jobs} else ()
+            cache = CacheStatus(
+                tuple(coordinator.nodes()),
+                tuple(coordinator.summaries()),
+                tuple(jobs),
+                tuple(shown),
+            )
         return NodeStatus(
             node=node,
             ready=self._readiness.is_ready(),
@@ -221,7 +230,7 @@ class CacheServer:
 
 
 class _Readiness:
-    """Ready when the node is ready and its requested load has been served once, until it stops.
+    """Ready once the node can serve and its requested load has been served, until it stops.
 
     Args:
         tell: called with every change, in order.
@@ -235,10 +244,10 @@ class _Readiness:
         self._loaded = not waits
         self._ends = False
 
-    def set_node(self, ready: bool) -> None:
-        """Sets whether the node serves every desired shard."""
+    def set_node(self) -> None:
+        """Notes that the node can serve."""
         with self._lock:
-            self._node = ready
+            self._node = True
             self._tell(self._is_ready())
 
     def is_ready(self) -> bool:

@@ -34,6 +34,11 @@ class Call(Generic[_T]):
         else:
             self._outcome.put(lambda: result)
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the outcome is there, and `wait` would not wait."""
+        return not self._outcome.empty()
+
     def wait(self) -> _T:
         """Waits for the call, then returns or raises what it did."""
         return self._outcome.get()()

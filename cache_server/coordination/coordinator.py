@@ -28,6 +28,7 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holdings import Holdings
+from cache_server.coordination.jobs import Jobs
 from cache_server.coordination.membership import Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
@@ -52,6 +53,9 @@ class Coordinator:
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
         clock: monotonic seconds.
+
+    Attributes:
+        jobs: that read from the cache.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Coordinator:
         self._interval_s = heartbeat_interval_s
         self._lease_s = lease_s
         self._clock = clock
+        self.jobs = Jobs(clock)
         self._changed = threading.Condition()
         self._changes = 0  # counted, so that `watch` misses none
         self._listeners: list[Callable[[], None]] = []
@@ -288,7 +293,14 @@ class Coordinator:
         """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
         with self._changed:
             names = sorted({key.dataset for key in self._versions})
-            return [self._holdings(self._find(name)).summarize() for name in names]
+            summaries = []
+            for name in names:
+                version = self._find(name)
+                summary = self._holdings(version).summarize()
+                if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
+                    summary.progress.elapsed_s = self._clock() - version.asked_at
+                summaries.append(summary)
+            return summaries
 
     def delete(self, name: str) -> None:
         """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
@@ -342,6 +354,7 @@ class Coordinator:
             ConfigError: another live node has the same id.
         """
         node_id = request.node.id
+        self.jobs.apply(request.reports)
         with self._changed:
             member = self._membership.apply_heartbeat(request)
             has_news = member.has_news

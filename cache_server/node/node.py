@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple, replace
@@ -29,6 +30,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s
+from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
 from cache_server.node.desired import DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
@@ -62,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
 
+_MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
 # After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
@@ -89,7 +92,7 @@ class Node:
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
         container_bytes: memory limit of the container, which the loads respect; None: no limit.
-        on_ready: called with True or False whenever `is_ready` changes.
+        on_ready: called once, when `is_ready` becomes true.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Node:
         *,
         load_threads: int,
         container_bytes: int | None = None,
-        on_ready: Callable[[bool], None] = lambda ready: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._link = link
@@ -109,6 +112,7 @@ class Node:
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
         self._running: set[Job] = set()  # those that have a thread; others wait for one
+        self._reports: deque[pb.ReaderReport] = deque(maxlen=_MAX_REPORTS)  # of readers
         self._joined = threading.Event()
         self._is_ready = False
         self._retry_no_room = False
@@ -254,6 +258,14 @@ class Node:
         """Every dataset, from the coordinator."""
         return self._link.datasets()
 
+    def take_report(self, report: pb.ReaderReport) -> None:
+        """Sends a report of a reader on with the next heartbeat; drops the oldest of too many.
+
+        Raises:
+            RequestError: it is no valid report.
+        """
+        self._reports.append(checked_report(report))
+
     def versions(self) -> tuple[VersionStatus, ...]:
         """Every version that this node should hold or still stores, by name."""
         sealed = self._store.versions()
@@ -264,7 +276,10 @@ class Node:
             )
 
     def is_ready(self) -> bool:
-        """Whether this node has joined and serves every desired shard."""
+        """Whether this node can serve: since its start, it once served all that it should.
+
+        A load or a copy that begins later does not change that.
+        """
         with self._lock:
             return self._is_ready
 
@@ -326,7 +341,9 @@ class Node:
         actual, sealed = self._snapshot()
         for key, state in self._states.items():
             state.reported = actual[key].sealed
-        return encode_report(self.description, actual, sealed)
+        request = encode_report(self.description, actual, sealed)
+        request.reports.extend(self._reports.popleft() for _ in range(len(self._reports)))
+        return request
 
     def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
         """Acts on an answer; returns whether there is something new to report.
@@ -343,9 +360,10 @@ class Node:
         with self._lock:
             self._retry_no_room = desired.retry_no_room
             self._joined.set()
-            changed, self._is_ready = result.is_ready != self._is_ready, result.is_ready
-        if changed:
-            self._on_ready(result.is_ready)
+            becomes_ready = result.is_ready and not self._is_ready
+            self._is_ready |= result.is_ready
+        if becomes_ready:
+            self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
 
     def _act(self, action: Action, sealed: SealedShards) -> None:

@@ -148,7 +148,8 @@ class Reconciliation:
 
     Attributes:
         actions: to be done in this order.
-        is_ready: after them, every desired shard is served, or failed.
+        is_ready: after them, every desired shard of a loaded version is served, or failed.
+            Loads that run do not count: a node serves other versions meanwhile.
     """
 
     actions: tuple[Action, ...]
@@ -175,7 +176,7 @@ def reconcile(desired: DesiredState, actual: Mapping[VersionKey, ActualVersion])
             version = ActualVersion()
         row_starts = _row_starts(wanted, version)
         actions += _actions(wanted, version, row_starts)
-        is_ready &= _is_settled(wanted, version, row_starts)
+        is_ready &= row_starts is None or _is_settled(wanted, version, row_starts)
     return Reconciliation(tuple(actions), is_ready)
 
 
@@ -264,10 +265,8 @@ def _row_starts(wanted: DesiredVersion, version: ActualVersion) -> Mapping[int, 
 
 
 def _is_settled(
-    wanted: DesiredVersion, version: ActualVersion, row_starts: Mapping[int, int] | None
+    wanted: DesiredVersion, version: ActualVersion, row_starts: Mapping[int, int]
 ) -> bool:
     """Whether every desired shard is served, or failed."""
-    if row_starts is None:
-        return False
     failed = version.failures.keys() - _forgotten(wanted, version)
     return wanted.shards.keys() <= row_starts.keys() | failed

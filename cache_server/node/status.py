@@ -36,10 +36,14 @@ class CacheStatus:
     Attributes:
         nodes: lost ones too.
         datasets: from `Coordinator.summaries`.
+        jobs: from `Jobs.jobs`, without ranks.
+        job: those of the name that was asked for, with ranks.
     """
 
     nodes: tuple[pb.Node, ...]
     datasets: tuple[pb.DatasetInfo, ...]
+    jobs: tuple[pb.JobInfo, ...] = ()
+    job: tuple[pb.JobInfo, ...] = ()
 
 
 @dataclass(frozen=True)

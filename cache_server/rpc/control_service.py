@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -198,7 +199,15 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.ListNodesResponse:
         """Every known node."""
         with _error_statuses(context):
-            return pb.ListNodesResponse(nodes=self._coordinator.nodes())
+            return pb.ListNodesResponse(nodes=self._coordinator.nodes(), now_s=time.time())
+
+    def ListJobs(
+        self, request: pb.ListJobsRequest, context: grpc.ServicerContext
+    ) -> pb.ListJobsResponse:
+        """Jobs that read from the cache."""
+        with _error_statuses(context):
+            jobs = self._coordinator.jobs.jobs(request.name, audits=request.audits)
+            return pb.ListJobsResponse(jobs=jobs)
 
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext

@@ -39,7 +39,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS_ACTION = "endpoints"
+ENDPOINTS_ACTION, REPORT_ACTION = "endpoints", "report"
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 _M = TypeVar("_M", bound=Message)
 _FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
@@ -161,16 +161,25 @@ class FlightService(flight.FlightServerBase):
                     self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
-        """The one action."""
-        return [(ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints")]
+        """The actions."""
+        return [
+            (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
+            (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
+        ]
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
-        """``endpoints``: where the coordinator of this node is."""
+        """``endpoints``: where the coordinator of this node is. ``report``: takes a report."""
         with self._named_errors():
+            if action.type == REPORT_ACTION:
+                report = _parse(pb.ReaderReport, action.body, "report")
+                self._ready_node().take_report(report)
+                return iter(())
             if action.type != ENDPOINTS_ACTION:
-                raise RequestError(f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}")
+                raise RequestError(
+                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}"
+                )
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:
                 raise NotReadyError("this node has not reached its coordinator yet")

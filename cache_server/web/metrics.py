@@ -37,7 +37,9 @@ class _StatusCollector(Collector):
 
 
 def _of_node(status: NodeStatus) -> Iterator[Metric]:
-    yield _gauge("ready", "1 while the node is ready.", float(status.ready))
+    yield _gauge(
+        "ready", "1 while the node can serve. Loads do not change it.", float(status.ready)
+    )
     yield _gauge("stored_bytes", "Bytes of the shard files.", status.node.stored_bytes)
     what = "Bytes of the shard files in huge pages, which make random reads faster."
     yield _gauge("huge_page_bytes", what, status.huge_page_bytes)
@@ -55,6 +57,8 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
                 [version.key.dataset, version.key.fingerprint, state], getattr(version, state)
             )
     yield shards
+    loads = sum(version.loading for version in status.versions)
+    yield _gauge("loads_running", "Loads and copies of shards that this node runs now.", loads)
     rows = CounterMetricFamily(
         "data_cache_served_rows",
         "Rows sent, by Flight verb. Trainers on the same machine read the files directly.",
@@ -106,6 +110,55 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
         rows.add_metric([name], info.num_rows or info.progress.rows_done)
         size.add_metric([name], info.num_bytes)
     yield from (state, rows, size)
+    yield from _of_loads(cache)
+    yield from _of_readers(cache)
+
+
+def _of_loads(cache: CacheStatus) -> Iterator[Metric]:
+    loaded = GaugeMetricFamily(
+        "data_cache_dataset_loaded_ratio",
+        "Share of the shards of a dataset that are loaded.",
+        labels=["dataset"],
+    )
+    for info in cache.datasets:
+        total = info.progress.shards_total
+        is_ready = STATE_NAMES.get(info.state) == "ready"
+        ratio = 1.0 if is_ready else info.progress.shards_done / total if total else 0.0
+        loaded.add_metric([info.spec.name], ratio)
+    yield loaded
+
+
+def _of_readers(cache: CacheStatus) -> Iterator[Metric]:
+    """What readers report, by job; live jobs only."""
+    labels = ["training_job", "dataset"]  # Prometheus has a label job
+    ranks = GaugeMetricFamily("data_cache_job_ranks", "Ranks of a running job.", labels=labels)
+    rate = GaugeMetricFamily(
+        "data_cache_job_rows_per_second",
+        "Rows that all ranks of a job take, mapped files included.",
+        labels=labels,
+    )
+    waits = GaugeMetricFamily(
+        "data_cache_job_wait_ratio",
+        "Share of its time that the rank that waits most waits for data.",
+        labels=labels,
+    )
+    local = GaugeMetricFamily(
+        "data_cache_job_local_ratio",
+        "Share of the rows that come from files of the reader's machine.",
+        labels=labels,
+    )
+    done = GaugeMetricFamily(
+        "data_cache_job_epoch_ratio", "Share of the steps of the epoch.", labels=labels
+    )
+    for job in cache.jobs:
+        if job.live:
+            name = [job.name, job.dataset]
+            ranks.add_metric(name, job.world_size)
+            rate.add_metric(name, job.rows_per_s)
+            waits.add_metric(name, job.wait_share)
+            local.add_metric(name, job.local_share)
+            done.add_metric(name, job.step / job.num_steps if job.num_steps else 1.0)
+    yield from (ranks, rate, waits, local, done)
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:

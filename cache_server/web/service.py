@@ -11,6 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 from cache_protocol.errors import ConfigError
 from cache_server.node.status import NodeStatus
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 10.0  # time for a caller to send its request
 _POLL_S = 0.1  # longest time to stop
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, no other file
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 
@@ -47,8 +49,12 @@ class WebService:
             target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True
         )
 
-    def start(self, status: Callable[[], NodeStatus], is_ready: Callable[[], bool]) -> None:
-        """Starts to answer calls with the current status, and probes with ``is_ready``."""
+    def start(self, status: Callable[[str], NodeStatus], is_ready: Callable[[], bool]) -> None:
+        """Starts to answer calls with the current status, and probes with ``is_ready``.
+
+        Args:
+            status: takes the name of a job to show with its ranks; empty for none.
+        """
         self._server.status, self._server.is_ready = status, is_ready
         self._thread.start()
 
@@ -61,7 +67,7 @@ class WebService:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    status: Callable[[], NodeStatus]
+    status: Callable[[str], NodeStatus]
     is_ready: Callable[[], bool]
 
     def __init__(self, host: str, port: int) -> None:
@@ -84,14 +90,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         if path == "/":
-            self._answer(HTTPStatus.OK, page(self.server.status()).encode(), _HTML)
+            job = parse_qs(query).get("job", [""])[-1]
+            self._answer(HTTPStatus.OK, page(self.server.status(job), job).encode(), _HTML)
         elif path == "/metrics":
             from cache_server.web.metrics import exposition
 
             accept = self.headers.get("Accept", "")
-            self._answer(HTTPStatus.OK, *exposition(self.server.status(), accept))
+            self._answer(HTTPStatus.OK, *exposition(self.server.status(""), accept))
         elif path == "/ready":
             ready = self.server.is_ready()
             code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
@@ -106,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", _POLICY)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -336,10 +336,25 @@ def test_the_endpoints_action_of_every_node_says_where_the_coordinator_is(served
     for node in served.cluster.nodes:
         with flight.connect(node.endpoint) as connection:
             (result,) = connection.do_action("endpoints", TIMEOUT)
-            assert [action.type for action in connection.list_actions(TIMEOUT)] == ["endpoints"]
+            actions = [action.type for action in connection.list_actions(TIMEOUT)]
+            assert actions == ["endpoints", "report"]
         endpoints = pb.CoordinatorEndpoints.FromString(result.body.to_pybytes())
         assert endpoints.flight_location == served.cluster.endpoint
         assert endpoints.control_location == served.cluster.nodes[0].control_location
+
+
+def test_a_report_is_taken_by_every_node_and_a_bad_one_is_refused(served: Served) -> None:
+    report = pb.ReaderReport(
+        job="contract", dataset="t", fingerprint="f", rank=0, world_size=1, run="r", expires_s=9
+    )
+    for node in served.cluster.nodes:
+        with flight.connect(node.endpoint) as connection:
+            action = flight.Action("report", report.SerializeToString())
+            assert list(connection.do_action(action, TIMEOUT)) == []
+            report.world_size = 0
+            with pytest.raises(flight.FlightError, match="rank 0 of 0"):
+                list(connection.do_action(("report", report.SerializeToString()), TIMEOUT))
+            report.world_size = 1
 
 
 # -- DoGet -----------------------------------------------------------------------------------------

@@ -471,6 +471,7 @@ class LoadProgress(google.protobuf.message.Message):
     ESTIMATED_ROWS_FIELD_NUMBER: builtins.int
     BYTES_DONE_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    ELAPSED_S_FIELD_NUMBER: builtins.int
     shards_done: builtins.int
     shards_total: builtins.int
     rows_done: builtins.int
@@ -479,6 +480,8 @@ class LoadProgress(google.protobuf.message.Message):
     bytes_done: builtins.int
     waits: builtins.str
     """why a part of the load has to wait; empty: none has to"""
+    elapsed_s: builtins.float
+    """since the load was requested; 0 if that is not known"""
     def __init__(
         self,
         *,
@@ -488,8 +491,9 @@ class LoadProgress(google.protobuf.message.Message):
         estimated_rows: builtins.int = ...,
         bytes_done: builtins.int = ...,
         waits: builtins.str = ...,
+        elapsed_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "elapsed_s", b"elapsed_s", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]) -> None: ...
 
 Global___LoadProgress: typing_extensions.TypeAlias = LoadProgress
 
@@ -506,6 +510,7 @@ class Node(google.protobuf.message.Message):
     STORED_SHARDS_FIELD_NUMBER: builtins.int
     ALIVE_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -519,6 +524,8 @@ class Node(google.protobuf.message.Message):
     alive: builtins.bool
     process: builtins.str
     """changes at every start of the node"""
+    version: builtins.str
+    """of the package"""
     def __init__(
         self,
         *,
@@ -531,8 +538,9 @@ class Node(google.protobuf.message.Message):
         stored_shards: builtins.int = ...,
         alive: builtins.bool = ...,
         process: builtins.str = ...,
+        version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -1124,14 +1132,18 @@ class ListNodesResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODES_FIELD_NUMBER: builtins.int
+    NOW_S_FIELD_NUMBER: builtins.int
+    now_s: builtins.float
+    """clock of the coordinator, since 1970"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     def __init__(
         self,
         *,
         nodes: collections.abc.Iterable[Global___Node] | None = ...,
+        now_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["nodes", b"nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["nodes", b"nodes", "now_s", b"now_s"]) -> None: ...
 
 Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse
 
@@ -1582,18 +1594,24 @@ class HeartbeatRequest(google.protobuf.message.Message):
 
     NODE_FIELD_NUMBER: builtins.int
     DATASETS_FIELD_NUMBER: builtins.int
+    REPORTS_FIELD_NUMBER: builtins.int
     @property
     def node(self) -> Global___Node: ...
     @property
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualDataset]: ...
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReaderReport]:
+        """that readers sent to this node since its last heartbeat"""
+
     def __init__(
         self,
         *,
         node: Global___Node | None = ...,
         datasets: collections.abc.Iterable[Global___ActualDataset] | None = ...,
+        reports: collections.abc.Iterable[Global___ReaderReport] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "node", b"node"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "node", b"node", "reports", b"reports"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -1649,6 +1667,386 @@ class VersionName(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]) -> None: ...
 
 Global___VersionName: typing_extensions.TypeAlias = VersionName
+
+@typing.final
+class ReaderReport(google.protobuf.message.Message):
+    """---------------------------------------------------------------------------------------------
+    Readers and jobs
+    ---------------------------------------------------------------------------------------------
+
+    What one reader has done. Body of the Flight action "report", which every node takes: the node
+    sends it on with its next heartbeat. A lost report loses nothing: sums are since the run began.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    ELAPSED_S_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
+    COMPUTED_S_FIELD_NUMBER: builtins.int
+    FETCH_S_FIELD_NUMBER: builtins.int
+    TRANSFORM_S_FIELD_NUMBER: builtins.int
+    BATCHES_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    LOCAL_ROWS_FIELD_NUMBER: builtins.int
+    LOCAL_BYTES_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    FAILOVERS_FIELD_NUMBER: builtins.int
+    REFETCHES_FIELD_NUMBER: builtins.int
+    QUEUE_DEPTH_FIELD_NUMBER: builtins.int
+    NUM_WORKERS_FIELD_NUMBER: builtins.int
+    EXPIRES_S_FIELD_NUMBER: builtins.int
+    AUDIT_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    dataset: builtins.str
+    fingerprint: builtins.str
+    rank: builtins.int
+    world_size: builtins.int
+    run: builtins.str
+    """random name of one dataset object in one process"""
+    epoch: builtins.int
+    step: builtins.int
+    """steps of this pass that the training loop has taken"""
+    num_steps: builtins.int
+    """of this pass"""
+    elapsed_s: builtins.float
+    """since the first batch of the run was asked for"""
+    waited_s: builtins.float
+    """the training loop waited for batches"""
+    computed_s: builtins.float
+    """the training loop worked between batches"""
+    fetch_s: builtins.float
+    """of the waits: for rows of nodes or files; summed over workers"""
+    transform_s: builtins.float
+    """in the transform; summed over workers"""
+    batches: builtins.int
+    rows: builtins.int
+    local_rows: builtins.int
+    """read from files of this machine"""
+    local_bytes: builtins.int
+    failovers: builtins.int
+    """requests that failed on one node and went to another"""
+    refetches: builtins.int
+    """attempts to get a window, beyond the first"""
+    queue_depth: builtins.float
+    """windows that were ready when one was taken; the mean"""
+    num_workers: builtins.int
+    expires_s: builtins.float
+    """without another report, the reader has stopped"""
+    audit: builtins.str
+    """JSON, as in a state; kept for `cachectl audit`, not read"""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeReads]:
+        """those with most rows"""
+
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        rank: builtins.int = ...,
+        world_size: builtins.int = ...,
+        run: builtins.str = ...,
+        epoch: builtins.int = ...,
+        step: builtins.int = ...,
+        num_steps: builtins.int = ...,
+        elapsed_s: builtins.float = ...,
+        waited_s: builtins.float = ...,
+        computed_s: builtins.float = ...,
+        fetch_s: builtins.float = ...,
+        transform_s: builtins.float = ...,
+        batches: builtins.int = ...,
+        rows: builtins.int = ...,
+        local_rows: builtins.int = ...,
+        local_bytes: builtins.int = ...,
+        nodes: collections.abc.Iterable[Global___NodeReads] | None = ...,
+        failovers: builtins.int = ...,
+        refetches: builtins.int = ...,
+        queue_depth: builtins.float = ...,
+        num_workers: builtins.int = ...,
+        expires_s: builtins.float = ...,
+        audit: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+
+Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
+
+@typing.final
+class NodeReads(google.protobuf.message.Message):
+    """Rows that a reader had from one node."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
+    FAILURES_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    rows: builtins.int
+    num_bytes: builtins.int
+    waited_s: builtins.float
+    """for its answers"""
+    failures: builtins.int
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        waited_s: builtins.float = ...,
+        failures: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failures", b"failures", "node_id", b"node_id", "num_bytes", b"num_bytes", "rows", b"rows", "waited_s", b"waited_s"]) -> None: ...
+
+Global___NodeReads: typing_extensions.TypeAlias = NodeReads
+
+@typing.final
+class ListJobsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """empty: every job"""
+    audits: builtins.bool
+    """with the audit records"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        audits: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "name", b"name"]) -> None: ...
+
+Global___ListJobsRequest: typing_extensions.TypeAlias = ListJobsRequest
+
+@typing.final
+class ListJobsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOBS_FIELD_NUMBER: builtins.int
+    @property
+    def jobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobInfo]: ...
+    def __init__(
+        self,
+        *,
+        jobs: collections.abc.Iterable[Global___JobInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
+
+Global___ListJobsResponse: typing_extensions.TypeAlias = ListJobsResponse
+
+@typing.final
+class JobInfo(google.protobuf.message.Message):
+    """One job that reads one dataset. Rates and shares are of the last half minute."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    LIVE_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    ROWS_PER_S_FIELD_NUMBER: builtins.int
+    WAIT_SHARE_FIELD_NUMBER: builtins.int
+    LOCAL_SHARE_FIELD_NUMBER: builtins.int
+    VERDICT_FIELD_NUMBER: builtins.int
+    VERDICT_S_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    HISTORY_FIELD_NUMBER: builtins.int
+    AUDITS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    dataset: builtins.str
+    fingerprint: builtins.str
+    live: builtins.bool
+    world_size: builtins.int
+    epoch: builtins.int
+    step: builtins.int
+    """of the rank that is behind"""
+    num_steps: builtins.int
+    rows_per_s: builtins.float
+    wait_share: builtins.float
+    """of its time, the rank that waits most waits for data"""
+    local_share: builtins.float
+    """of its rows, from files of the reader's machine"""
+    verdict: builtins.str
+    verdict_s: builtins.float
+    """for how long the same verdict has held"""
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]: ...
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeShare]: ...
+    @property
+    def history(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___JobSample]:
+        """of the last hour, the oldest first"""
+
+    @property
+    def audits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AuditEntry]: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        live: builtins.bool = ...,
+        world_size: builtins.int = ...,
+        epoch: builtins.int = ...,
+        step: builtins.int = ...,
+        num_steps: builtins.int = ...,
+        rows_per_s: builtins.float = ...,
+        wait_share: builtins.float = ...,
+        local_share: builtins.float = ...,
+        verdict: builtins.str = ...,
+        verdict_s: builtins.float = ...,
+        ranks: collections.abc.Iterable[Global___RankInfo] | None = ...,
+        nodes: collections.abc.Iterable[Global___NodeShare] | None = ...,
+        history: collections.abc.Iterable[Global___JobSample] | None = ...,
+        audits: collections.abc.Iterable[Global___AuditEntry] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "nodes", b"nodes", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
+
+Global___JobInfo: typing_extensions.TypeAlias = JobInfo
+
+@typing.final
+class RankInfo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    LIVE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    ROWS_PER_S_FIELD_NUMBER: builtins.int
+    WAIT_SHARE_FIELD_NUMBER: builtins.int
+    STEP_S_FIELD_NUMBER: builtins.int
+    TRANSFORM_S_FIELD_NUMBER: builtins.int
+    FETCH_S_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    WAIT_HISTORY_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    live: builtins.bool
+    epoch: builtins.int
+    step: builtins.int
+    rows_per_s: builtins.float
+    wait_share: builtins.float
+    step_s: builtins.float
+    transform_s: builtins.float
+    """a step"""
+    fetch_s: builtins.float
+    """a step"""
+    age_s: builtins.float
+    """of its last report"""
+    @property
+    def wait_history(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """shares, the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        live: builtins.bool = ...,
+        epoch: builtins.int = ...,
+        step: builtins.int = ...,
+        rows_per_s: builtins.float = ...,
+        wait_share: builtins.float = ...,
+        step_s: builtins.float = ...,
+        transform_s: builtins.float = ...,
+        fetch_s: builtins.float = ...,
+        age_s: builtins.float = ...,
+        wait_history: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "epoch", b"epoch", "fetch_s", b"fetch_s", "live", b"live", "rank", b"rank", "rows_per_s", b"rows_per_s", "step", b"step", "step_s", b"step_s", "transform_s", b"transform_s", "wait_history", b"wait_history", "wait_share", b"wait_share"]) -> None: ...
+
+Global___RankInfo: typing_extensions.TypeAlias = RankInfo
+
+@typing.final
+class NodeShare(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: builtins.int
+    ROWS_SHARE_FIELD_NUMBER: builtins.int
+    WAIT_SHARE_FIELD_NUMBER: builtins.int
+    node_id: builtins.str
+    rows_share: builtins.float
+    """of the rows that nodes sent to this job"""
+    wait_share: builtins.float
+    """of the waits for nodes"""
+    def __init__(
+        self,
+        *,
+        node_id: builtins.str = ...,
+        rows_share: builtins.float = ...,
+        wait_share: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node_id", b"node_id", "rows_share", b"rows_share", "wait_share", b"wait_share"]) -> None: ...
+
+Global___NodeShare: typing_extensions.TypeAlias = NodeShare
+
+@typing.final
+class JobSample(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGE_S_FIELD_NUMBER: builtins.int
+    ROWS_PER_S_FIELD_NUMBER: builtins.int
+    WAIT_SHARE_FIELD_NUMBER: builtins.int
+    MOST_WAIT_SHARE_FIELD_NUMBER: builtins.int
+    age_s: builtins.float
+    rows_per_s: builtins.float
+    wait_share: builtins.float
+    """the mean over ranks"""
+    most_wait_share: builtins.float
+    """the rank that waits most"""
+    def __init__(
+        self,
+        *,
+        age_s: builtins.float = ...,
+        rows_per_s: builtins.float = ...,
+        wait_share: builtins.float = ...,
+        most_wait_share: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "most_wait_share", b"most_wait_share", "rows_per_s", b"rows_per_s", "wait_share", b"wait_share"]) -> None: ...
+
+Global___JobSample: typing_extensions.TypeAlias = JobSample
+
+@typing.final
+class AuditEntry(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    BEGUN_S_FIELD_NUMBER: builtins.int
+    LAST_S_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    begun_s: builtins.float
+    """ago"""
+    last_s: builtins.float
+    """ago"""
+    record: builtins.str
+    """JSON"""
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        begun_s: builtins.float = ...,
+        last_s: builtins.float = ...,
+        record: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begun_s", b"begun_s", "last_s", b"last_s", "record", b"record", "run", b"run"]) -> None: ...
+
+Global___AuditEntry: typing_extensions.TypeAlias = AuditEntry
 
 @typing.final
 class CatalogueEntry(google.protobuf.message.Message):

@@ -74,6 +74,11 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.ListJobs = channel.unary_unary(
+                '/cache.v1.Coordinator/ListJobs',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListJobsRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListJobsResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/cache.v1.Coordinator/Heartbeat',
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.HeartbeatRequest.SerializeToString,
@@ -130,6 +135,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListJobs(self, request, context):
+        """Jobs that read from this cache, as their readers report.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -173,6 +185,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'ListJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListJobs,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListJobsRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListJobsResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -368,6 +385,33 @@ class Coordinator(object):
             '/cache.v1.Coordinator/ListNodes',
             cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/ListJobs',
+            cache__protocol_dot_v1_dot_cache__pb2.ListJobsRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.ListJobsResponse.FromString,
             options,
             channel_credentials,
             insecure,

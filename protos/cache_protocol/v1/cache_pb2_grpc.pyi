@@ -141,6 +141,22 @@ _CoordinatorListNodesType = typing_extensions.TypeVar(
     ],
 )
 
+_CoordinatorListJobsType = typing_extensions.TypeVar(
+    '_CoordinatorListJobsType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListJobsRequest,
+        cache_protocol.v1.cache_pb2.ListJobsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListJobsRequest,
+        cache_protocol.v1.cache_pb2.ListJobsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListJobsRequest,
+        cache_protocol.v1.cache_pb2.ListJobsResponse,
+    ],
+)
+
 _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     '_CoordinatorHeartbeatType',
     grpc.UnaryUnaryMultiCallable[
@@ -157,7 +173,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorListNodesType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -187,6 +203,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
             cache_protocol.v1.cache_pb2.ListNodesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListJobsRequest,
+            cache_protocol.v1.cache_pb2.ListJobsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.HeartbeatRequest,
@@ -225,6 +245,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.ListNodesResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListJobsRequest,
+            cache_protocol.v1.cache_pb2.ListJobsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.HeartbeatRequest,
             cache_protocol.v1.cache_pb2.HeartbeatResponse,
         ],
@@ -248,6 +272,9 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     DeleteDataset: _CoordinatorDeleteDatasetType
 
     ListNodes: _CoordinatorListNodesType
+
+    ListJobs: _CoordinatorListJobsType
+    """Jobs that read from this cache, as their readers report."""
 
     Heartbeat: _CoordinatorHeartbeatType
 
@@ -279,6 +306,10 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.ListNodesRequest,
         cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListJobsRequest,
+        cache_protocol.v1.cache_pb2.ListJobsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.HeartbeatRequest,
@@ -340,6 +371,14 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.ListNodesResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListNodesResponse]]: ...
+
+    @abc.abstractmethod
+    def ListJobs(
+        self,
+        request: cache_protocol.v1.cache_pb2.ListJobsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.ListJobsResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListJobsResponse]]:
+        """Jobs that read from this cache, as their readers report."""
 
     @abc.abstractmethod
     def Heartbeat(

@@ -22,6 +22,7 @@ from cache_client.order import (
     EpochOrder,
     OrderState,
     StepPlan,
+    runs_of_steps,
     step_windows,
     worker_steps,
 )
@@ -818,3 +819,33 @@ def test_a_wrong_argument_is_quoted(call: Callable[[], object], message: str) ->
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)
+
+
+# -- skipped steps ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_skipped_runs_are_left_out_and_the_rest_keeps_its_order(shuffle: bool) -> None:
+    whole = EpochOrder(100, shuffle=shuffle, seed=3)
+    rest = EpochOrder(100, shuffle=shuffle, seed=3, skipped=((0, 10), (30, 35), (90, 100)))
+
+    positions = [*range(10, 30), *range(35, 90)]
+    assert rest.num_left == len(positions)
+    assert rest.in_epoch(np.arange(75)).tolist() == positions
+    assert (rest.row_ids(np.arange(75)) == whole.row_ids(np.array(positions))).all()
+    with pytest.raises(ValueError, match="positions must be in"):
+        rest.row_ids(np.array([75]))
+
+
+@pytest.mark.parametrize("runs", [((5, 5),), ((0, 10), (5, 20)), ((90, 101),), ((20, 30), (0, 5))])
+def test_skipped_runs_that_cannot_be_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="ascending runs"):
+        EpochOrder(100, shuffle=False, skipped=runs)
+
+
+def test_steps_become_joined_runs_of_positions() -> None:
+    plan = StepPlan(95, 2, 5)
+
+    assert runs_of_steps([4, 0, 3, 9, 4], plan) == ((0, 10), (30, 50), (90, 95))
+    with pytest.raises(ValueError, match="at most 9"):
+        runs_of_steps([10], plan)

@@ -295,12 +295,12 @@ def test_a_shard_is_served_no_more_before_its_file_is_dropped() -> None:
 # -- readiness -------------------------------------------------------------------------------------
 
 
-def test_a_node_is_ready_when_every_desired_shard_is_served_or_failed() -> None:
+def test_a_node_is_ready_when_every_loaded_shard_is_served_or_failed() -> None:
     desired = fixed(held(0), readable(1))
     actual = known(desired, sealed={0}, loading={1: 5})
 
     assert decide(None, None).is_ready
-    assert not decide(wanted(), None).is_ready  # its row ids are not known
+    assert decide(wanted(), None).is_ready  # a load that runs
     assert not decide(desired, actual).is_ready
     assert decide(desired, replace(actual, sealed={0, 1})).is_ready
     assert decide(desired, replace(actual, failures={1: "corrupt"})).is_ready

@@ -23,6 +23,7 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py")
 # Numbers in, numbers out.
 PURE_MODULES = (
     "cache_client/arguments.py",
+    "cache_client/audit.py",
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
@@ -40,6 +41,8 @@ PURE_MODULES = (
     "cache_server/sql/ignored_sql.py",
     "cache_server/sql/lineage.py",
     "cache_server/coordination/placement.py",
+    "cache_server/coordination/verdict.py",
+    "cache_server/web/charts.py",
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",
@@ -78,7 +81,7 @@ PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
     *("decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
-    *("csv", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
+    *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *(
         "base64",
         "json",
@@ -88,7 +91,12 @@ PURE_IMPORTS = (
         "cache_protocol.errors",
         "cache_protocol.storage.layout",
     ),
-    *("cache_client.permutation", "cache_server.source.pinned", "cache_server.sql.quoting"),
+    *(
+        "cache_client.order",
+        "cache_client.permutation",
+        "cache_server.source.pinned",
+        "cache_server.sql.quoting",
+    ),
     "cache_server.sql.ignored_sql",
     *("kubernetes.utils.quantity", "pathlib.PurePath", "cache_protocol.storage.memory_budget"),
     "cache_protocol.spec.values",

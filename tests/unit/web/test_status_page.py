@@ -51,7 +51,7 @@ def test_a_coordinator_shows_every_node_and_dataset() -> None:
     loading = pb.DatasetInfo(
         spec=pb.DatasetSpec(name="trips"),
         state=pb.DATASET_STATE_LOADING,
-        progress=pb.LoadProgress(rows_done=1000, shards_done=1, shards_total=4),
+        progress=pb.LoadProgress(rows_done=1000, shards_done=1, shards_total=4, elapsed_s=10),
     )
     failed = pb.DatasetInfo(
         spec=pb.DatasetSpec(name="broken"),
@@ -66,9 +66,10 @@ def test_a_coordinator_shows_every_node_and_dataset() -> None:
     shown = lines(html)
     assert "a1 | grpc://a:1 | alive | 2 | 0 B" in shown
     assert "b2 | grpc://b:1 | lost | 0 | 1.0 KiB" in shown
-    assert "trips | loading | 1,000 | 1 of 4 | 0 B" in shown
-    assert "broken | failed: no such file | 0 | 0 of 0 | 0 B" in shown
-    assert "later | state 9 | 0 | 0 of 0 | 0 B" in shown, "of a release to come"
+    (trips,) = [line for line in shown if line.startswith("trips | loading | 1,000 | 1 of 4 |")]
+    assert trips.endswith("</svg> 25%, 100 rows/s, 30 s left")
+    assert "broken | failed: no such file | 0 | 0 of 0 | 0 B | " in shown
+    assert "later | state 9 | 0 | 0 of 0 | 0 B | " in shown, "of a release to come"
     assert re.findall(r'class="bad">(.*?)<', html) == ["failed: no such file", "lost"]
 
 

@@ -1,0 +1,596 @@
+"""Proves from digests which rows a job was given. Pure.
+
+The record of a pass has two digests: one depends on the order of the rows, the other does not. Both
+are sums over the steps, so the steps of DataLoader workers add up in any order. `audit` computes
+the same sums from the order of the epoch, and compares them with the records of all ranks.
+
+The digests find mistakes. They do not stop someone who forges a record.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache_client.order import EpochOrder, StepPlan, step_windows
+from cache_client.permutation import Int64Array
+from cache_protocol.errors import ConfigError
+
+Words = NDArray[np.uint64]
+
+AuditMode = Literal["off", "reports", "states"]
+AUDIT_MODES: Final = ("off", "reports", "states")
+AUDIT_FORMAT: Final = 1
+_MAX_CHECKPOINTS: Final = 16
+_CHUNK_ROWS: Final = 32_768  # two scratch arrays of 256 KiB fit the processor's cache
+_MASK: Final = 2**64 - 1
+_ODD: Final = np.array(0x9E3779B97F4A7C15, np.uint64)
+_HALF: Final = np.array(32, np.uint64)
+
+
+def row_words(row_ids: Int64Array, out: Words, scratch: Words) -> None:
+    """Writes a word for each row id to ``out``, such that sums of words tell sets of rows apart."""
+    np.multiply(row_ids.view(np.uint64), _ODD, out=out)
+    np.right_shift(out, _HALF, out=scratch)
+    np.bitwise_xor(out, scratch, out=out)
+
+
+def weights(numbers: Int64Array) -> Words:
+    """An odd random word for each number, the same everywhere (the finaliser of splitmix64)."""
+    words = (numbers.astype(np.uint64) + np.uint64(1)) * _ODD
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words | np.uint64(1)
+
+
+_place_weights: dict[int, Words] = {}  # by the number of rows; of the last few sizes
+
+
+def _weights_of_places(num_rows: int) -> Words:
+    found = _place_weights.get(num_rows)
+    if found is None:
+        if len(_place_weights) >= 8:
+            _place_weights.clear()
+        found = _place_weights[num_rows] = weights(np.arange(num_rows, dtype=np.int64))
+    return found
+
+
+def step_digests(row_ids: Int64Array, sizes: Sequence[int]) -> tuple[Words, Words]:
+    """The digests of consecutive steps.
+
+    Args:
+        row_ids: of all steps, joined; int64.
+        sizes: rows of each step; equal, but the last may be smaller.
+
+    Returns:
+        For each step the digest of its set of rows, and of its rows in order; uint64.
+    """
+    sets, orders = np.empty(len(sizes), np.uint64), np.empty(len(sizes), np.uint64)
+    full = len(sizes) if not sizes or sizes[-1] == sizes[0] else len(sizes) - 1
+    size = max(1, sizes[0]) if sizes else 1
+    at_once = max(1, min(full, _CHUNK_ROWS // size))
+    words, scratch = np.empty((2, at_once * size), np.uint64)
+
+    def digest(steps: slice, rows: slice, size: int) -> None:
+        chunk = row_ids[rows]
+        found, spare = words[: len(chunk)], scratch[: len(chunk)]
+        row_words(chunk, found, spare)
+        by_step = found.reshape(-1, size)
+        by_step.sum(1, out=sets[steps])
+        np.multiply(by_step, _weights_of_places(size), out=spare.reshape(-1, size))
+        spare.reshape(-1, size).sum(1, out=orders[steps])
+
+    for first in range(0, full, at_once):
+        last = min(first + at_once, full)
+        digest(slice(first, last), slice(first * size, last * size), size)
+    if full < len(sizes):
+        digest(slice(full, None), slice(full * size, None), sizes[-1])
+    return sets, orders
+
+
+def set_digest(row_ids: Int64Array) -> int:
+    """The digest of a set of rows."""
+    return _total(step_digests(row_ids, [1] * len(row_ids))[0]) if len(row_ids) else 0
+
+
+def set_digest_of_all(num_rows: int) -> int:
+    """The digest of the set of all rows ``[0, num_rows)``; about a second for 10**9 rows."""
+    total = 0
+    for start in range(0, num_rows, _CHUNK_ROWS):
+        rows = np.arange(start, min(start + _CHUNK_ROWS, num_rows), dtype=np.int64)
+        total += _total(step_digests(rows, [len(rows)])[0])
+    return total & _MASK
+
+
+def _total(words: Words) -> int:
+    return int(words.sum(dtype=np.uint64)) if len(words) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditRecord:
+    """What one rank was given in one pass over (the rest of) an epoch. Constant in size.
+
+    Attributes:
+        run: random name of the dataset object; ``number`` counts its passes.
+        rows_consumed: of the epoch, by all ranks, before the pass.
+        steps: that the training loop has taken.
+        rows: in these steps.
+        set_digest, order_digest: sums over the steps.
+        checkpoints: pairs of steps and the ``order_digest`` after them, evenly spread.
+    """
+
+    format: int = AUDIT_FORMAT
+    run: str
+    number: int
+    dataset: str
+    fingerprint: str
+    num_rows: int
+    seed: int
+    shuffle: bool
+    shuffle_block_size: int | None
+    epoch: int
+    rows_consumed: int
+    rank: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+    pad: bool
+    skipped: tuple[tuple[int, int], ...] = ()
+    steps: int
+    rows: int
+    set_digest: int
+    order_digest: int
+    checkpoints: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def plan(self) -> StepPlan:
+        """The steps of the pass."""
+        return StepPlan(
+            self.order.num_left,
+            self.world_size,
+            self.batch_size,
+            drop_last=self.drop_last,
+            pad=self.pad,
+            rows_consumed=self.rows_consumed,
+        )
+
+    @property
+    def order(self) -> EpochOrder:
+        """The order of the epoch."""
+        return EpochOrder(
+            self.num_rows,
+            shuffle=self.shuffle,
+            shuffle_block_size=self.shuffle_block_size,
+            seed=self.seed,
+            epoch=self.epoch,
+            skipped=self.skipped,
+        )
+
+    @property
+    def reached(self) -> int:
+        """Rows of the epoch that all ranks together have consumed if each is where this one is."""
+        return self.plan.rows_consumed_after(min(self.steps, self.plan.num_steps))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON types."""
+        pairs = ("checkpoints", "skipped")
+        return {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> AuditRecord:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ConfigError: it is no such record, or one of another format; quotes it.
+        """
+        try:
+            if mapping["format"] != AUDIT_FORMAT:
+                raise ValueError(f"format must be {AUDIT_FORMAT}, got {mapping['format']!r}")
+            values = {each.name: mapping[each.name] for each in fields(cls)}
+            values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
+            values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
+            record = cls(**values)
+            record.plan, record.order  # noqa: B018  # checks the numbers
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"bad audit record: {error!r}") from None
+        return record
+
+
+@dataclass
+class Trail:
+    """The digests of one pass, added up. Not thread-safe.
+
+    Args:
+        steps: number of steps added; further steps follow in order.
+    """
+
+    steps: int = 0
+    rows: int = 0
+    set_digest: int = 0
+    order_digest: int = 0
+    checkpoints: list[tuple[int, int]] = field(default_factory=list)
+    _stride: int = 1
+
+    def add(self, sets: Words, orders: Words, rows: int) -> None:
+        """Adds the digests of the next steps, which have so many rows."""
+        if not len(sets):
+            return
+        numbers = np.arange(self.steps, self.steps + len(sets), dtype=np.int64)
+        sums = np.cumsum(orders * weights(numbers), dtype=np.uint64)
+        first = -(-(self.steps + 1) // self._stride) * self._stride
+        for after in range(first, self.steps + len(sets) + 1, self._stride):
+            digest = (self.order_digest + int(sums[after - self.steps - 1])) & _MASK
+            if after % self._stride == 0:
+                self.checkpoints.append((after, digest))
+            if len(self.checkpoints) > _MAX_CHECKPOINTS:
+                self._stride *= 2
+                self.checkpoints = self.checkpoints[1::2]
+        self.order_digest = (self.order_digest + int(sums[-1])) & _MASK
+        self.set_digest = (self.set_digest + _total(sets)) & _MASK
+        self.steps += len(sets)
+        self.rows += rows
+
+
+class StepDigests:
+    """The digests of the steps of a pass that were made and not yet added up. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._made: deque[tuple[Words, Words]] = deque()
+        self._first = 0
+
+    def put(self, sets: Words, orders: Words) -> None:
+        """Adds those of the next steps."""
+        self._made.append((sets, orders))
+
+    def take(self, steps: range) -> Words | None:
+        """Removes as many; ``[steps, 2]``, or None if some are not there."""
+        found: list[Words] = []
+        missing = len(steps)
+        while missing and self._made:
+            sets, orders = self._made.popleft()
+            if len(sets) > missing:
+                self._made.appendleft((sets[missing:], orders[missing:]))
+                sets, orders = sets[:missing], orders[:missing]
+            found.append(np.stack([sets, orders], 1))
+            missing -= len(sets)
+        return np.concatenate(found) if found and not missing else None
+
+
+# -- verification ----------------------------------------------------------------------------------
+
+Outcome = Literal["proven", "open", "wrong"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A record, and when it was made.
+
+    Attributes:
+        begun_at, last_at: seconds; of the first and the last report. Equal for a state.
+    """
+
+    record: AuditRecord
+    begun_at: float = 0.0
+    last_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class EpochAudit:
+    """What the records prove about one reading of an epoch.
+
+    Attributes:
+        outcome: ``proven``: each row was given once, as far as ``rows`` says; ``open``: nothing is
+            wrong, but records are missing; ``wrong``: ``findings`` name the first wrong step.
+        rows: proven, of ``num_rows``.
+        findings: sentences for people.
+    """
+
+    epoch: int
+    outcome: Outcome
+    rows: int
+    num_rows: int
+    findings: tuple[str, ...]
+
+
+def audit(evidence: Sequence[Evidence], *, seed: int | None = None) -> list[EpochAudit]:
+    """Checks the records of a job, of all ranks and epochs.
+
+    Args:
+        seed: that the job should have used; None: that of most records.
+
+    Returns:
+        One entry for each reading of an epoch, in order.
+    """
+    epochs = sorted({each.record.epoch for each in evidence})
+    return [
+        found
+        for epoch in epochs
+        for found in _audit_epoch([e for e in evidence if e.record.epoch == epoch], seed)
+    ]
+
+
+_SAME: Final = ("dataset", "fingerprint", "num_rows", "seed", "shuffle", "shuffle_block_size")
+
+
+def _audit_epoch(evidence: Sequence[Evidence], seed: int | None) -> Iterator[EpochAudit]:
+    reading = _Reading(evidence[0].record)
+    odd = list(_odd_ones(evidence, seed))
+    for group in _groups(evidence):
+        if reading.groups and group.rows_consumed == 0:
+            yield reading.result()
+            reading = _Reading(group.members[0].record)
+        reading.add(group)
+    reading.problems[:0] = odd
+    yield reading.result()
+
+
+def _odd_ones(evidence: Sequence[Evidence], seed: int | None) -> Iterator[str]:
+    """Ranks that read in another order than most."""
+    for name in _SAME:
+        values = Counter(getattr(each.record, name) for each in evidence)
+        usual = seed if name == "seed" and seed is not None else values.most_common(1)[0][0]
+        for value in values:
+            ranks = sorted({e.record.rank for e in evidence if getattr(e.record, name) == value})
+            if value != usual:
+                yield (
+                    f"{_ranks(ranks)} read with {name}={value!r} instead of {usual!r}: "
+                    "wrong from step 0 on"
+                )
+
+
+@dataclass
+class _Group:
+    """The ranks that read the same part of an epoch together."""
+
+    members: list[Evidence]
+
+    @property
+    def rows_consumed(self) -> int:
+        return self.members[0].record.rows_consumed
+
+    @property
+    def begun_at(self) -> float:
+        return min(each.begun_at for each in self.members)
+
+    @property
+    def runs(self) -> set[str]:
+        return {each.record.run for each in self.members}
+
+
+def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
+    """Groups of ranks, the earliest first.
+
+    A rank that occurs again later, without an overlap in time, or in the same process, began anew.
+    """
+    groups: dict[tuple[object, ...], _Group] = {}
+    seen: dict[tuple[object, ...], list[Evidence]] = {}
+    for each in sorted(evidence, key=lambda e: (e.begun_at, e.record.number)):
+        record = each.record
+        if record.steps <= 1 < record.plan.num_steps and any(
+            other.record.run == record.run and other.record.number > record.number
+            for other in evidence
+        ):
+            continue  # a look at the first batch, of a pass that was given up
+        key = (
+            record.rows_consumed, record.world_size, record.batch_size,
+            record.drop_last, record.pad, record.skipped,
+        )  # fmt: skip
+        before = seen.setdefault((*key, record.rank), [])
+        earlier = sum(
+            other.record.run == record.run or other.last_at < each.begun_at for other in before
+        )
+        before.append(each)
+        groups.setdefault((*key, earlier), _Group([])).members.append(each)
+    return sorted(groups.values(), key=lambda group: (group.begun_at, group.rows_consumed))
+
+
+class _Reading:
+    """One reading of an epoch: each group continues where the one before it stopped."""
+
+    def __init__(self, first: AuditRecord) -> None:
+        self._first = first
+        self.groups: list[_Group] = []
+        self.problems: list[str] = []
+        self._gaps: list[str] = []
+        self._notes: list[str] = []
+        self._reached = 0
+        self._set_digest: int | None = 0
+
+    def add(self, group: _Group) -> None:
+        start = group.rows_consumed
+        shared = bool(self.groups) and bool(group.runs & self.groups[-1].runs)
+        if start > self._reached:
+            text = f"no record of positions {self._reached:,} to {start - 1:,}"
+            if shared:
+                self.problems.append(
+                    f"{text}: the pass before ended at row {self._reached:,}, and the next one "
+                    f"began at row {start:,}"
+                )
+            else:
+                self._gaps.append(text)
+            self._set_digest = None
+        elif start < self._reached:
+            text = (
+                f"the position of row {start:,} was loaded after row {self._reached:,} was reached"
+            )
+            step = start // self.groups[-1].members[0].record.plan.rows_per_step
+            if shared:
+                self.problems.append(
+                    f"a state was applied twice: {text}, in the same process; its rows were given "
+                    f"again from step {step} of the epoch on"
+                )
+            else:
+                self._notes.append(f"restarted from a checkpoint: {text}")
+            self._set_digest = None
+        self._reached = self._check(group, start)
+        self.groups.append(group)
+
+    def _check(self, group: _Group, start: int) -> int:
+        """Checks the records of a group; returns how many rows of the epoch are proven then."""
+        record = group.members[0].record
+        world = record.world_size
+        times = Counter(each.record.rank for each in group.members)
+        for rank, count in sorted(times.items()):
+            if count > 1:
+                step = start // record.plan.rows_per_step
+                self.problems.append(
+                    f"{count} processes were rank {rank} of {world} at once: they were given the "
+                    f"same rows from step {step} of the epoch on"
+                )
+        missing = sorted(set(range(world)) - times.keys())
+        if missing:
+            self._gaps.append(f"no record of {_ranks(missing)} of {world}")
+            self._set_digest = None
+        for each in group.members:
+            self.problems += _wrong_steps(each.record)
+        steps = min(each.record.steps for each in group.members)
+        if {each.record.steps for each in group.members} != {steps}:
+            self._set_digest = None  # they are compared up to the step that all have taken
+        if self._set_digest is not None:
+            self._set_digest += sum(each.record.set_digest for each in group.members)
+        return (
+            start if missing else record.plan.rows_consumed_after(min(steps, record.plan.num_steps))
+        )
+
+    def result(self) -> EpochAudit:
+        record = self.groups[-1].members[0].record if self.groups else self._first
+        num_rows = record.order.num_left
+        if self._set_digest is not None and self._reached == num_rows:
+            self._check_the_set(record)
+        outcome: Outcome = "wrong" if self.problems else "open" if self._gaps else "proven"
+        if num_rows < record.num_rows:
+            self._notes.append(f"skip_steps left out {record.num_rows - num_rows:,} more rows")
+        findings = [*self.problems, *self._gaps, *self._notes]
+        return EpochAudit(record.epoch, outcome, self._reached, num_rows, tuple(findings))
+
+    def _check_the_set(self, record: AuditRecord) -> None:
+        """Compares the sum of all ranks with that of all rows."""
+        plan = record.plan
+        if plan.num_steps == 0:
+            return
+        last = plan.num_steps - 1
+        taken = np.concatenate(
+            [plan.window(range(last, last + 1), rank)[0] for rank in range(record.world_size)]
+        )
+        start = plan.rows_consumed + last * plan.rows_per_step
+        stop = min(start + plan.rows_per_step, plan.num_rows)
+        digest, row_ids = set_digest, record.order.row_ids
+        # All rows, without those that drop_last leaves out, and with those that are repeated.
+        expected = set_digest_of_all(record.num_rows)
+        expected -= digest(row_ids(np.arange(stop, plan.num_rows, dtype=np.int64)))
+        whole = replace(record.order, skipped=())
+        for first, end in record.skipped:
+            expected -= digest(whole.row_ids(np.arange(first, end, dtype=np.int64)))
+        expected += digest(row_ids(taken)) - digest(row_ids(np.arange(start, stop)))
+        assert self._set_digest is not None
+        if (expected - self._set_digest) & _MASK:
+            self.problems.append(
+                "the rows of all ranks together are not all rows, each once: their digest is "
+                f"{self._set_digest & _MASK:016x}, not {expected & _MASK:016x}"
+            )
+
+
+def _wrong_steps(record: AuditRecord) -> list[str]:
+    """Compares a record with the order of its epoch; names the first wrong step."""
+    plan, who = record.plan, f"rank {record.rank} of {record.world_size}"
+    if record.steps > plan.num_steps:
+        return [f"{who} was given {record.steps} steps, but the pass has {plan.num_steps}"]
+    sets, orders, rows = expected_digests(record, min(record.steps + 1, plan.num_steps))
+    numbers = np.arange(len(orders), dtype=np.int64)
+    factors = weights(numbers)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(orders * factors, dtype=np.uint64)])
+    marks = [*record.checkpoints]
+    if not marks or marks[-1][0] < record.steps:
+        marks.append((record.steps, record.order_digest))
+    right = 0
+    for after, digest in marks:
+        if after > record.steps:
+            return [f"{who} has a checkpoint after step {after} of {record.steps}"]
+        if int(sums[after]) != digest:
+            return [f"{who}: {_first_wrong(right, after, digest, orders, factors, sums)}"]
+        right = after
+    done = _total(sets[: record.steps]), int(rows[: record.steps].sum())
+    if done != (record.set_digest, record.rows):
+        return [f"{who} has {record.rows} rows in {record.steps} steps, not {done[1]}"]
+    return []
+
+
+def _first_wrong(
+    right: int, after: int, digest: int, orders: Words, factors: Words, sums: Words
+) -> str:
+    """Which of the steps ``[right, after)`` was wrong, and how: tries the likely mistakes."""
+    for shift, what in ((-1, "was given twice"), (1, "was lost")):
+        moved = np.zeros(len(orders), np.uint64)
+        if shift < 0:
+            moved[1:] = orders[:-1]
+        else:
+            moved[:-1] = orders[1:]
+        later = np.concatenate(
+            [np.zeros(1, np.uint64), np.cumsum(moved * factors, dtype=np.uint64)]
+        )
+        if after + max(0, shift) > len(orders):
+            continue
+        # The steps before k as planned, those from k on moved by one.
+        guess = sums[right:after] + (later[after] - later[right:after])
+        hits = np.flatnonzero(guess == np.uint64(digest))
+        if len(hits):
+            step = right + int(hits[0]) + min(0, shift)
+            return f"the batch of step {max(step, 0)} {what}"
+    # One step had the rows of another one: the difference names it for each possible step.
+    between = np.arange(right, after)
+    inverse = _inverse(factors[right:after])
+    needed = orders[between] + np.uint64((digest - int(sums[after])) & _MASK) * inverse
+    found = np.flatnonzero(np.isin(needed, orders))
+    if len(found):
+        step = int(between[found[0]])
+        other = int(np.flatnonzero(orders == needed[found[0]])[0])
+        return f"step {step} had the rows of step {other}"
+    if after - right == 1:
+        return f"step {right} has other rows than planned"
+    return f"the first wrong step is one of {right} to {after - 1}"
+
+
+def _inverse(odd: Words) -> Words:
+    """The inverse of odd words modulo 2**64, by Newton's method."""
+    inverse = odd.copy()  # right in the last 3 bits
+    for _ in range(5):
+        inverse *= np.uint64(2) - odd * inverse
+    return inverse
+
+
+def expected_digests(record: AuditRecord, steps: int) -> tuple[Words, Words, Int64Array]:
+    """The digests and rows of the first steps of a pass, computed from the order of its epoch."""
+    sets, orders, rows = [], [], []
+    at_once = max(1, 262_144 // record.batch_size)
+    for window in step_windows(range(steps), at_once):
+        positions, sizes = record.plan.window(window, record.rank)
+        found = step_digests(record.order.row_ids(positions), sizes)
+        sets.append(found[0])
+        orders.append(found[1])
+        rows += sizes
+    none = np.empty(0, np.uint64)
+    return (
+        np.concatenate([none, *sets]),
+        np.concatenate([none, *orders]),
+        np.array(rows, np.int64),
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks for people, in runs."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

@@ -1,0 +1,100 @@
+"""The dashboard and the alert rules name metrics and labels that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.status import CacheStatus, NodeStatus, VersionStatus
+from cache_server.node.traffic import Counts, Read, Served
+from cache_server.shards.version_key import VersionKey
+from cache_server.web.metrics import exposition
+
+MONITORING = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
+# A node and a job with everything that has a metric.
+STATUS = NodeStatus(
+    node=pb.Node(id="a", stored_bytes=1, memory_limit_bytes=2),
+    ready=True,
+    coordinator="c",
+    versions=(VersionStatus(VersionKey("t", "f"), 1, 1, 0, 0, 1),),
+    huge_page_bytes=0,
+    counts=Counts({Read("t", "exchange"): Served(1, 1)}, {"LoadError": 1}),
+    cache=CacheStatus(
+        (pb.Node(id="a", alive=True),),
+        (
+            pb.DatasetInfo(
+                spec=pb.DatasetSpec(name="t"),
+                state=pb.DATASET_STATE_LOADING,
+                progress=pb.LoadProgress(shards_done=1, shards_total=4),
+            ),
+        ),
+        (
+            pb.JobInfo(
+                name="train", dataset="t", live=True, world_size=4, rows_per_s=100.0,
+                wait_share=0.5, local_share=0.25, step=3, num_steps=4,
+            ),
+            pb.JobInfo(name="over", dataset="t"),
+        ),
+    ),
+)  # fmt: skip
+
+
+def metrics() -> dict[str, list[Any]]:
+    """Samples by name."""
+    body, _ = exposition(STATUS, "")
+    samples: dict[str, list[Any]] = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample)
+    return samples
+
+
+def expressions() -> list[str]:
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    return [
+        *(rule["expr"] for group in rules["groups"] for rule in group["rules"]),
+        *(target["expr"] for panel in dashboard["panels"] for target in panel["targets"]),
+    ]
+
+
+def test_every_metric_of_the_dashboard_and_the_rules_exists() -> None:
+    named = {name for each in expressions() for name in re.findall(r"data_cache_\w+", each)}
+
+    assert named <= metrics().keys()
+    assert len(expressions()) >= 16
+
+
+def test_every_label_of_a_text_exists() -> None:
+    texts = "".join(path.read_text() for path in MONITORING.iterdir())
+    labels = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", texts))
+    known = {label for samples in metrics().values() for s in samples for label in s.labels}
+
+    assert labels <= known | {"instance"}
+
+
+def test_a_running_job_has_metrics_and_one_that_is_over_has_none() -> None:
+    found = {
+        name.removeprefix("data_cache_job_"): sample.value
+        for name, samples in metrics().items()
+        if name.startswith("data_cache_job_")
+        for sample in samples
+        if sample.labels == {"training_job": "train", "dataset": "t"}
+    }
+
+    assert found == {
+        "ranks": 4,
+        "rows_per_second": 100,
+        "wait_ratio": 0.5,
+        "local_ratio": 0.25,
+        "epoch_ratio": 0.75,
+    }
+    assert all(len(metrics()[f"data_cache_job_{name}"]) == 1 for name in found)
+    (loaded,) = metrics()["data_cache_dataset_loaded_ratio"]
+    assert loaded.value == 0.25
