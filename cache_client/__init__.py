@@ -23,8 +23,10 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
     NotReadyError,
+    PermissionDeniedError,
     RequestError,
     StaleVersionError,
+    UnauthenticatedError,
     missing_package,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
@@ -60,9 +62,11 @@ __all__ = [
     "NodeInfo",
     "NodeUnavailableError",
     "NotReadyError",
+    "PermissionDeniedError",
     "RequestError",
     "StaleVersionError",
     "TableForecast",
+    "UnauthenticatedError",
 ]
 
 

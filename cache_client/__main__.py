@@ -68,11 +68,39 @@ SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help=_SPEC_HELP)]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")]
 
 
+# Options before the command: how every command shows the cache who you are.
+_access: dict[str, str | None] = {"token_file": None, "tls_ca": None}
+
+
 @app.callback()
 def _options(
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="File of your token; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="Certificates that sign those of the nodes; default: CACHE_TLS_CA.",
+        ),
+    ] = None,
     show_version: Annotated[bool, version_option("cachectl")] = False,
 ) -> None:
     """Load, list and drop the datasets of a cache."""
+    _access.update(token_file=token_file, tls_ca=tls_ca)
+
+
+def _client(endpoint: str | None, timeout_s: float = 30.0) -> CacheClient:
+    return CacheClient(
+        endpoint,
+        timeout_s=timeout_s,
+        token_file=_access["token_file"],
+        tls_ca=_access["tls_ca"],
+    )
 
 
 @app.command()
@@ -137,7 +165,7 @@ def _cache_and_spec(
     problems: list[str], endpoint: str | None, make_spec: Callable[[], DatasetSpec]
 ) -> tuple[CacheClient, DatasetSpec]:
     spec = checked(problems, make_spec)
-    client = checked(problems, lambda: CacheClient(endpoint))
+    client = checked(problems, lambda: _client(endpoint))
     if problems or client is None or spec is None:
         raise ConfigError("; ".join(problems))
     return client, spec
@@ -209,7 +237,7 @@ def list_datasets(
     endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """List the datasets."""
-    datasets = CacheClient(endpoint, timeout_s=timeout_s).datasets()
+    datasets = _client(endpoint, timeout_s=timeout_s).datasets()
     if as_json:
         print_json([dataset_json(info) for info in datasets])
         return
@@ -237,7 +265,7 @@ def describe(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Show the columns, size and shards of a dataset."""
-    show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
+    show_dataset(_client(endpoint, timeout_s=timeout_s).describe(name), as_json)
 
 
 @app.command()
@@ -245,7 +273,7 @@ def drop(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Drop a dataset from every node."""
-    CacheClient(endpoint, timeout_s=timeout_s).drop(name)
+    _client(endpoint, timeout_s=timeout_s).drop(name)
     if as_json:
         print_json({"dropped": name})
     else:
@@ -255,7 +283,7 @@ def drop(
 @app.command()
 def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
     """List the cache nodes."""
-    found = CacheClient(endpoint, timeout_s=timeout_s).nodes()
+    found = _client(endpoint, timeout_s=timeout_s).nodes()
     if as_json:
         print_json([asdict(node) for node in found])
         return
@@ -285,7 +313,7 @@ def head(
     as_json: AsJson = False,
 ) -> None:
     """Show the first rows of a dataset, in source order."""
-    batch = CacheClient(endpoint, timeout_s=timeout_s).head(name, num_rows)
+    batch = _client(endpoint, timeout_s=timeout_s).head(name, num_rows)
     rows = batch.to_pylist()
     if as_json:
         print_json([{key: json_value(value) for key, value in row.items()} for row in rows])
