@@ -40,15 +40,20 @@ class LocalNode:
     This process reserves the ports of the node, so that no other program gets them while the node
     is down. Linux picks no bound port as a free one, and lets the node listen on a port whose other
     socket does not listen.
+
+    Args:
+        cache_dir: of the node.
+        arguments: more options of ``cache-server serve``.
+        token: shared with the other nodes; None: every caller may do everything.
     """
 
     def __init__(self, cache_dir: Path, arguments: Sequence[str], token: str | None = None) -> None:
         self.cache_dir = cache_dir
         self.log = cache_dir / ".log"  # a name of a dataset never begins with a dot
         self._arguments = list(arguments)
-        self._token_file = cache_dir / ".token"
+        self.token_file = cache_dir / ".token"
         self._arguments += (
-            ["--no-token-from-env"] if token is None else ["--token-file", str(self._token_file)]
+            ["--no-token-from-env"] if token is None else ["--token-file", str(self.token_file)]
         )
         self._token = token
         self._process: subprocess.Popen[str] | None = None
@@ -198,9 +203,9 @@ class LocalNode:
     def _write_token(self) -> None:
         """Writes a file that only this user can read."""
         if self._token is not None:
-            self._token_file.unlink(missing_ok=True)
-            self._token_file.touch(0o600)
-            self._token_file.write_text(self._token, encoding="utf-8")
+            self.token_file.unlink(missing_ok=True)
+            self.token_file.touch(0o600)
+            self.token_file.write_text(self._token, encoding="utf-8")
 
     def _reap(self) -> int:
         process = self._process
@@ -416,6 +421,7 @@ def describe_nodes(nodes: Sequence[LocalNode]) -> str:
             "event": "listening",
             "endpoint": nodes[0].endpoint,
             "page": nodes[0].page,
+            "token_file": str(nodes[0].token_file),
             "nodes": [{"node_id": n.node_id, "pid": n.pid, "flight": n.endpoint} for n in nodes],
         }
     )

@@ -98,10 +98,11 @@ class JwtVerifier:
                 matches its subject.
         """
         try:
+            key = self._keys.find(jwt.get_unverified_header(token).get("kid"))
             claims = jwt.decode(
                 token,
-                self._keys.find(jwt.get_unverified_header(token).get("kid")).key,
-                algorithms=_ALGORITHMS,
+                key,
+                algorithms=[key.algorithm_name],  # not the one that the token names
                 issuer=self._settings.issuer,
                 audience=self._settings.audience,
                 leeway=_LEEWAY_S,
@@ -183,7 +184,7 @@ def _parse_keys(text: str) -> dict[str, jwt.PyJWK]:
         keys = jwt.PyJWKSet.from_dict(json.loads(text)).keys
     except (jwt.PyJWTError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a set of JSON web keys: {error}") from None
-    return {str(key.key_id): key for key in keys}
+    return {str(key.key_id): key for key in keys if key.algorithm_name in _ALGORITHMS}
 
 
 def _find(keys: Mapping[str, jwt.PyJWK], kid: object) -> jwt.PyJWK:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 import pyarrow as pa
@@ -25,6 +25,7 @@ from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from tests import forked_python
 from tests.conftest import write_numbered
+from tests.flight_clients import connect
 from tests.store_stubs import HubStub, Served
 from tests.waiting import suspend, wait_until
 
@@ -135,7 +136,7 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
         endpoint = str(node.wait_until_listening()["flight"])
         info = CacheClient(endpoint).load(DatasetSpec("table", source))
         request = pb.GatherRequest(dataset="table", fingerprint=info.fingerprint)
-        with flight.connect(endpoint) as client:
+        with connect(endpoint) as client:
             writer, reader = client.do_exchange(
                 flight.FlightDescriptor.for_command(request.SerializeToString())
             )
@@ -324,7 +325,9 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
         nodes = node_processes(local.process.pid)
         directories = cache_dirs(nodes)
         assert CacheClient(str(ready["endpoint"])).head("table", 3).num_rows == 3
-        with urlopen(str(ready["page"]), timeout=WAIT_S) as page:
+        token = Path(str(ready["token_file"])).read_text()
+        headers = {"Authorization": f"Bearer {token}"}
+        with urlopen(Request(str(ready["page"]), headers=headers), timeout=WAIT_S) as page:
             assert b"<td>table</td><td>ready</td>" in page.read()
         assert {node.pid for node in nodes} == {node["pid"] for node in ready["nodes"]}  # type: ignore[attr-defined]
         assert all(directory.exists() for directory in directories)
