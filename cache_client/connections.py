@@ -196,7 +196,7 @@ class Connection:
                 return self._client.value.get_schema(descriptor, self._options(timeout_s)).schema
             except flight.FlightError:
                 raise
-            except pa.ArrowException:
+            except (pa.ArrowException, OSError):
                 # For GetSchema, pyarrow sends an error without its code and with a traceback
                 # (apache/arrow#43556). GetFlightInfo fails for the same reason, with the code.
                 self._client.value.get_flight_info(descriptor, self._options(timeout_s))

@@ -322,6 +322,14 @@ def local(
             help="Limit of the bytes of all shards on each node, such as 8GiB; default: none."
         ),
     ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Use no token, for clients that cannot send one: every user of this machine can "
+            "read, load and drop.",
+        ),
+    ] = False,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one line of JSON."""
@@ -338,7 +346,7 @@ def local(
     signals = _Signals()
     listening = False
     try:
-        with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
+        with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit, insecure=insecure) as cluster:
             if spec is not None:
                 with (
                     cluster.coordinator() as coordinator,

@@ -55,7 +55,7 @@ class LocalNode:
         self._arguments += (
             ["--no-token-from-env"] if token is None else ["--token-file", str(self.token_file)]
         )
-        self._token = token
+        self.token = token
         self._process: subprocess.Popen[str] | None = None
         self._reserved_ports: list[socket.socket] = []
         self._log_start = 0  # offset of the running process's lines, in bytes
@@ -98,8 +98,8 @@ class LocalNode:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
         if not self._reserved_ports:
             self._reserved_ports = [_reserve_port(), _reserve_port()]
-            if self._token is not None:
-                local_tokens.publish(self._token, *self._locations())
+            if self.token is not None:
+                local_tokens.publish(self.token, *self._locations())
         flight_port, control_port = (reserved.getsockname()[1] for reserved in self._reserved_ports)
         self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
@@ -169,7 +169,7 @@ class LocalNode:
     def close(self) -> None:
         """Kills the process and releases its ports."""
         self.kill()
-        if self._token is not None:
+        if self.token is not None:
             local_tokens.withdraw(*self._locations())
         self._release_ports()
 
@@ -202,10 +202,10 @@ class LocalNode:
 
     def _write_token(self) -> None:
         """Writes a file that only this user can read."""
-        if self._token is not None:
+        if self.token is not None:
             self.token_file.unlink(missing_ok=True)
             self.token_file.touch(0o600)
-            self.token_file.write_text(self._token, encoding="utf-8")
+            self.token_file.write_text(self.token, encoding="utf-8")
 
     def _reap(self) -> int:
         process = self._process
@@ -421,7 +421,7 @@ def describe_nodes(nodes: Sequence[LocalNode]) -> str:
             "event": "listening",
             "endpoint": nodes[0].endpoint,
             "page": nodes[0].page,
-            "token_file": str(nodes[0].token_file),
+            **({} if nodes[0].token is None else {"token_file": str(nodes[0].token_file)}),
             "nodes": [{"node_id": n.node_id, "pid": n.pid, "flight": n.endpoint} for n in nodes],
         }
     )

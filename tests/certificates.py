@@ -30,10 +30,11 @@ class Authority:
         self._write(self.ca, signed)
 
     def issue(self, name: str) -> tuple[Path, Path]:
-        """Files of a certificate and its key; ``name`` is the first name, then 127.0.0.1."""
+        """Files of a certificate and its key: for ``name``, then for addresses of loopback."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-        names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        addresses = (ipaddress.ip_address(f"127.0.0.{last}") for last in range(1, 5))
+        names = [x509.DNSName(name), *map(x509.IPAddress, addresses)]
         builder = self._builder(subject, key.public_key())
         cert, file = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         self._write(cert, builder.add_extension(x509.SubjectAlternativeName(names), False))

@@ -256,6 +256,8 @@ def test_a_log_shows_no_address_that_a_store_has_signed(
         (["--ephemeral"], ["--ephemeral needs --exit-with-stdin", "standard input closes"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bind", "999.1.1.1"], ["999.1.1.1"]),
+        (["--require-client-cert"], ["require_client_cert", "tls_cert"]),
+        (["--auth-tokens", "/nowhere"], ["cannot read /nowhere"]),
         (
             ["--flight-port", "70000", "--load-threads", "0", "--drain-timeout-s", "0"],
             ["flight_port", "70000", "load_threads", "drain_timeout_s"],
@@ -270,6 +272,20 @@ def test_a_bad_setting_is_quoted_and_exits_with_78(
 
     for quote in quotes:
         assert quote in line
+
+
+def test_other_machines_reach_only_a_node_that_knows_its_callers_or_is_told_to_be_insecure(
+    tmp_path: Path,
+) -> None:
+    arguments = ["serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS, "--bind", "0.0.0.0"]
+
+    line = refused(*arguments, code=78)
+
+    for advice in ("--bind 0.0.0.0", "CACHE_TOKEN", "--auth-tokens", "--auth-jwt", "--insecure"):
+        assert advice in line
+    with server(*arguments, "--advertise", "127.0.0.1", "--insecure") as node:
+        ready = node.wait_until_listening()
+        assert CacheClient(str(ready["flight"])).datasets() == []
 
 
 def test_a_port_in_use_is_named_and_exits_with_78(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_the_calls_beside_those_of_other_libraries_run_as_they_stand(
     ours = re.findall(r"^Now:\n\n```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (ancestor,) = (block for block in blocks(page, "python") if "FlightClient" in block)
     assert len(ours) == 5
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(num_nodes=1, insecure=True) as cluster:
         monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
         CacheClient(cluster.endpoint).load(DatasetSpec("houses", "houses", filter="price > 0"))
         for block in (
