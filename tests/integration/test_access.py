@@ -147,14 +147,15 @@ def test_a_caller_without_a_certificate_or_of_another_authority_gets_no_connecti
 ) -> None:
     foreign = Authority(tmp_path)
     cert, key = foreign.issue("trainer")
+    mine = str(trainer.cert), str(trainer.key)
     for ca, own in (
-        (trainer.ca, (None, None)),
-        (trainer.ca, (cert, key)),
-        (foreign.ca, (cert, key)),
+        (trainer.ca, ("", "")),
+        (trainer.ca, (str(cert), str(key))),
+        (foreign.ca, mine),
     ):
         monkeypatch.setenv("CACHE_TLS_CA", str(ca))
-        monkeypatch.setenv("CACHE_TLS_CERT", str(own[0] or ""))
-        monkeypatch.setenv("CACHE_TLS_KEY", str(own[1] or ""))
+        monkeypatch.setenv("CACHE_TLS_CERT", own[0])
+        monkeypatch.setenv("CACHE_TLS_KEY", own[1])
         with pytest.raises(NodeUnavailableError):
             CacheClient(trainer.endpoint, timeout_s=5).datasets()
     with (

@@ -34,8 +34,8 @@ from cache_server.coordination.placement import place
 from cache_server.local import LocalNode
 from cache_server.plan.pinned_version import plan_version
 from tests.conftest import write_numbered
-from tests.store_stubs import FilesStub, Served
 from tests.flight_clients import connect
+from tests.store_stubs import FilesStub, Served
 from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
