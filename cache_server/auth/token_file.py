@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -43,16 +42,16 @@ class Entry(BaseModel):
             raise ValueError("needs either sha256 or san")
         return self
 
-    @property
-    def principal(self) -> Principal:
-        """The caller that it describes."""
-        return Principal(self.name, self.namespace, self.roles)
-
 
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     principals: tuple[Entry, ...]
+
+
+class _Principals(NamedTuple):
+    of_digests: tuple[tuple[str, Principal], ...]
+    of_names: dict[str, Principal]
 
 
 class TokenFile:
@@ -63,27 +62,31 @@ class TokenFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file: ReloadedFile[Sequence[Entry]] = ReloadedFile(path, _parse)
+        self._file = ReloadedFile(path, _parse)
 
     def of_token(self, token: str) -> Principal | None:
         """The principal of a token. Every digest is compared, in constant time."""
         digest = hashlib.sha256(token.encode()).hexdigest()
         found = None
-        for entry in self._file.value():
-            if hmac.compare_digest(digest, (entry.sha256 or "").lower()):
-                found = entry
-        return None if found is None else found.principal
+        for known, principal in self._file.value().of_digests:
+            if hmac.compare_digest(digest, known):
+                found = principal
+        return found
 
     def of_certificate(self, san: str) -> Principal | None:
         """The principal of a client certificate, by its first subject alternative name."""
-        for entry in self._file.value():
-            if entry.san == san:
-                return entry.principal
-        return None
+        return self._file.value().of_names.get(san)
 
 
-def _parse(text: str) -> Sequence[Entry]:
-    return parse_yaml(text, _File).principals
+def _parse(text: str) -> _Principals:
+    digests, names = [], {}
+    for entry in parse_yaml(text, _File).principals:
+        principal = Principal(entry.name, entry.namespace, entry.roles)
+        if entry.sha256 is not None:
+            digests.append((entry.sha256.lower(), principal))
+        elif entry.san is not None:
+            names[entry.san] = principal
+    return _Principals(tuple(digests), names)
 
 
 def parse_yaml(text: str, model: type[_M]) -> _M:

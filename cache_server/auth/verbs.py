@@ -43,6 +43,11 @@ ROLES: Mapping[str, Role | None] = {
 SHARD_FILE = "DoGet of a shard file"
 
 
+def is_open(verb: str) -> bool:
+    """Whether every caller may use a verb."""
+    return verb in ROLES and ROLES[verb] is None
+
+
 def role_of(verb: str) -> Role | None:
     """The role that a verb needs; None if it is open.
 

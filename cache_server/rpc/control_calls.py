@@ -24,6 +24,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.wire.grpc_channel import ERROR_TRAILER
 from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.verbs import is_open
 
 _CALLER = "cache_caller"
 _POOL = "experimental_thread_pool"  # grpc looks for this attribute of a handler
@@ -56,13 +57,14 @@ class CallerInterceptor(grpc.ServerInterceptor):
     ) -> Any:
         """The handler of a verb behind the check."""
         handler = continuation(handler_call_details)
-        if handler is None:  # no such verb
-            return None
+        verb = f"grpc {handler_call_details.method}"
+        if handler is None or is_open(verb):  # health watches must not occupy a thread
+            return handler
         kind = "unary_stream" if handler.response_streaming else "unary_unary"
         behaviour = None if handler.request_streaming else getattr(handler, kind)
         checked = _Checked(
             self._authenticator,
-            f"grpc {handler_call_details.method}",
+            verb,
             behaviour,
             handler.request_deserializer,
         )
