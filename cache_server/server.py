@@ -103,14 +103,16 @@ class CacheServer:
             self._huge_pages = stack.enter_context(
                 HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
             )
+            owner = ANYONE
             if coordinator is not None and load is not None:
+                owner = _own_principal(self._authenticator, self._credentials)
+                load = load.renamed(owner.viewer.resolve(load.name))
                 coordinator.expect(load.name)
             self._serve(coordinator)
             if coordinator is not None and load is not None:
-                owner = _own_principal(self._authenticator, self._credentials)
                 self._load = EnvironmentLoad(
                     coordinator,
-                    load.renamed(owner.viewer.resolve(load.name)),
+                    load,
                     owner=owner,
                     num_nodes=config.num_nodes,
                     join_timeout_s=config.join_timeout_s,

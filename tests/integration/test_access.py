@@ -197,12 +197,14 @@ def test_a_certificate_alone_says_who_calls(
             cert, key = authority.issue(name)
             monkeypatch.setenv("CACHE_TLS_CERT", str(cert))
             monkeypatch.setenv("CACHE_TLS_KEY", str(key))
-            client = CacheClient(nodes[1].endpoint)
+            client = CacheClient(nodes[0].endpoint)
             if is_known:
                 wait_until(
                     lambda found=client: [i.state for i in found.datasets()] == ["ready"],
                     WAIT_S, "ready",
                 )  # fmt: skip
+                # Both nodes have joined: there are two replicas.
+                client = CacheClient(nodes[1].endpoint)
                 assert client.head("table", 3)["row"].to_pylist() == [0, 1, 2]
             else:
                 with pytest.raises(UnauthenticatedError, match=name):
