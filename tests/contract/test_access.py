@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import http.client
 import json
@@ -93,6 +94,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CacheServer]:
     )  # fmt: skip
     with CacheServer(config) as running:
         yield running
+    gc.collect()  # errors of tests hold channels: gRPC must be gone before another test forks
 
 
 @pytest.fixture(scope="module")
