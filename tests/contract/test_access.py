@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import http.client
 import json
@@ -66,13 +65,6 @@ def token(name: str) -> str:
 def expired() -> str:
     claims = {"iss": "ci", "aud": "data-cache", "sub": "ci", "exp": time.time() - 60}
     return jwt.encode(claims, KEY, "RS256", headers={"kid": "one"})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grpc_gone() -> Iterator[None]:
-    """The node is part of a cycle, and gRPC lives as long: another test could not fork."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pickle
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ def entry(name: str, token: str, namespace: str, *roles: str) -> dict[str, objec
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCache]:
+    gc.collect()  # a node that ran in this process is part of a cycle, and its gRPC lives as long
     directory = tmp_path_factory.mktemp("secure")
     source = write_numbered(directory / "source", ROWS, files=4)
     authority = Authority(directory)
