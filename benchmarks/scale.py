@@ -124,7 +124,7 @@ class InstantNode:
 
     is_closed = False
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, credentials: object) -> None:
         """As a `Connection` is made."""
 
     def open_gather(self, *_: object, **__: object) -> InstantStream:

@@ -24,8 +24,10 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
     NotReadyError,
+    PermissionDeniedError,
     RequestError,
     StaleVersionError,
+    UnauthenticatedError,
     missing_package,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
@@ -62,10 +64,12 @@ __all__ = [
     "NodeStats",
     "NodeUnavailableError",
     "NotReadyError",
+    "PermissionDeniedError",
     "ReadStats",
     "RequestError",
     "StaleVersionError",
     "TableForecast",
+    "UnauthenticatedError",
 ]
 
 

@@ -108,11 +108,39 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")]
 IntervalS = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
 
 
+# Options before the command: how every command shows the cache who you are.
+_access: dict[str, str | None] = {"token_file": None, "tls_ca": None}
+
+
 @app.callback()
 def _options(
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="File of your token; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="Certificates that sign those of the nodes; default: CACHE_TLS_CA.",
+        ),
+    ] = None,
     show_version: Annotated[bool, version_option("cachectl")] = False,
 ) -> None:
     """Load, list and drop the datasets of a cache."""
+    _access.update(token_file=token_file, tls_ca=tls_ca)
+
+
+def _client(endpoint: str | None, timeout_s: float = 30.0) -> CacheClient:
+    return CacheClient(
+        endpoint,
+        timeout_s=timeout_s,
+        token_file=_access["token_file"],
+        tls_ca=_access["tls_ca"],
+    )
 
 
 @app.command()
@@ -203,7 +231,7 @@ def _cache_and_spec(
     problems: list[str], endpoint: str | None, make_spec: Callable[[], DatasetSpec]
 ) -> tuple[CacheClient, DatasetSpec]:
     spec = checked(problems, make_spec)
-    client = checked(problems, lambda: CacheClient(endpoint))
+    client = checked(problems, lambda: _client(endpoint))
     if problems or client is None or spec is None:
         raise ConfigError("; ".join(problems))
     return client, spec
@@ -281,7 +309,7 @@ def list_datasets(
     as_json: AsJson = False,
 ) -> None:
     """List the datasets."""
-    client = CacheClient(endpoint, timeout_s=timeout_s)
+    client = _client(endpoint, timeout_s=timeout_s)
     if as_json and watch:
         raise ConfigError("--watch shows tables: leave out --json")
     if watch:
@@ -319,7 +347,7 @@ def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
 @app.command()
 def jobs(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
     """List training jobs, and what each waits for."""
-    found = CacheClient(endpoint, timeout_s=timeout_s).jobs()
+    found = _client(endpoint, timeout_s=timeout_s).jobs()
     if as_json:
         print_json([job_json(job) for job in found])
         return
@@ -336,7 +364,7 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Show live which rank waits for what."""
-    client = CacheClient(endpoint, timeout_s=timeout_s)
+    client = _client(endpoint, timeout_s=timeout_s)
     if as_json:
         print_json([job_json(found) for found in client.jobs(job or "")])
         return
@@ -371,7 +399,7 @@ def audit_job(
     if state:
         by_dataset = {"": [Evidence(record) for path in state for record in read_records(path)]}
     else:
-        found = CacheClient(endpoint, timeout_s=timeout_s).jobs(job or "", audits=True)
+        found = _client(endpoint, timeout_s=timeout_s).jobs(job or "", audits=True)
         by_dataset = {info.dataset: evidence_of(info) for info in found}
     results = {name: audit(evidence, seed=seed) for name, evidence in by_dataset.items()}
     if as_json:
@@ -427,7 +455,7 @@ def rows(
         step_rows.extend(found)
         return np.array([row_id for _, row_id in found], np.int64)
 
-    batch = CacheClient(endpoint, timeout_s=timeout_s).rows(name, row_ids)
+    batch = _client(endpoint, timeout_s=timeout_s).rows(name, row_ids)
     values = batch.to_pylist()
     if as_json:
         print_json(
@@ -453,7 +481,7 @@ def doctor(endpoint: Endpoint = None, timeout_s: TimeoutS = 10.0, as_json: AsJso
 
     Says what is wrong, and how to mend it.
     """
-    checks = examine(CacheClient(endpoint, timeout_s=timeout_s), version("trainer-data-cache"))
+    checks = examine(_client(endpoint, timeout_s=timeout_s), version("trainer-data-cache"))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -469,7 +497,7 @@ def describe(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Show the columns, size and shards of a dataset."""
-    show_dataset(CacheClient(endpoint, timeout_s=timeout_s).describe(name), as_json)
+    show_dataset(_client(endpoint, timeout_s=timeout_s).describe(name), as_json)
 
 
 @app.command()
@@ -477,7 +505,7 @@ def drop(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Drop a dataset from every node."""
-    CacheClient(endpoint, timeout_s=timeout_s).drop(name)
+    _client(endpoint, timeout_s=timeout_s).drop(name)
     if as_json:
         print_json({"dropped": name})
     else:
@@ -487,7 +515,7 @@ def drop(
 @app.command()
 def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
     """List the cache nodes."""
-    found = CacheClient(endpoint, timeout_s=timeout_s).nodes()
+    found = _client(endpoint, timeout_s=timeout_s).nodes()
     if as_json:
         print_json([asdict(node) for node in found])
         return
@@ -517,7 +545,7 @@ def head(
     as_json: AsJson = False,
 ) -> None:
     """Show the first rows of a dataset, in source order."""
-    batch = CacheClient(endpoint, timeout_s=timeout_s).head(name, num_rows)
+    batch = _client(endpoint, timeout_s=timeout_s).head(name, num_rows)
     rows = batch.to_pylist()
     if as_json:
         print_json([{key: json_value(value) for key, value in row.items()} for row in rows])

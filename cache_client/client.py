@@ -30,7 +30,7 @@ from cache_client.forecast import from_proto as forecast_from_proto
 from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.grpc_guard.forks import fork_gate
 from cache_client.permutation import checked_integer
-from cache_client.ranks import find_endpoint
+from cache_client.ranks import find_credentials, find_endpoint
 from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
@@ -42,6 +42,7 @@ from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.dataset_states import state_name
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
@@ -141,18 +142,33 @@ class CacheClient:
         endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default:
             ``CACHE_ENDPOINT``, else the cache of this TrainJob.
         timeout_s: of each call except `load` and `plan`.
+        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
+            ``CACHE_TOKEN_FILE``.
+        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
 
     Raises:
         ConfigError: quotes every bad argument; calls raise it, too. Calls raise
             NodeUnavailableError if the node or its coordinator does not answer in time.
     """
 
-    def __init__(self, endpoint: str | None = None, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+    ) -> None:
         problems = seconds_problems("timeout_s", timeout_s)
-        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
-        if problems or found_endpoint is None:
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        credentials = checked(
+            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
+        )
+        if problems or where is None or credentials is None:
             raise ConfigError("; ".join(problems))
-        self.endpoint = found_endpoint
+        self.endpoint = where
+        self._credentials = credentials
         self._timeout_s = float(timeout_s)
 
     def __repr__(self) -> str:
@@ -368,7 +384,9 @@ class CacheClient:
         with CallThreads() as threads:
             shards = threads.call(self._read_plan, name)
             remaining_s = _remaining_s(deadline) or _MIN_LOOKUP_S
-            with Reader(self.endpoint, shards, deadline_s=remaining_s) as reader:
+            with Reader(
+                self.endpoint, shards, deadline_s=remaining_s, credentials=self._credentials
+            ) as reader:
                 pieces = threads.call(reader.fetch, row_ids(shards.num_rows))
         return join(pieces).to_batch()
 
@@ -376,7 +394,7 @@ class CacheClient:
         return time.monotonic() + self._timeout_s
 
     def _read_plan(self, name: str) -> ShardMap:
-        with Connection(self.endpoint) as connection:
+        with Connection(self.endpoint, self._credentials) as connection:
             return connection.read_plan(name, "", (), self._timeout_s)
 
     @contextmanager
@@ -388,16 +406,16 @@ class CacheClient:
         with CallThreads() as threads:
             location = threads.call(self._find_coordinator, lookup_s)
             fork_gate.use()
-            channel = threads.call(open_channel, location)
+            channel = threads.call(open_channel, location, self._credentials)
             try:
-                yield _Calls(threads, cache_pb2_grpc.CoordinatorStub(channel))
+                yield _Calls(threads, cache_pb2_grpc.CoordinatorStub(channel), self._credentials)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, location) from None
             finally:
                 threads.call(channel.close)  # also ends a call that an interrupt left
 
     def _find_coordinator(self, timeout_s: float) -> str:
-        with Connection(self.endpoint) as connection:
+        with Connection(self.endpoint, self._credentials) as connection:
             return connection.coordinator(timeout_s).control_location
 
 
@@ -407,14 +425,17 @@ class _Calls:
 
     threads: CallThreads
     stub: cache_pb2_grpc.CoordinatorStub
+    credentials: Credentials
 
     def call(self, method: Callable[..., Any], request: object, deadline: float | None) -> Any:
         """The answer to a request, before the deadline."""
-        return self.threads.call(partial(method, request, timeout=_remaining_s(deadline)))
+        headers, timeout_s = self.credentials.headers(), _remaining_s(deadline)
+        return self.threads.call(partial(method, request, timeout=timeout_s, metadata=headers))
 
     def stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
         """The answers to a request, one after the other."""
-        responses = self.threads.call(partial(method, request, timeout=timeout_s))
+        headers = self.credentials.headers()
+        responses = self.threads.call(partial(method, request, timeout=timeout_s, metadata=headers))
         while (response := self.threads.call(next, responses, None)) is not None:
             yield response
 

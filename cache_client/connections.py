@@ -27,6 +27,7 @@ from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError,
 from cache_protocol.storage.layout import pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import DIRECT
 
 REQUEST_TIMEOUT_S = 10.0
@@ -109,17 +110,30 @@ class _SharedHandle:
 
 
 class Connection:
-    """A Flight client of one node. Thread-safe."""
+    """A Flight client of one node. Thread-safe.
 
-    def __init__(self, location: str) -> None:
+    Args:
+        location: of the node.
+        credentials: shown with every call.
+    """
+
+    def __init__(self, location: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self.location = location
+        self._credentials = credentials
         self._name = f"the connection to {location}"
         _keep_freed_memory()
         fork_gate.require_answers(_ask_nobody)
+        files = credentials.tls_files()
         with _flight_call(location):
             try:
                 self._client = _SharedHandle(
-                    flight.connect(location, generic_options=_GRPC_OPTIONS),
+                    flight.connect(
+                        location,
+                        tls_root_certs=files.ca,
+                        cert_chain=files.cert,
+                        private_key=files.key,
+                        generic_options=_GRPC_OPTIONS,
+                    ),
                     cancel=None,  # calls have deadlines, and streams cancel themselves
                     release=lambda client: client.close(),
                 )
@@ -157,7 +171,7 @@ class Connection:
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         asked_at = time.monotonic()
         with self._in_use():
-            info = self._client.value.get_flight_info(descriptor, _options(timeout_s))
+            info = self._client.value.get_flight_info(descriptor, self._options(timeout_s))
         return _shard_map(info, asked_at)
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
@@ -179,19 +193,21 @@ class Connection:
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         with self._in_use():
             try:
-                return self._client.value.get_schema(descriptor, _options(timeout_s)).schema
+                return self._client.value.get_schema(descriptor, self._options(timeout_s)).schema
             except flight.FlightError:
                 raise
-            except pa.ArrowException:
+            except (pa.ArrowException, OSError):
                 # For GetSchema, pyarrow sends an error without its code and with a traceback
                 # (apache/arrow#43556). GetFlightInfo fails for the same reason, with the code.
-                self._client.value.get_flight_info(descriptor, _options(timeout_s))
+                self._client.value.get_flight_info(descriptor, self._options(timeout_s))
                 raise
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""
         with self._in_use():
-            results = list(self._client.value.do_action(_ENDPOINTS_ACTION, _options(timeout_s)))
+            results = list(
+                self._client.value.do_action(_ENDPOINTS_ACTION, self._options(timeout_s))
+            )
         return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
 
     def report(self, report: pb.ReaderReport, timeout_s: float) -> None:
@@ -203,7 +219,7 @@ class Connection:
         """
         action = flight.Action(_REPORT_ACTION, report.SerializeToString())
         with self._in_use():
-            list(self._client.value.do_action(action, _options(timeout_s)))
+            list(self._client.value.do_action(action, self._options(timeout_s)))
 
     def open_gather(
         self,
@@ -231,7 +247,7 @@ class Connection:
         with self._in_use():
             stream = GatherStream(
                 self.location,
-                self._client.value.do_exchange(descriptor, _options(2 * timeout_s)),
+                self._client.value.do_exchange(descriptor, self._options(2 * timeout_s)),
                 usable_until,
             )
         try:
@@ -240,6 +256,12 @@ class Connection:
             stream.close()
             raise
         return stream
+
+    def _options(self, timeout_s: float) -> flight.FlightCallOptions:
+        headers = self._credentials.headers()
+        return flight.FlightCallOptions(
+            timeout=timeout_s, headers=[(name.encode(), value.encode()) for name, value in headers]
+        )
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -325,7 +347,7 @@ def _keep_freed_memory() -> None:
 def _ask_nobody() -> None:
     """Calls an address where nothing listens: fails at once where gRPC works."""
     with suppress(pa.ArrowException), flight.connect(_NOBODY, generic_options=_GRPC_OPTIONS) as own:
-        list(own.list_actions(_options(1.0)))
+        list(own.list_actions(flight.FlightCallOptions(timeout=1.0)))
 
 
 @contextmanager
@@ -351,10 +373,6 @@ def _cache_error(error: flight.FlightError, location: str) -> CacheError:
         return from_proto(pb.Error.FromString(bytes(error.extra_info)))
     first_line = str(error).splitlines()[0] if str(error) else repr(error)
     return NodeUnavailableError(f"node at {location} did not answer: {first_line}")
-
-
-def _options(timeout_s: float) -> flight.FlightCallOptions:
-    return flight.FlightCallOptions(timeout=timeout_s)
 
 
 def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:

@@ -56,6 +56,7 @@ from cache_client.permutation import checked_integer
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import (
     Rank,
+    find_credentials,
     find_endpoint,
     find_initialised_rank,
     find_job,
@@ -142,6 +143,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
+        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
+            ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
+            dataset has the token.
+        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -180,6 +185,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         job: str | None = None,
         audit: AuditMode = "off",
         skip_steps: Mapping[int, Iterable[int]] | None = None,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         problems = argument_problems(
@@ -211,6 +219,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         else:
             who = None if refused else checked(problems, lambda: find_rank(numbers[0], numbers[1]))
         where = checked(problems, lambda: find_endpoint(endpoint))
+        credentials = checked(
+            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
+        )
         checked(problems, lambda: StepPlan(0, 1, batch_size, drop_last=drop_last), ValueError)
         checked(
             problems,
@@ -223,10 +234,11 @@ class CacheIterableDataset(IterableDataset[Any]):
             problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
         if pad_mask is not None and drop_last:
             problems.append("pad_mask and drop_last exclude each other: one step is short or none")
-        if problems or who is None or where is None or named_job is None:
+        if problems or who is None or where is None or named_job is None or credentials is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
         self.endpoint = where
+        self._credentials = credentials
         self.batch_size = operator.index(batch_size)
         self.rank, self.world_size = who.rank, who.world_size
         self._warned_of_groups = False
@@ -246,7 +258,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
         self._process_health: tuple[int, NodeHealth] | None = None  # likewise
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
-        self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
@@ -523,6 +535,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             rows_per_message=self._sizes.rows_per_message(),
             deadline_s=self._deadline_s,
             local=self._local_shards(),
+            credentials=self._credentials,
             health=self._node_health(),
             counts=self._observer.counts,
         ) as reader:
@@ -658,7 +671,12 @@ class CacheIterableDataset(IterableDataset[Any]):
                     identity,
                     tuple(node.id for node in self._shards.nodes),
                     self._shared_counts,
-                    Reporter(identity, tuple(locations), is_named=self._job_is_named),
+                    Reporter(
+                        identity,
+                        tuple(locations),
+                        self._credentials,
+                        is_named=self._job_is_named,
+                    ),
                 ),
             )
         return self._observer_of[1]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cache_client.connections import Connection, GatherStream
 from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 CLOSED = "the reader was closed, or the program ends"
 _MAX_OPENED_AT_ONCE = 64  # threads; each waits for one node
@@ -38,13 +39,19 @@ class NodeStreams:
     Args:
         open_stream: opens a stream on a connection.
         timeout_s: how long `take` waits for all of its streams together, however many nodes hang.
+        credentials: of this process.
     """
 
     def __init__(
-        self, open_stream: Callable[[Connection], GatherStream], *, timeout_s: float
+        self,
+        open_stream: Callable[[Connection], GatherStream],
+        *,
+        timeout_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
         self._open_stream = open_stream
         self._timeout_s = timeout_s
+        self._credentials = credentials
         # Reentrant: a signal handler may call `close` while this thread holds the lock.
         self._lock = threading.RLock()
         self._finished = threading.Condition(self._lock)
@@ -70,7 +77,8 @@ class NodeStreams:
                 raise CacheError(CLOSED)
             connection = self._connections.get(location)
             if connection is None or connection.is_closed:
-                connection = self._connections[location] = Connection(location)
+                connection = Connection(location, self._credentials)
+                self._connections[location] = connection
             return connection
 
     def take(self, locations: Sequence[str]) -> list[GatherStream | CacheError]:

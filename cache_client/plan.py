@@ -21,6 +21,7 @@ from cache_client.window_sizes import has_plain
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,11 @@ _LAST_ATTEMPT_S, _LAST_ATTEMPT_PART = 0.5, 0.25
 
 
 def wait_for_plan(
-    endpoint: str, dataset: str, columns: Sequence[str], deadline_s: float
+    endpoint: str,
+    dataset: str,
+    columns: Sequence[str],
+    deadline_s: float,
+    credentials: Credentials = NO_CREDENTIALS,
 ) -> ShardMap:
     """Reads the shard map of the newest version of ``dataset`` as soon as it is ready.
 
@@ -40,6 +45,7 @@ def wait_for_plan(
     Args:
         columns: to read, in this order; empty for all.
         deadline_s: how long to wait for a cache that loads or does not answer.
+        credentials: of this process.
 
     Raises:
         DatasetNotFoundError, LoadError, RequestError: at once.
@@ -77,17 +83,23 @@ def wait_for_plan(
     with CallThreads() as threads:
         for attempt in attempts:
             with attempt:
-                return threads.call(_read_plan, endpoint, dataset, columns, deadline)
+                return threads.call(_read_plan, endpoint, dataset, columns, deadline, credentials)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _read_plan(endpoint: str, dataset: str, columns: Sequence[str], deadline: float) -> ShardMap:
+def _read_plan(
+    endpoint: str,
+    dataset: str,
+    columns: Sequence[str],
+    deadline: float,
+    credentials: Credentials,
+) -> ShardMap:
     """Reads the shard map; subtracts the fixed-size columns not read from ``num_bytes``."""
 
     def timeout_s() -> float:
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
-    with Connection(endpoint) as connection:
+    with Connection(endpoint, credentials) as connection:
         shards = connection.read_plan(dataset, "", columns, timeout_s())
         if not columns or not has_plain(shards.layout):
             return shards

@@ -23,7 +23,7 @@ from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
-from cache_client.ranks import find_endpoint, find_ready_deadline_s
+from cache_client.ranks import find_credentials, find_endpoint, find_ready_deadline_s
 from cache_client.reader import Reader
 from cache_client.rows import Rows, join
 from cache_client.window_sizes import row_bytes
@@ -70,6 +70,10 @@ class CacheDataset(Dataset[Any]):
         deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
             the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
         local: read shards of nodes on this machine from their files, without the node.
+        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
+            ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
+            dataset has the token.
+        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -90,16 +94,23 @@ class CacheDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         deadline_s: float = 60.0,
         local: bool = True,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         problems = argument_problems(
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
-        found_endpoint = checked(problems, lambda: find_endpoint(endpoint))
-        if problems or found_endpoint is None:
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        credentials = checked(
+            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
+        )
+        if problems or where is None or credentials is None:
             raise ConfigError("; ".join(problems))
         self.name = dataset
-        self.endpoint = found_endpoint
+        self.endpoint = where
+        self._credentials = credentials
         self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format = batch_format
@@ -107,7 +118,7 @@ class CacheDataset(Dataset[Any]):
         self._deadline_s = float(deadline_s)
         self._local = local
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
-        self._shards = wait_for_plan(found_endpoint, dataset, self._columns, ready_deadline_s)
+        self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
         self._prepare()
 
     def _prepare(self) -> None:
@@ -265,6 +276,7 @@ class CacheDataset(Dataset[Any]):
             replica_offset=process,  # spreads processes over replicas
             deadline_s=self._deadline_s,
             local=LocalShards(self._shards, self._columns) if self._local else None,
+            credentials=self._credentials,
         )
         new = _ProcessReader(reader, CallThreads())
         found = self._readers.setdefault(process, new)

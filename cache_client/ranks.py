@@ -19,10 +19,12 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cache_protocol.errors import ConfigError
+from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.local_tokens import find as find_local_token
 
 # The coordinator of the runtime `torch-distributed-data-cache`: pod 0 of the replicated job
 # `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service, because a
@@ -30,7 +32,7 @@ from cache_protocol.errors import ConfigError
 TRAIN_JOB_ENDPOINT = "grpc://{job}-dataset-initializer-0-0.{job}:50051"
 
 _ENDPOINT = re.compile(
-    r"grpc(\+tcp)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
+    r"grpc(\+tcp|\+tls)?://(\[[0-9A-Fa-f:.%]+\]|[^\s/:@?#\[\]]+):(?P<port>[0-9]{1,5})/?"
 )
 _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD requires
 
@@ -298,11 +300,39 @@ def find_ready_deadline_s(deadline_s: float, environ: Mapping[str, str] | None =
     return max(deadline_s, found)
 
 
+def find_credentials(
+    endpoint: str,
+    token: str | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Credentials:
+    """What this process shows to the cache at ``endpoint``.
+
+    A token is the argument, else that of a local cluster of this user at ``endpoint``, else
+    ``CACHE_TOKEN`` or ``CACHE_TOKEN_FILE``. The files of TLS are the argument, else
+    ``CACHE_TLS_CA``; ``CACHE_TLS_CERT`` and ``CACHE_TLS_KEY`` are those of this process.
+
+    Raises:
+        ConfigError: a file cannot be read, or two settings exclude each other.
+    """
+    found = Credentials.from_env(os.environ if environ is None else environ)
+    for name, value in {"token_file": token_file, "tls_ca": tls_ca}.items():
+        if not isinstance(value, str | os.PathLike | None) or value == "":
+            raise ConfigError(f"{name} must be a path, got {value!r}")
+    if token is not None and (not isinstance(token, str) or not token):
+        raise ConfigError("token must be a string that is not empty")  # never quoted
+    given = token is not None or token_file is not None
+    local = None if given else find_local_token(endpoint)
+    if given or local is not None:
+        file = None if token_file is None else os.fspath(token_file)
+        found = replace(found, token=local if local is not None else token, token_file=file)
+    return found if tls_ca is None else replace(found, tls_ca=os.fspath(tls_ca))
+
+
 def _checked_endpoint(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")
-    if value.startswith("grpc+tls:"):
-        raise ConfigError(f"{name} must be grpc://HOST:PORT: nodes do not serve TLS, got {value!r}")
     found = _ENDPOINT.fullmatch(value)
     if not found or not value.isprintable() or not 1 <= int(found["port"]) <= 65535:
         raise ConfigError(f"{name} must be grpc://HOST:PORT, got {value!r}")

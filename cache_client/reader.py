@@ -38,6 +38,7 @@ from cache_client.rows import Answer, Rows, in_order
 from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Reader:
         rows_per_message: the most rows in one message of a node; 0: each answer is one message.
         deadline_s: how long a window may wait for nodes that do not answer.
         local: reads shards from files of this machine, without a node; may be shared.
+        credentials: of this process.
         health: what earlier readers of the version found; used instead of ``shards``; may be
             shared.
         counts: counts rows, bytes, waits and failures; may be shared.
@@ -74,6 +76,7 @@ class Reader:
         rows_per_message: int = 0,
         deadline_s: float = 60.0,
         local: LocalShards | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
         health: NodeHealth | None = None,
         counts: ReadCounts | None = None,
     ) -> None:
@@ -88,7 +91,7 @@ class Reader:
         self._local = local
         self._counts = counts or ReadCounts()
         self._health = health or NodeHealth(shards)
-        self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s)
+        self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s, credentials=credentials)
         self._lease = Lease(
             self._streams,
             self._health,

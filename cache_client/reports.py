@@ -21,6 +21,7 @@ from cache_client.passes import Pass
 from cache_client.stats import ReadStats
 from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +87,23 @@ class Reporter:
     Args:
         reader: who reads what.
         locations: of nodes, to be asked one after the other.
+        credentials: shown to them.
         is_named: whether the job was given a name. If not, a run that is shorter than the interval
             sends nothing.
 
     Thread-safety: `send` and `send_last` may be called from any thread.
     """
 
-    def __init__(self, reader: ReaderIdentity, locations: Sequence[str], *, is_named: bool) -> None:
+    def __init__(
+        self,
+        reader: ReaderIdentity,
+        locations: Sequence[str],
+        credentials: Credentials = NO_CREDENTIALS,
+        *,
+        is_named: bool,
+    ) -> None:
         self._reader = reader
+        self._credentials = credentials
         self._locations = list(locations)
         self._interval_s = max(_INTERVAL_S, reader.world_size / _REPORTS_PER_S)
         self._is_named = is_named
@@ -160,7 +170,7 @@ class Reporter:
         for _ in range(_ATTEMPTS):
             try:
                 if self._connection is None or self._connection.is_closed:
-                    self._connection = Connection(self._locations[0])
+                    self._connection = Connection(self._locations[0], self._credentials)
                 self._connection.report(report, CALL_TIMEOUT_S)
                 return
             except ConnectionClosedError as failed:  # by a fork of this process

@@ -33,7 +33,6 @@ from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
-from cache_server.node.coordinator_link import RemoteCoordinator
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -67,6 +66,64 @@ def serve(
         str, typer.Option(metavar="<path>", help="Directory of the shards: on tmpfs or NVMe.")
     ],
     bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Let every caller read, load and drop, on any address. A node without tokens "
+            "listens on loopback addresses only, unless you give this.",
+        ),
+    ] = False,
+    auth_tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<path>",
+            help="YAML file of the callers: name, SHA-256 of the token, namespace, roles. It is "
+            "read again when it changes. Without it and --auth-jwt, the token of this node is "
+            "shared by all nodes and clients.",
+        ),
+    ] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="File of the token of this node; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
+        ),
+    ] = None,
+    token_from_env: Annotated[
+        bool, typer.Option(help="Read CACHE_TOKEN and CACHE_TOKEN_FILE.")
+    ] = True,
+    auth_jwt: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="<path>",
+            help="YAML file of an issuer of JSON web tokens: issuer, audience, jwks, rules.",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="Certificate of this node, with --tls-key: every port serves TLS.",
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        typer.Option(metavar="<path>", help="Key of --tls-cert."),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="<path>",
+            help="Certificates that sign those of other nodes and of callers.",
+        ),
+    ] = None,
+    require_client_cert: Annotated[
+        bool,
+        typer.Option(
+            "--require-client-cert", help="Refuse callers without a certificate of --tls-ca."
+        ),
+    ] = False,
     advertise: Annotated[
         str | None,
         typer.Option(
@@ -170,6 +227,14 @@ def serve(
         lambda: NodeConfig.build(
             cache_dir=cache_dir,
             bind=bind,
+            insecure=insecure,
+            auth_tokens=auth_tokens,
+            auth_jwt=auth_jwt,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_ca=tls_ca,
+            require_client_cert=require_client_cert,
+            **_token(token_file, token_from_env),
             advertise=advertise,
             flight_port=flight_port,
             control_port=control_port,
@@ -257,6 +322,14 @@ def local(
             help="Limit of the bytes of all shards on each node, such as 8GiB; default: none."
         ),
     ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Use no token, for clients that cannot send one: every user of this machine can "
+            "read, load and drop.",
+        ),
+    ] = False,
     log_level: LogLevel = "warning",
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one line of JSON."""
@@ -273,10 +346,10 @@ def local(
     signals = _Signals()
     listening = False
     try:
-        with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit) as cluster:
+        with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit, insecure=insecure) as cluster:
             if spec is not None:
                 with (
-                    RemoteCoordinator(cluster.nodes[0].control_location) as coordinator,
+                    cluster.coordinator() as coordinator,
                     progress_bar(spec.name, lambda line: logger.info("%s", line)) as show,
                 ):
                     coordinator.load(spec, show)
@@ -349,6 +422,16 @@ def _memory_limit(text: str | None) -> int | None:
         return parse_bytes(text) if text is not None else None
     except ValueError as error:
         raise ConfigError(f"--memory-limit {error}") from None
+
+
+def _token(file: str | None, from_env: bool) -> dict[str, str | None]:
+    """The settings of the token of this node."""
+    if file is not None or not from_env:
+        return {"token_file": file}
+    return {
+        "token": os.environ.get("CACHE_TOKEN") or None,
+        "token_file": os.environ.get("CACHE_TOKEN_FILE") or None,
+    }
 
 
 def _check_exit_code(code: int) -> None:

@@ -25,8 +25,11 @@ from pydantic_core import ErrorDetails
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec.dataset_spec import parse_bytes
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
+from cache_protocol.wire.credentials import Credentials
 
-_HOST_PORT = re.compile(r"(?:grpc://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
+_HOST_PORT = re.compile(
+    r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"
+)
 _HOST = re.compile(r"[^\s:/\[\]]+")
 
 
@@ -86,6 +89,15 @@ class NodeConfig(BaseModel):
     Attributes:
         cache_dir: directory of the shard files: a tmpfs for memory speed, NVMe for more rows.
         bind: address to listen on.
+        insecure: let every caller do everything, on any address. Without it, a node that knows no
+            callers must listen on a loopback address.
+        auth_tokens: file of principals, see `cache_server.auth.token_file`.
+        auth_jwt: file of an issuer of JSON web tokens, see `cache_server.auth.jwt_tokens`.
+        tls_cert, tls_key: files of the certificate for every port; also shown to other nodes.
+        tls_ca: file of the certificates that sign those of nodes and callers.
+        require_client_cert: refuse callers without a certificate of ``tls_ca``.
+        token, token_file: of this node, for calls to other nodes. Without ``auth_tokens`` and
+            ``auth_jwt`` it is shared by the whole cache.
         advertise: host name at which others reach this node; default: ``bind``, or the host name of
             the machine if ``bind`` is a wildcard.
         flight_port, control_port, http_port: 0 picks a free one.
@@ -109,6 +121,15 @@ class NodeConfig(BaseModel):
 
     cache_dir: Annotated[Path, BeforeValidator(_not_empty), _described_as("a path")]
     bind: Host = "127.0.0.1"
+    insecure: bool = False
+    auth_tokens: Path | None = None
+    auth_jwt: Path | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    require_client_cert: bool = False
+    token: str | None = Field(default=None, repr=False)
+    token_file: str | None = None
     advertise: Host | None = None
     flight_port: Port = 50_051
     control_port: Port = 50_052
@@ -181,6 +202,30 @@ class NodeConfig(BaseModel):
                 f"{value:g} and heartbeat_interval_s={interval:g}"
             )
         return value
+
+    @field_validator("require_client_cert")
+    @classmethod
+    def _has_certificates(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not (info.data.get("tls_cert") and info.data.get("tls_ca")):
+            raise ValueError("needs tls_cert, tls_key and tls_ca")
+        return value
+
+    @property
+    def credentials(self) -> Credentials:
+        """What this node shows to others, and its certificate for every port.
+
+        Raises:
+            ConfigError: a file cannot be read, or two settings exclude each other.
+        """
+        return Credentials(self.token, self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the node."""
+        try:
+            return ipaddress.ip_address(self.bind.strip("[]")).is_loopback
+        except ValueError:
+            return self.bind == "localhost"
 
     @property
     def is_coordinator(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -19,6 +20,8 @@ from typing import IO
 
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
 from cache_protocol.spec.values import as_integer, as_number
+from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import Credentials
 from cache_server.config import NodeConfig
 from cache_server.node.coordinator_link import RemoteCoordinator
 
@@ -37,12 +40,22 @@ class LocalNode:
     This process reserves the ports of the node, so that no other program gets them while the node
     is down. Linux picks no bound port as a free one, and lets the node listen on a port whose other
     socket does not listen.
+
+    Args:
+        cache_dir: of the node.
+        arguments: more options of ``cache-server serve``.
+        token: shared with the other nodes; None: every caller may do everything.
     """
 
-    def __init__(self, cache_dir: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, cache_dir: Path, arguments: Sequence[str], token: str | None = None) -> None:
         self.cache_dir = cache_dir
         self.log = cache_dir / ".log"  # a name of a dataset never begins with a dot
         self._arguments = list(arguments)
+        self.token_file = cache_dir / ".token"
+        self._arguments += (
+            ["--no-token-from-env"] if token is None else ["--token-file", str(self.token_file)]
+        )
+        self.token = token
         self._process: subprocess.Popen[str] | None = None
         self._reserved_ports: list[socket.socket] = []
         self._log_start = 0  # offset of the running process's lines, in bytes
@@ -85,6 +98,8 @@ class LocalNode:
             raise CacheError(f"the node is running already, as process {self._process.pid}")
         if not self._reserved_ports:
             self._reserved_ports = [_reserve_port(), _reserve_port()]
+            if self.token is not None:
+                local_tokens.publish(self.token, *self._locations())
         flight_port, control_port = (reserved.getsockname()[1] for reserved in self._reserved_ports)
         self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
@@ -154,6 +169,8 @@ class LocalNode:
     def close(self) -> None:
         """Kills the process and releases its ports."""
         self.kill()
+        if self.token is not None:
+            local_tokens.withdraw(*self._locations())
         self._release_ports()
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:
@@ -166,6 +183,10 @@ class LocalNode:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True
         )
 
+    def _locations(self) -> list[str]:
+        ports = (reserved.getsockname()[1] for reserved in self._reserved_ports)
+        return [f"127.0.0.1:{port}" for port in ports]
+
     def _release_ports(self) -> None:
         for reserved in self._reserved_ports:
             reserved.close()
@@ -174,9 +195,17 @@ class LocalNode:
     def _open_log(self) -> IO[bytes]:
         try:
             self.cache_dir.mkdir(parents=True, exist_ok=True)
+            self._write_token()
             return self.log.open("ab")
         except OSError as error:
             raise ConfigError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
+
+    def _write_token(self) -> None:
+        """Writes a file that only this user can read."""
+        if self.token is not None:
+            self.token_file.unlink(missing_ok=True)
+            self.token_file.touch(0o600)
+            self.token_file.write_text(self.token, encoding="utf-8")
 
     def _reap(self) -> int:
         process = self._process
@@ -210,6 +239,7 @@ class LocalCluster:
         huge_pages: move shards in memory to huge pages while nothing is loading.
         node_timeout_s: a node without a heartbeat for this long counts as lost.
         lease_s: how long a replaced version is kept after its last read.
+        insecure: use no token, so that every user of this machine can read, load and drop.
 
     Raises:
         ConfigError: quotes a bad argument.
@@ -218,6 +248,8 @@ class LocalCluster:
     Attributes:
         endpoint: ``grpc://127.0.0.1:PORT`` of the coordinator.
         nodes: the processes.
+        token: of the cluster; None if it is insecure. Clients of the same user and machine find
+            it; for others set ``CACHE_TOKEN``.
     """
 
     def __init__(
@@ -229,6 +261,7 @@ class LocalCluster:
         huge_pages: bool = True,
         node_timeout_s: float = 10.0,
         lease_s: float = 600.0,
+        insecure: bool = False,
     ) -> None:
         count, settings = checked_settings(
             num_nodes, cache_dir, memory_limit_bytes, huge_pages,
@@ -248,13 +281,14 @@ class LocalCluster:
             self._arguments.append("--ephemeral")
         if settings.memory_limit_bytes is not None:
             self._arguments += ["--memory-limit", str(settings.memory_limit_bytes)]
+        self.token = None if insecure else secrets.token_urlsafe(32)
         self.nodes: list[LocalNode] = []
         try:
             for index in range(count):
                 arguments = list(self._arguments)
                 if self.nodes:
                     arguments += ["--coordinator", self.nodes[0].control_location]
-                node = LocalNode(self.cache_dir / f"node-{index}", arguments)
+                node = LocalNode(self.cache_dir / f"node-{index}", arguments, self.token)
                 self.nodes.append(node)
                 node.begin()  # in parallel: most of the start is imports
             for node in self.nodes:
@@ -272,6 +306,10 @@ class LocalCluster:
         """Flight endpoint of the coordinator."""
         return self.nodes[0].endpoint
 
+    def coordinator(self) -> RemoteCoordinator:
+        """A link to the coordinator; the caller closes it."""
+        return RemoteCoordinator(self.nodes[0].control_location, Credentials(self.token))
+
     def wait_for_nodes(self, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Waits until the coordinator has heard from every node.
 
@@ -283,7 +321,7 @@ class LocalCluster:
         if limit is None or not limit >= 0:
             raise ConfigError(f"timeout_s must be a number of seconds, got {timeout_s!r}")
         deadline = time.monotonic() + limit
-        with RemoteCoordinator(self.nodes[0].control_location) as coordinator:
+        with self.coordinator() as coordinator:
             while True:
                 missing = {node.node_id for node in self.nodes} - _reported(coordinator)
                 if not missing:
@@ -383,6 +421,7 @@ def describe_nodes(nodes: Sequence[LocalNode]) -> str:
             "event": "listening",
             "endpoint": nodes[0].endpoint,
             "page": nodes[0].page,
+            **({} if nodes[0].token is None else {"token_file": str(nodes[0].token_file)}),
             "nodes": [{"node_id": n.node_id, "pid": n.pid, "flight": n.endpoint} for n in nodes],
         }
     )

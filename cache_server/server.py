@@ -10,13 +10,17 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
+from typing import Any
 
 import pyarrow as pa
 
-from cache_protocol.errors import CacheError, ConfigError
+from cache_protocol.errors import CacheError, ConfigError, UnauthenticatedError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import TLS_SCHEME, Credentials
+from cache_server.auth.authenticator import Authenticator
+from cache_server.auth.principals import ANYONE, Principal, Viewer
 from cache_server.config import NodeConfig
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
@@ -59,6 +63,8 @@ class CacheServer:
     ) -> None:
         self._config = config
         self._traffic = Traffic()
+        self._credentials = config.credentials
+        self._authenticator = _authenticator(config, self._credentials)
         self._load: EnvironmentLoad | None = None
         load_threads = config.load_threads or loads_at_once(_num_processors())
         with ExitStack() as stack:
@@ -76,7 +82,10 @@ class CacheServer:
             self._listen(stack)
             coordinator = self._coordinate(stack, store) if config.is_coordinator else None
             link: CoordinatorLink = coordinator or stack.enter_context(
-                RemoteCoordinator(config.coordinator or "")
+                RemoteCoordinator(
+                    f"{TLS_SCHEME if config.tls_cert else ''}{config.coordinator}",
+                    self._credentials,
+                )
             )
             self._readiness = _Readiness(
                 self._control.set_ready, waits=coordinator is not None and load is not None
@@ -88,19 +97,24 @@ class CacheServer:
                     self._description(store),
                     load_threads=load_threads,
                     container_bytes=config.container_memory_limit_bytes,
+                    credentials=self._credentials,
                     on_ready=self._readiness.set_node,
                 )
             )
             self._huge_pages = stack.enter_context(
                 HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
             )
+            owner = ANYONE
             if coordinator is not None and load is not None:
+                owner = _own_principal(self._authenticator, self._credentials)
+                load = load.renamed(owner.viewer.resolve(load.name))
                 coordinator.expect(load.name)
             self._serve(coordinator)
             if coordinator is not None and load is not None:
                 self._load = EnvironmentLoad(
                     coordinator,
                     load,
+                    owner=owner,
                     num_nodes=config.num_nodes,
                     join_timeout_s=config.join_timeout_s,
                     on_ready=self._readiness.set_loaded,
@@ -112,19 +126,27 @@ class CacheServer:
 
     def _listen(self, stack: ExitStack) -> None:
         config = self._config
-        self._control = ControlService(config.listen_host, config.control_port)
-        self._web = WebService(config.listen_host, config.http_port)
+        access: dict[str, Any] = {
+            "authenticator": self._authenticator,
+            "tls": self._credentials if config.tls_cert else None,
+            "require_client_cert": config.require_client_cert,
+        }
+        self._control = ControlService(config.listen_host, config.control_port, **access)
+        self._web = WebService(config.listen_host, config.http_port, **access)
         stack.callback(self._web.stop)  # if the node does not start
         try:
-            self._flight = FlightService(config.listen_host, config.flight_port, self._traffic)
+            self._flight = FlightService(
+                config.listen_host, config.flight_port, self._traffic, **access
+            )
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
                 f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}"
             ) from None
-        self.page = f"http://{config.host}:{self._web.port}/"
+        tls = config.tls_cert is not None
+        self.page = f"{'https' if tls else 'http'}://{config.host}:{self._web.port}/"
         self.endpoints = pb.CoordinatorEndpoints(
-            flight_location=f"grpc://{config.host}:{self._flight.port}",
-            control_location=f"{config.host}:{self._control.port}",
+            flight_location=f"{TLS_SCHEME if tls else 'grpc://'}{config.host}:{self._flight.port}",
+            control_location=f"{TLS_SCHEME if tls else ''}{config.host}:{self._control.port}",
         )
 
     def _description(self, store: ShardStore) -> pb.Node:
@@ -146,13 +168,16 @@ class CacheServer:
         self._node.start()
         if self._config.huge_pages:
             self._huge_pages.start()
-        self._web.start(lambda job: self._status(coordinator, job), self._readiness.is_ready)
+        self._web.start(
+            lambda viewer, job: self._status(coordinator, viewer, job), self._readiness.is_ready
+        )
         if coordinator is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
-    def _status(self, coordinator: Coordinator | None, job: str) -> NodeStatus:
+    def _status(self, coordinator: Coordinator | None, viewer: Viewer, job: str) -> NodeStatus:
         versions = self._node.versions()
+        seen = self._node.versions(viewer)
         node = pb.Node(
             alive=True,
             stored_bytes=sum(version.num_bytes for version in versions),
@@ -161,21 +186,23 @@ class CacheServer:
         node.MergeFrom(self._node.description)
         cache = None
         if coordinator is not None:
-            jobs = coordinator.jobs.jobs(ranks=False)
-            shown = coordinator.jobs.jobs(job) if job in {each.name for each in jobs} else ()
+            jobs = coordinator.seen_jobs(viewer=viewer, ranks=False)
+            is_known = job in {each.name for each in jobs}
             cache = CacheStatus(
                 tuple(coordinator.nodes()),
-                tuple(coordinator.summaries()),
+                tuple(coordinator.summaries(viewer)),
                 tuple(jobs),
-                tuple(shown),
+                tuple(coordinator.seen_jobs(job, viewer=viewer) if is_known else ()),
             )
         return NodeStatus(
             node=node,
             ready=self._readiness.is_ready(),
             coordinator=self._node.coordinator.control_location,
-            versions=versions,
+            versions=seen,
             huge_page_bytes=self._huge_pages.num_bytes,
-            counts=self._traffic.counts({version.key.dataset for version in versions}),
+            counts=self._traffic.counts({version.key.dataset for version in versions}).of(
+                {version.key.dataset for version in seen}
+            ),
             cache=cache,
         )
 
@@ -269,6 +296,40 @@ class _Readiness:
 
     def _is_ready(self) -> bool:
         return self._node and self._loaded and not self._ends
+
+
+def _authenticator(config: NodeConfig, own: Credentials) -> Authenticator:
+    """How this node finds out who calls.
+
+    Raises:
+        ConfigError: every caller could do everything, and other machines reach the node.
+    """
+    found = Authenticator(config.auth_tokens, config.auth_jwt, own)
+    if not found.is_open:
+        return found
+    if not (config.is_loopback or config.insecure):
+        raise ConfigError(
+            f"--bind {config.bind} lets every machine of the network read, load and drop datasets: "
+            "set CACHE_TOKEN or CACHE_TOKEN_FILE to a token that nodes and clients share, or give "
+            "--auth-tokens or --auth-jwt; or accept it with --insecure"
+        )
+    if not config.is_loopback:
+        logger.warning("every caller may do everything bind=%s: --insecure is set", config.bind)
+    return found
+
+
+def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
+    """The principal of this node, which owns the dataset of its environment.
+
+    Raises:
+        ConfigError: this node does not accept its own token.
+    """
+    if own.current_token() is None:
+        return ANYONE
+    try:
+        return authenticator.authenticate(dict(own.headers()), "")
+    except UnauthenticatedError as error:
+        raise ConfigError(f"this node does not accept its own token: {error}") from None
 
 
 def _refuse_shards_of_others(store: ShardStore) -> None:

@@ -24,7 +24,7 @@ ADDED = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "SECURITY.md": "security.md",
+    "SECURITY.md": "reporting.md",
     "benchmarks/results/README.md": "results.md",
     "benchmarks/results/shuffle.png": "images/shuffle.png",
     "examples/README.md": "examples.md",

@@ -45,7 +45,7 @@ class EnvNode:
         self.address = address
         self.cache_dir = directory / address
         self.environ = dict(environ)
-        self._arguments = [*arguments, "--bind", address, "--cache-dir", str(self.cache_dir)]
+        self.arguments = [*arguments, "--bind", address, "--cache-dir", str(self.cache_dir)]
         self._log = directory / f"{address}.log"
         self._process: subprocess.Popen[str] | None = None
         self.endpoint = self.control_location = self.node_id = ""
@@ -54,17 +54,21 @@ class EnvNode:
         """Starts the process; waits for its line unless told not to."""
         with self._log.open("ab") as log:
             self._process = forked_python.Popen(
-                [sys.executable, "-m", "cache_server", "serve", *self._arguments],
+                [sys.executable, "-m", "cache_server", "serve", *self.arguments],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=self.environ,
             )  # fmt: skip
         if listening:
-            assert self._process.stdout is not None
-            line = self._process.stdout.readline()
-            assert line, self.log()
-            told = json.loads(line)
-            self.endpoint, self.control_location = told["flight"], told["control"]
-            self.node_id = told["node_id"]
+            self.wait_until_listening()
+
+    def wait_until_listening(self) -> None:
+        """Waits for the line of the process."""
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.log()
+        told = json.loads(line)
+        self.endpoint, self.control_location = told["flight"], told["control"]
+        self.node_id = told["node_id"]
 
     @property
     def pid(self) -> int:

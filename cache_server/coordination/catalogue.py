@@ -27,7 +27,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of an entry; raise it with every addition
+_FORMAT = 3  # of an entry; raise it with every addition
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class CatalogueEntry:
         created: grows with each request; the newest version of a dataset has the largest.
         was_ready: it was served once, possibly without any shard.
         failure: why its load failed; without secrets.
+        owner: the principal that asked for the load; empty: this cache had no authentication.
     """
 
     pinned: PinnedVersion
@@ -57,6 +58,7 @@ class CatalogueEntry:
     created: int = 0
     was_ready: bool = False
     failure: CacheError | None = None
+    owner: str = ""
 
 
 class Catalogue:
@@ -94,6 +96,7 @@ class Catalogue:
         *,
         was_ready: bool = False,
         failure: CacheError | None = None,
+        owner: str = "",
     ) -> None:
         """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
@@ -108,6 +111,7 @@ class Catalogue:
             was_ready=was_ready,
             format=_FORMAT,
             failure=None if failure is None else to_proto(failure),
+            owner=owner,
         )
         for shard in pinned.shards or ():
             entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
@@ -187,7 +191,7 @@ class Catalogue:
             return {}
 
     def _path(self, key: VersionKey) -> Path:
-        return self._entries / f"{key.dataset}@{key.fingerprint}.json"
+        return self._entries / f"{key.folder}@{key.fingerprint}.json"
 
 
 def _read_entry(path: Path) -> CatalogueEntry:
@@ -214,5 +218,5 @@ def _read_entry(path: Path) -> CatalogueEntry:
     )
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
     return CatalogueEntry(
-        pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure
+        pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure, entry.owner
     )

@@ -23,6 +23,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
@@ -109,28 +110,33 @@ class Coordinator:
 
     # -- datasets ------------------------------------------------------------------------------
 
-    def create(self, spec: DatasetSpec, *, refresh: bool = False) -> pb.DatasetInfo:
+    def create(
+        self, spec: DatasetSpec, *, refresh: bool = False, by: Principal = ANYONE
+    ) -> pb.DatasetInfo:
         """Starts the load of ``spec``, attaches to its version, or retries a failed one.
 
         Args:
             refresh: plan a source again that cannot tell whether it changed; by default a version
                 of the same spec is reused. Also lowers the replicas to those of the spec.
+            by: asks for it, and owns a new version.
 
         Raises:
             LoadError: the source cannot be read, the shards cannot fit, or the catalogue cannot be
                 written.
             RequestError: a bad query.
+            PermissionDeniedError: the version needs secrets that the caller did not give, and
+                another principal owns it.
         """
         with self._changed:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
-                return self._attach(version, spec)
+                return self._attach(version, spec, by=by)
         planned = plan_version(spec)
         with self._changed:
             version = self._versions.get(planned.version.key)
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
-                return self._attach(version, spec, fewer_replicas=refresh)
+                return self._attach(version, spec, by=by, fewer_replicas=refresh)
             if version is None:
                 attempt = self._orphans.attempt(planned.version.key)
             else:
@@ -142,6 +148,7 @@ class Coordinator:
                 tuple(planned.pins.values()),
                 attempt=attempt,
                 asked_at=self._clock(),
+                owner=by.name,
             )
             try:
                 self._check_capacity(made)
@@ -163,11 +170,11 @@ class Coordinator:
             )  # fmt: skip
             self._settle()
             self._mark_changed()
-            info = self._describe(made)
+            info = self._describe(made, by.viewer)
         self._notify_listeners()
         return info
 
-    def attach(self, spec: DatasetSpec) -> pb.DatasetInfo | None:
+    def attach(self, spec: DatasetSpec, *, by: Principal = ANYONE) -> pb.DatasetInfo | None:
         """Attaches to a version of this spec that was ready before; reads no source.
 
         A job that restarts gets the same rows, even if the source has changed or is gone. `create`
@@ -186,7 +193,7 @@ class Coordinator:
                 for version in self._versions.values()
                 if version.was_ready and _content(version.pinned.spec) == _content(spec)
             )
-            return None if version is None else self._attach(version, spec)
+            return None if version is None else self._attach(version, spec, by=by)
 
     def plan(
         self, spec: DatasetSpec, *, num_nodes: int = 0, memory_limit_bytes: int = 0
@@ -227,7 +234,12 @@ class Coordinator:
         return max(versions, key=lambda version: version.created, default=None)
 
     def _attach(
-        self, version: VersionRecord, spec: DatasetSpec, *, fewer_replicas: bool = False
+        self,
+        version: VersionRecord,
+        spec: DatasetSpec,
+        *,
+        by: Principal,
+        fewer_replicas: bool = False,
     ) -> pb.DatasetInfo:
         """Makes an existing version the newest one.
 
@@ -237,8 +249,10 @@ class Coordinator:
         Raises:
             LoadError: there is no room for more replicas, or the catalogue cannot be written. Then
                 nothing has changed.
+            PermissionDeniedError: see `create`.
         """
         given = spec.secrets_to_proto()
+        version.require_secrets(given, by)
         if spec.replicas > version.pinned.spec.replicas:
             self._check_capacity(replace(version, pinned=replace(version.pinned, spec=spec)))
         elif not fewer_replicas:
@@ -252,9 +266,16 @@ class Coordinator:
         self._settle()
         self._mark_changed()
         self._notify_listeners()
-        return self._describe(version)
+        return self._describe(version, by.viewer)
 
-    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
+    def get(
+        self,
+        name: str,
+        fingerprint: str = "",
+        *,
+        lease: bool = False,
+        viewer: Viewer = EVERYTHING,
+    ) -> pb.DatasetInfo:
         """The version with ``fingerprint``, or the newest one of ``name`` that has not failed.
 
         A failed load does not affect readers of an older version. If every version failed, the
@@ -262,6 +283,7 @@ class Coordinator:
 
         Args:
             lease: its rows are about to be read, so it is kept for a while after it is replaced.
+            viewer: who asks; other datasets do not exist for it.
 
         Raises:
             DatasetNotFoundError: lists the existing datasets.
@@ -269,10 +291,10 @@ class Coordinator:
             NotReadyError: nodes may hold it, but the catalogue was lost: see `Orphans`.
         """
         with self._changed:
-            version = self._find(name, fingerprint)
+            version = self._find(name, fingerprint, viewer)
             if lease:
                 version.last_used = self._clock()
-            return self._describe(version)
+            return self._describe(version, viewer)
 
     def failure(self, name: str, fingerprint: str) -> CacheError | None:
         """Why a version cannot be served; None while it is served or loaded.
@@ -283,44 +305,77 @@ class Coordinator:
         with self._changed:
             return self._holdings(self._find(name, fingerprint)).failure()
 
-    def datasets(self) -> list[pb.DatasetInfo]:
-        """The version that `get` returns of each dataset, by name."""
+    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """The version that `get` returns of each dataset that a viewer sees, by name."""
         with self._changed:
-            names = sorted({key.dataset for key in self._versions})
-            return [self._describe(self._find(name)) for name in names]
+            return [self._describe(version, viewer) for version in self._newest_seen_by(viewer)]
 
-    def summaries(self) -> list[pb.DatasetInfo]:
+    def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
         with self._changed:
-            names = sorted({key.dataset for key in self._versions})
             summaries = []
-            for name in names:
-                version = self._find(name)
+            for version in self._newest_seen_by(viewer):
                 summary = self._holdings(version).summarize()
                 if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
                     summary.progress.elapsed_s = self._clock() - version.asked_at
-                summaries.append(summary)
+                summaries.append(_as_seen_by(viewer, summary))
             return summaries
 
-    def delete(self, name: str) -> None:
+    def seen_jobs(
+        self,
+        name: str = "",
+        *,
+        viewer: Viewer = EVERYTHING,
+        ranks: bool = True,
+        audits: bool = False,
+    ) -> list[pb.JobInfo]:
+        """The jobs that read datasets of a viewer; see `Jobs.jobs`."""
+        with self._changed:
+            shared = {
+                key.dataset
+                for key, version in self._versions.items()
+                if viewer.can_read(key.dataset, version.pinned.spec.readers)
+            }
+        jobs = self.jobs.jobs(
+            name,
+            ranks=ranks,
+            audits=audits,
+            sees=lambda dataset: dataset in shared or viewer.can_read(dataset, ()),
+        )
+        for job in jobs:
+            job.dataset = viewer.shown(job.dataset)
+        return jobs
+
+    def _newest_seen_by(self, viewer: Viewer) -> list[VersionRecord]:
+        names = sorted({viewer.shown(key.dataset) for key in self._versions})
+        found = (self._find_seen(name, "", viewer) for name in names)
+        return [version for version in found if version is not None]
+
+    def delete(self, name: str, *, viewer: Viewer = EVERYTHING) -> None:
         """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
 
         Raises:
             DatasetNotFoundError: lists the existing datasets.
         """
+        full = viewer.resolve(name)
         with self._changed:
-            orphans = self._orphans.find(name)
+            orphans = self._orphans.find(full)
             if not orphans:
-                self._find(name)
+                self._find(name, viewer=viewer)
             self._orphans.drop(*orphans)
-            self._forget(*(key for key in self._versions if key.dataset == name))
-            if name == self._expected:
+            self._forget(*(key for key in self._versions if key.dataset == full))
+            if full == self._expected:
                 self._expected = None
             self._mark_changed()
         self._notify_listeners()
 
     def watch(
-        self, name: str, fingerprint: str, active: Callable[[], bool]
+        self,
+        name: str,
+        fingerprint: str,
+        active: Callable[[], bool],
+        *,
+        viewer: Viewer = EVERYTHING,
     ) -> Iterator[pb.DatasetInfo]:
         """The dataset at every change, until it is ready or failed, or ``active()`` is false.
 
@@ -332,7 +387,7 @@ class Coordinator:
         while active():
             with self._changed:
                 seen = self._changes
-                info = self._describe(self._find(name, fingerprint))
+                info = self._describe(self._find(name, fingerprint, viewer), viewer)
             yield info
             if info.state != pb.DATASET_STATE_LOADING:
                 return
@@ -347,16 +402,22 @@ class Coordinator:
         with self._changed:
             return self._membership.nodes()
 
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+    def heartbeat(
+        self, request: pb.HeartbeatRequest, *, by: Principal = ANYONE
+    ) -> pb.HeartbeatResponse:
         """Applies the report of a node, and answers what it should hold.
+
+        Args:
+            by: sent it. The id of the node is theirs until the node counts as lost.
 
         Raises:
             ConfigError: another live node has the same id.
+            PermissionDeniedError: another principal reported for this id.
         """
         node_id = request.node.id
         self.jobs.apply(request.reports)
         with self._changed:
-            member = self._membership.apply_heartbeat(request)
+            member = self._membership.apply_heartbeat(request, by.process)
             has_news = member.has_news
             for key, loading in self._versions.items():
                 shards = member.actual[key].shards if key in member.actual else ()
@@ -397,28 +458,41 @@ class Coordinator:
 
     # -- inside the lock -----------------------------------------------------------------------
 
-    def _find(self, name: str, fingerprint: str = "") -> VersionRecord:
+    def _find_seen(self, name: str, fingerprint: str, viewer: Viewer) -> VersionRecord | None:
+        """A version that a viewer may read; see `get`."""
+        full = viewer.resolve(name)
         named = [
             version
             for key, version in self._versions.items()
-            if key.dataset == name and (not fingerprint or key.fingerprint == fingerprint)
+            if key.dataset == full
+            and (not fingerprint or key.fingerprint == fingerprint)
+            and viewer.can_read(full, version.pinned.spec.readers)
         ]
         found = self._newest(version for version in named if version.failure is None)
-        if found is None:
-            found = self._newest(named)
+        return self._newest(named) if found is None else found
+
+    def _find(self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING) -> VersionRecord:
+        found = self._find_seen(name, fingerprint, viewer)
         if found is not None:
             return found
-        self._orphans.require_none(name, fingerprint)
-        others = [key.fingerprint for key in self._versions if key.dataset == name]
+        full = viewer.resolve(name)
+        if viewer.can_read(full, ()):
+            self._orphans.require_none(full, fingerprint)
+        seen = [
+            key
+            for key, version in self._versions.items()
+            if viewer.can_read(key.dataset, version.pinned.spec.readers)
+        ]
+        others = [key.fingerprint for key in seen if key.dataset == full]
         if others:
             raise StaleVersionError(
                 f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
             )
-        if name == self._expected:
+        if full == self._expected and viewer.can_read(full, ()):
             raise NotReadyError(
                 f"dataset {name!r} waits for the nodes, and for its source to be read"
             )
-        known = sorted({key.dataset for key in self._versions})
+        known = sorted({viewer.shown(key.dataset) for key in seen})
         raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
 
     def _settle(self) -> None:
@@ -502,8 +576,8 @@ class Coordinator:
             self._views[key] = as_of, view
         return view
 
-    def _describe(self, version: VersionRecord) -> pb.DatasetInfo:
-        return self._holdings(version).describe(self._lease_s)
+    def _describe(self, version: VersionRecord, viewer: Viewer = EVERYTHING) -> pb.DatasetInfo:
+        return _as_seen_by(viewer, self._holdings(version).describe(self._lease_s))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
@@ -544,6 +618,17 @@ def _loads(desired: pb.DesiredDataset) -> frozenset[int | None]:
     return frozenset({shard.index for shard in desired.shards if shard.splits} | whole)
 
 
+def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:
+    """The description with the name that a viewer uses; a view's own is never changed."""
+    name = viewer.shown(info.spec.name)
+    if name == info.spec.name:
+        return info
+    seen = pb.DatasetInfo()
+    seen.CopyFrom(info)
+    seen.spec.name = name
+    return seen
+
+
 def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:
     """The spec with other replicas, and without its secrets."""
     content = spec.to_proto()
@@ -552,7 +637,8 @@ def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:
 
 
 def _content(spec: DatasetSpec) -> bytes:
-    """The content of a spec to compare: without replicas and secrets."""
+    """The content of a spec to compare: without replicas, readers and secrets."""
     content = spec.to_proto()
     content.replicas = 0
+    content.ClearField("readers")
     return content.SerializeToString(deterministic=True)

@@ -22,6 +22,7 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
+from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.secrets import error_text
 
@@ -56,6 +57,7 @@ class EnvironmentLoad:
         coordinator: Coordinator,
         spec: DatasetSpec,
         *,
+        owner: Principal = ANYONE,
         num_nodes: int,
         join_timeout_s: float,
         on_ready: Callable[[], None],
@@ -63,6 +65,7 @@ class EnvironmentLoad:
     ) -> None:
         self._coordinator = coordinator
         self._spec = spec
+        self._owner = owner
         self._num_nodes = num_nodes
         self._join_timeout_s = join_timeout_s
         self._on_ready = on_ready
@@ -100,11 +103,11 @@ class EnvironmentLoad:
             self._fail(CacheError(f"defect in the cache node: {error_text.reason(error, secrets)}"))
 
     def _load(self) -> None:
-        info = self._coordinator.attach(self._spec)
+        info = self._coordinator.attach(self._spec, by=self._owner)
         if info is None:
             if not self._wait_for_nodes():
                 return
-            info = self._coordinator.create(self._spec)
+            info = self._coordinator.create(self._spec, by=self._owner)
         else:
             self._was_ready = True
             logger.info("dataset was ready before, reusing it name=%s", self._spec.name)
@@ -172,7 +175,7 @@ class EnvironmentLoad:
         if missing <= 0 and self._lacked_a_node and patient:
             self._lacked_a_node = False
             logger.info("all nodes are back, loading again name=%s", self._spec.name)
-            return self._coordinator.create(self._spec)
+            return self._coordinator.create(self._spec, by=self._owner)
         if missing <= 0 or not patient:
             require_ready(info)
         self._stop.wait(_CHECK_S)

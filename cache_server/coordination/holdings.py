@@ -172,7 +172,6 @@ class Holdings:
         desired = pb.DesiredDataset(
             rows_fixed=starts is not None,
             num_rows=starts[-1] if starts else 0,
-            secrets=version.secrets,
         )
         sealed_on = self.holders(serving=False)
         if pinned.shards is None:
@@ -204,6 +203,8 @@ class Holdings:
                 # One node reads the source; the others copy its sealed shard.
                 shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
+        if reads:
+            desired.secrets.CopyFrom(version.secrets)
         desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 

@@ -257,12 +257,20 @@ class Jobs:
         self._audit_bytes -= sum(len(audit.record) for audit in job.audits.values())
         job.audits.clear()
 
-    def jobs(self, name: str = "", *, ranks: bool = True, audits: bool = False) -> list[pb.JobInfo]:
+    def jobs(
+        self,
+        name: str = "",
+        *,
+        ranks: bool = True,
+        audits: bool = False,
+        sees: Callable[[str], bool] = lambda dataset: True,
+    ) -> list[pb.JobInfo]:
         """Every job, or those of a name, live ones first.
 
         Args:
             ranks: with an entry for each rank.
             audits: with the audit records.
+            sees: whether the jobs of a dataset are listed.
 
         Raises:
             DatasetNotFoundError: no reader of that job has reported; lists those that have.
@@ -272,9 +280,9 @@ class Jobs:
             found = [
                 _describe(key, job, now, ranks=ranks, audits=audits)
                 for key, job in self._jobs.items()
-                if name in ("", key[0])
+                if name in ("", key[0]) and sees(key[1])
             ]
-            known = sorted({key[0] for key in self._jobs})
+            known = sorted({key[0] for key in self._jobs if sees(key[1])})
         if name and not found:
             raise DatasetNotFoundError(
                 f"no reader of a job {name!r} has reported; jobs: {', '.join(known) or 'none'}"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, PermissionDeniedError
 from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
@@ -23,12 +23,14 @@ class Member:
     """A node and its last report.
 
     Attributes:
+        reporter: the principal that reports for it; None: from before a restart.
         back_at: time of the first report after it was lost; None if it never was.
         has_news: whether the report changed, apart from the time of the last read.
     """
 
     node: pb.Node
     last_seen: float
+    reporter: str | None = None
     back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
@@ -89,18 +91,29 @@ class Membership:
             result.append(node)
         return result
 
-    def apply_heartbeat(self, request: pb.HeartbeatRequest) -> Member:
+    def apply_heartbeat(self, request: pb.HeartbeatRequest, reporter: str) -> Member:
         """Makes the node of a heartbeat a member; removes members that were silent for long.
 
         Such a member is, for example, a pod that came back under another name.
 
+        Args:
+            reporter: the principal that sent it. An id is theirs until the node counts as lost.
+
         Raises:
             ConfigError: another live node has the same id.
+            PermissionDeniedError: another principal reported for this id.
         """
         node_id = request.node.id
         known = self._members.get(node_id)
+        if known is not None and known.reporter not in (None, reporter) and node_id in self.alive():
+            raise PermissionDeniedError(
+                f"{reporter!r} reported for node {node_id}, which is of {known.reporter!r} until "
+                "it counts as lost"
+            )
         joined = known is None
-        member = Member(request.node, self._clock(), former=self._former(known, request.node))
+        member = Member(
+            request.node, self._clock(), reporter, former=self._former(known, request.node)
+        )
         for actual in request.datasets:
             member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
         if known is not None:

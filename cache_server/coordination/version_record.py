@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from cache_protocol.errors import CacheError, LoadError
+from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Role
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
 from cache_server.plan.pinned_version import PinnedVersion
@@ -27,6 +28,7 @@ class VersionRecord:
         result_shards: number of shards of a whole query; None until it has run.
         last_used: time of the last read; None if there was none.
         asked_at: time of the request; None for a version from before a restart.
+        owner: the principal that asked for the load.
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
@@ -46,6 +48,7 @@ class VersionRecord:
     is_failure_saved: bool = False
     ended: EndedNodes = field(default_factory=EndedNodes)
     notes: set[str] = field(default_factory=set)
+    owner: str = ""
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -61,6 +64,7 @@ class VersionRecord:
             was_ready=entry.was_ready,
             result_shards=len(entry.sealed) if has_run else None,
             is_failure_saved=entry.failure is not None,
+            owner=entry.owner,
         )
 
     def save(self, catalogue: Catalogue) -> None:
@@ -80,6 +84,7 @@ class VersionRecord:
                 self.created,
                 was_ready=self.was_ready,
                 failure=self.failure,
+                owner=self.owner,
             )
         except OSError as error:
             raise LoadError(
@@ -105,6 +110,20 @@ class VersionRecord:
     def lacks_secrets(self) -> bool:
         """Whether its source needs secrets that the coordinator does not have."""
         return self.pinned.has_secrets and not self.secrets.tables
+
+    def require_secrets(self, given: pb.Secrets, by: Principal) -> None:
+        """Refuses a caller that does not know the secrets of another principal's version.
+
+        Raises:
+            PermissionDeniedError: names the dataset and its owner.
+        """
+        is_own = by.name == self.owner or Role.ADMIN in by.roles
+        if not self.pinned.has_secrets or is_own or (given.tables and given == self.secrets):
+            return
+        raise PermissionDeniedError(
+            f"dataset {self.pinned.spec.name!r} of {self.owner or 'its node'!r} was loaded with "
+            "other credentials: give the same ones, or load it under another name"
+        )
 
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard, and the total; None until every shard was sealed once."""

@@ -16,9 +16,11 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
 from cache_protocol.wire.load_watch import wait_for_load
+from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0
 _RECONNECT_S = 5.0  # between new channels, while heartbeats fail
@@ -32,17 +34,20 @@ class RemoteCoordinator:
     name of a coordinator that does not exist yet only every two minutes.
 
     Args:
-        location: ``host:port`` of the coordinator's control port.
+        location: ``host:port`` of the coordinator's control port; ``grpc+tls://host:port`` for TLS.
+        credentials: of this process.
     """
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._location = location
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._connect()
 
     def _connect(self) -> None:
         self._channel = open_channel(
             self._location,
+            self._credentials,
             initial_reconnect_backoff_ms=100,
             max_reconnect_backoff_ms=2_000,
             dns_min_time_between_resolutions_ms=2_000,
@@ -72,16 +77,25 @@ class RemoteCoordinator:
             raise
         return response
 
-    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
+    def get(
+        self,
+        name: str,
+        fingerprint: str = "",
+        *,
+        lease: bool = False,
+        viewer: Viewer = EVERYTHING,
+    ) -> pb.DatasetInfo:
         """One dataset: the given version, or the newest one that has not failed."""
-        request = pb.GetDatasetRequest(name=name, fingerprint=fingerprint, lease=lease)
+        request = pb.GetDatasetRequest(
+            name=name, fingerprint=fingerprint, lease=lease, viewer=_viewer_to_proto(viewer)
+        )
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         return response.dataset
 
-    def datasets(self) -> list[pb.DatasetInfo]:
-        """Every dataset."""
+    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """Every dataset that a viewer sees."""
         response: pb.ListDatasetsResponse = self._call(
-            self._stub.ListDatasets, pb.ListDatasetsRequest()
+            self._stub.ListDatasets, pb.ListDatasetsRequest(viewer=_viewer_to_proto(viewer))
         )
         return list(response.datasets)
 
@@ -107,7 +121,8 @@ class RemoteCoordinator:
         watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=created.dataset.fingerprint)
 
         def watched(_: pb.DatasetInfo) -> Iterator[pb.DatasetInfo]:
-            return (response.dataset for response in self._stub.WatchDataset(watch))
+            responses = self._stub.WatchDataset(watch, metadata=self._credentials.headers())
+            return (response.dataset for response in responses)
 
         try:
             return require_ready(wait_for_load(watched, created.dataset, on_progress))
@@ -118,6 +133,10 @@ class RemoteCoordinator:
         self, method: Callable[..., Any], request: object, timeout_s: float = _CALL_TIMEOUT_S
     ) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._credentials.headers())
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._location) from None
+
+
+def _viewer_to_proto(viewer: Viewer) -> pb.Viewer:
+    return pb.Viewer(namespace=viewer.namespace, sees_all=viewer.sees_all)

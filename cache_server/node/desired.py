@@ -26,6 +26,7 @@ class LoadPlan:
         keeps_every_row: the splits tell the exact number of rows.
         joined: the query also reads other tables, or subqueries.
         refuse_nulls: also those of floats.
+        readers: other namespaces that may read the rows.
         secrets: by table, then by setting.
     """
 
@@ -38,6 +39,7 @@ class LoadPlan:
     keeps_every_row: bool
     joined: bool
     refuse_nulls: bool = False
+    readers: tuple[str, ...] = ()
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
     @cached_property

@@ -122,6 +122,7 @@ def decode_plan(plan: pb.LoadPlan, secrets: pb.Secrets) -> LoadPlan:
         keeps_every_row=plan.keeps_every_row,
         joined=plan.joined,
         refuse_nulls=plan.refuse_nulls,
+        readers=tuple(plan.readers),
         secrets={name: dict(table.values) for name, table in secrets.tables.items()},
     )
 

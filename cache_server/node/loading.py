@@ -21,6 +21,7 @@ import pyarrow as pa
 from cache_protocol.errors import LoadError, NodeUnavailableError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
+from cache_protocol.wire.credentials import Credentials
 from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
@@ -217,8 +218,11 @@ def run_whole(store: ShardStore, job: Job) -> int:
     return num_shards
 
 
-def copy_shard(store: ShardStore, job: Job) -> None:
+def copy_shard(store: ShardStore, job: Job, credentials: Credentials) -> None:
     """Copies the file of a sealed shard from another node.
+
+    Args:
+        credentials: of this node.
 
     Raises:
         NodeUnavailableError: no node gave it.
@@ -229,15 +233,18 @@ def copy_shard(store: ShardStore, job: Job) -> None:
     sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum, copy.nulls)
     for location in copy.locations[:-1]:
         try:
-            _copy(store, job, sealed, location)
+            _copy(store, job, sealed, location, credentials)
             return
         except NodeUnavailableError as error:
             logger.warning("copy failed dataset=%s %s", job.key.dataset, error)
-    _copy(store, job, sealed, copy.locations[-1])
+    _copy(store, job, sealed, copy.locations[-1], credentials)
 
 
-def _copy(store: ShardStore, job: Job, sealed: SealedShard, location: str) -> None:
-    with closing(peer_files.shard_file(location, job.key, sealed.index)) as chunks:
+def _copy(
+    store: ShardStore, job: Job, sealed: SealedShard, location: str, credentials: Credentials
+) -> None:
+    file = peer_files.shard_file(location, job.key, sealed.index, credentials=credentials)
+    with closing(file) as chunks:
         store.receive(job.key, sealed, _while_wanted(job, chunks))
 
 

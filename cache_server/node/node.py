@@ -30,6 +30,8 @@ from cache_protocol.errors import (
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
 from cache_server.node.desired import DesiredVersion
@@ -76,11 +78,18 @@ class CoordinatorLink(Protocol):
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         """Reports the actual shards; answers the desired ones."""
 
-    def get(self, name: str, fingerprint: str = "", *, lease: bool = False) -> pb.DatasetInfo:
+    def get(
+        self,
+        name: str,
+        fingerprint: str = "",
+        *,
+        lease: bool = False,
+        viewer: Viewer = EVERYTHING,
+    ) -> pb.DatasetInfo:
         """One dataset: the given version, or the newest one that has not failed."""
 
-    def datasets(self) -> list[pb.DatasetInfo]:
-        """Every dataset."""
+    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """Every dataset that a viewer sees."""
 
 
 class Node:
@@ -92,6 +101,7 @@ class Node:
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
         container_bytes: memory limit of the container, which the loads respect; None: no limit.
+        credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
     """
 
@@ -103,12 +113,14 @@ class Node:
         *,
         load_threads: int,
         container_bytes: int | None = None,
+        credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._link = link
         self.description = description
         self._on_ready = on_ready
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
         self._running: set[Job] = set()  # those that have a thread; others wait for one
@@ -180,28 +192,33 @@ class Node:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def rows(self, dataset: str, fingerprint: str) -> ResidentRows:
-        """The rows of one version that this node serves now.
+    def rows(self, dataset: str, fingerprint: str, viewer: Viewer = EVERYTHING) -> ResidentRows:
+        """The rows of one version that this node serves now, to a viewer that may read them.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError.
         """
+        dataset = viewer.resolve(dataset)
         with self._lock:
             state = self._states.get(VersionKey(dataset, fingerprint))
-            if state is not None and not state.is_retired:
+            if state is not None and not state.is_retired and state.is_seen_by(viewer):
                 if state.rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
                 state.last_read = time.monotonic()
                 return state.rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            kept = [key for key, state in self._states.items() if not state.is_retired]
+            kept = [
+                key
+                for key, state in self._states.items()
+                if not state.is_retired and state.is_seen_by(viewer)
+            ]
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
                     f"dataset {dataset!r} has fingerprint {', '.join(others)}, not {fingerprint}"
                 )
-            names = sorted({key.dataset for key in kept})
+            names = sorted({viewer.shown(key.dataset) for key in kept})
         raise DatasetNotFoundError(
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
@@ -250,13 +267,15 @@ class Node:
             self.wake()
         return dropped
 
-    def describe(self, dataset: str, fingerprint: str = "") -> pb.DatasetInfo:
+    def describe(
+        self, dataset: str, fingerprint: str = "", viewer: Viewer = EVERYTHING
+    ) -> pb.DatasetInfo:
         """One dataset, from the coordinator, leased because its rows are about to be read."""
-        return self._link.get(dataset, fingerprint, lease=True)
+        return self._link.get(dataset, fingerprint, lease=True, viewer=viewer)
 
-    def datasets(self) -> list[pb.DatasetInfo]:
-        """Every dataset, from the coordinator."""
-        return self._link.datasets()
+    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """Every dataset that a viewer sees, from the coordinator."""
+        return self._link.datasets(viewer)
 
     def take_report(self, report: pb.ReaderReport) -> None:
         """Sends a report of a reader on with the next heartbeat; drops the oldest of too many.
@@ -266,13 +285,16 @@ class Node:
         """
         self._reports.append(checked_report(report))
 
-    def versions(self) -> tuple[VersionStatus, ...]:
-        """Every version that this node should hold or still stores, by name."""
+    def versions(self, viewer: Viewer = EVERYTHING) -> tuple[VersionStatus, ...]:
+        """Every version that this node should hold or still stores, and a viewer sees, by name."""
         sealed = self._store.versions()
         with self._lock:
             return tuple(
-                _status(key, sealed.get(key, {}), self._states.get(key))
+                _status(key, sealed.get(key, {}), state)
                 for key in sorted({*sealed, *self._states}, key=astuple)
+                for state in [self._states.get(key)]
+                if viewer.can_read(key.dataset, ())
+                or (state is not None and state.is_seen_by(viewer))
             )
 
     def is_ready(self) -> bool:
@@ -488,7 +510,7 @@ class Node:
             with self._lock:
                 state.num_shards = num_shards
         elif job.shard.copy:
-            loading.copy_shard(self._store, job)
+            loading.copy_shard(self._store, job, self._credentials)
         else:
             self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
 

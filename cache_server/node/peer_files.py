@@ -9,6 +9,7 @@ import pyarrow.flight as flight
 
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import DIRECT
 from cache_server.shards.version_key import VersionKey
 
@@ -20,12 +21,14 @@ def shard_file(
     key: VersionKey,
     index: int,
     *,
+    credentials: Credentials = NO_CREDENTIALS,
     keepalive_s: float = 10.0,
     keepalive_timeout_s: float = 10.0,
 ) -> Generator[pa.Buffer, None, None]:
     """The bytes of a sealed shard's file, in order.
 
     Args:
+        credentials: of this node.
         keepalive_s: time without a byte before a keepalive ping.
         keepalive_timeout_s: time to answer a ping, and to connect. A peer with a slow disk answers
             pings; a stopped process does not.
@@ -34,10 +37,16 @@ def shard_file(
         NodeUnavailableError: the copy failed; names node, dataset and shard.
     """
     ticket = pb.ReadTicket(dataset=key.dataset, fingerprint=key.fingerprint, shard_file=index)
-    options = flight.FlightCallOptions(timeout=_TIMEOUT_S)
+    headers = [(name.encode(), value.encode()) for name, value in credentials.headers()]
+    options = flight.FlightCallOptions(timeout=_TIMEOUT_S, headers=headers)
+    files = credentials.tls_files()
     try:
         with flight.FlightClient(
-            location, generic_options=_keepalive_options(keepalive_s, keepalive_timeout_s)
+            location,
+            tls_root_certs=files.ca,
+            cert_chain=files.cert,
+            private_key=files.key,
+            generic_options=_keepalive_options(keepalive_s, keepalive_timeout_s),
         ) as client:
             reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
             for chunk in reader:

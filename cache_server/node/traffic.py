@@ -36,6 +36,11 @@ class Counts:
     served: Mapping[Read, Served]
     errors: Mapping[str, int]
 
+    def of(self, datasets: Collection[str]) -> Counts:
+        """Without the reads of other datasets."""
+        served = {read: sums for read, sums in self.served.items() if read.dataset in datasets}
+        return Counts(served, self.errors)
+
 
 class Traffic:
     """The counters. Thread-safe. Each message costs a lock and two additions."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from cache_server.auth.principals import Viewer
 from cache_server.node.desired import DesiredVersion
 from cache_server.node.loading import Job, SpooledTables
 from cache_server.node.reconcile import ActualVersion
@@ -55,6 +56,11 @@ class VersionState:
     last_read: float | None = None
     notes: set[str] = field(default_factory=set)
     is_retired: bool = False
+
+    def is_seen_by(self, viewer: Viewer) -> bool:
+        """Whether a viewer may read its rows."""
+        plan = self.desired.plan
+        return viewer.can_read(plan.key.dataset, plan.readers)
 
     def update(self, desired: DesiredVersion) -> None:
         """Notes what is desired now."""

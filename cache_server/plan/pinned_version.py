@@ -92,6 +92,7 @@ class PinnedVersion:
             comparable=self.comparable,
             joined=self.joined,
             refuse_nulls=self.spec.nulls == "refuse",
+            readers=self.spec.readers,
         )
 
     @classmethod

@@ -15,27 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from cache_protocol.errors import (
-    CacheError,
-    ConfigError,
-    DatasetNotFoundError,
-    LoadError,
-    NodeUnavailableError,
-    NotReadyError,
-    RequestError,
-    StaleVersionError,
-    to_proto,
-)
+from cache_protocol.errors import CacheError, ConfigError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.grpc_channel import ERROR_TRAILER, MAX_MESSAGE_BYTES
+from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
+from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
 from cache_server.secrets import error_text
 
 logger = logging.getLogger(__name__)
@@ -48,16 +42,6 @@ _MIN_PING_INTERVAL_MS = 1_000
 _LEAST_WAIT_S = 0.5  # for calls that were ended
 _NO_SECRETS = pb.Secrets()
 
-_STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
-    (DatasetNotFoundError, grpc.StatusCode.NOT_FOUND),
-    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
-    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
-    (NotReadyError, grpc.StatusCode.UNAVAILABLE),
-    (NodeUnavailableError, grpc.StatusCode.UNAVAILABLE),
-    (StaleVersionError, grpc.StatusCode.FAILED_PRECONDITION),
-    (LoadError, grpc.StatusCode.FAILED_PRECONDITION),
-)
-
 
 class ControlService:
     """The gRPC server of one node. Listens from construction, serves from `start` on.
@@ -65,11 +49,23 @@ class ControlService:
     Args:
         bind: host to listen on.
         port: 0 picks a free one; see ``.port``.
+        authenticator: of callers; default: every caller may do everything.
+        tls: certificate and key to serve TLS with; None: plain text.
+        require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
     """
 
-    def __init__(self, bind: str, port: int) -> None:
+    def __init__(
+        self,
+        bind: str,
+        port: int,
+        authenticator: Authenticator | None = None,
+        *,
+        tls: Credentials | None = None,
+        require_client_cert: bool = False,
+    ) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="control"),
+            interceptors=[CallerInterceptor(authenticator or Authenticator())],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
@@ -78,7 +74,11 @@ class ControlService:
             ],
         )
         try:
-            self.port = self._server.add_insecure_port(f"{bind}:{port}")
+            if tls is None:
+                self.port = self._server.add_insecure_port(f"{bind}:{port}")
+            else:
+                certificates = _certificates(tls, require_client_cert=require_client_cert)
+                self.port = self._server.add_secure_port(f"{bind}:{port}", certificates)
         except RuntimeError:
             raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
         self._planning_calls = _RunningCalls()
@@ -111,6 +111,24 @@ class ControlService:
         return self._planning_calls.have_ended(_LEAST_WAIT_S)
 
 
+def _certificates(tls: Credentials, *, require_client_cert: bool) -> grpc.ServerCredentials:
+    """The certificates of the server; those of renewed files are used for new connections."""
+
+    def configuration() -> Any:
+        files = tls.tls_files()
+        assert files.key is not None and files.cert is not None
+        return grpc.ssl_server_certificate_configuration([(files.key, files.cert)], files.ca)
+
+    def renewed() -> Any:
+        try:
+            return configuration()
+        except ConfigError as error:
+            logger.error("certificate not read again reason=%s", error)
+            return None  # keeps the last one
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, require_client_cert)
+
+
 class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     """cache.v1.Coordinator over a `Coordinator`.
 
@@ -136,8 +154,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
         with self._planning_calls.call(), _error_statuses(context, request.secrets):
+            principal = caller_of(context).principal
+            request.spec.name = principal.viewer.resolve(request.spec.name)
+            principal.require_own(request.spec.name, "a load")
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
-            info = self._coordinator.create(spec, refresh=request.refresh)
+            info = self._coordinator.create(spec, refresh=request.refresh, by=principal)
             return pb.CreateDatasetResponse(dataset=info)
 
     def PlanDataset(
@@ -157,7 +178,10 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.GetDatasetResponse:
         """One dataset."""
         with _error_statuses(context):
-            info = self._coordinator.get(request.name, request.fingerprint, lease=request.lease)
+            viewer = _viewer(caller_of(context), request.viewer)
+            info = self._coordinator.get(
+                request.name, request.fingerprint, lease=request.lease, viewer=viewer
+            )
             return pb.GetDatasetResponse(dataset=info)
 
     def WatchDataset(
@@ -170,8 +194,15 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         is_long = self._long_watches.acquire(blocking=False)
         try:
             with _error_statuses(context):
-                active: Callable[[], bool] = context.is_active
-                for info in self._coordinator.watch(request.name, request.fingerprint, active):
+                caller = caller_of(context)
+
+                def active() -> bool:
+                    caller.still_allowed()
+                    return bool(context.is_active())
+
+                for info in self._coordinator.watch(
+                    request.name, request.fingerprint, active, viewer=caller.principal.viewer
+                ):
                     yield pb.WatchDatasetResponse(dataset=info)
                     if not is_long:
                         return
@@ -184,14 +215,17 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.ListDatasetsResponse:
         """One version of every dataset: the newest that has not failed."""
         with _error_statuses(context):
-            return pb.ListDatasetsResponse(datasets=self._coordinator.datasets())
+            viewer = _viewer(caller_of(context), request.viewer)
+            return pb.ListDatasetsResponse(datasets=self._coordinator.datasets(viewer))
 
     def DeleteDataset(
         self, request: pb.DeleteDatasetRequest, context: grpc.ServicerContext
     ) -> pb.DeleteDatasetResponse:
         """Forgets a dataset."""
         with _error_statuses(context):
-            self._coordinator.delete(request.name)
+            principal = caller_of(context).principal
+            principal.require_own(principal.viewer.resolve(request.name), "a drop")
+            self._coordinator.delete(request.name, viewer=principal.viewer)
             return pb.DeleteDatasetResponse()
 
     def ListNodes(
@@ -206,7 +240,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.ListJobsResponse:
         """Jobs that read from the cache."""
         with _error_statuses(context):
-            jobs = self._coordinator.jobs.jobs(request.name, audits=request.audits)
+            viewer = caller_of(context).principal.viewer
+            jobs = self._coordinator.seen_jobs(request.name, viewer=viewer, audits=request.audits)
             return pb.ListJobsResponse(jobs=jobs)
 
     def Heartbeat(
@@ -214,7 +249,15 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.HeartbeatResponse:
         """Takes a node's report, answers what it should hold."""
         with _error_statuses(context):
-            return self._coordinator.heartbeat(request)
+            return self._coordinator.heartbeat(request, by=caller_of(context).principal)
+
+
+def _viewer(caller: Caller, asked: pb.Viewer) -> Viewer:
+    """Whose datasets a caller sees: a node asks for the callers that it serves."""
+    own = caller.principal.viewer
+    if own.sees_all and asked.namespace:
+        return Viewer(asked.namespace, sees_all=asked.sees_all)
+    return own
 
 
 class _RunningCalls:
@@ -265,7 +308,7 @@ def _error_statuses(
     try:
         yield
     except CacheError as error:
-        _abort(context, error)
+        abort(context, error)
     except error_text.EXITS:
         raise
     except BaseException as error:
@@ -273,12 +316,4 @@ def _error_statuses(
             raise  # the abort of an inner handler, or a caller that left
         logger.error("defect in a gRPC verb\n%s", error_text.trace(error, secrets))
         reason = error_text.reason(error, secrets)
-        _abort(context, CacheError(f"defect in the cache node: {reason}"))
-
-
-def _abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
-    status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
-    message = to_proto(error)
-    context.set_trailing_metadata(((ERROR_TRAILER, message.SerializeToString()),))
-    context.abort(status, message.message)
-    raise AssertionError("abort raises")
+        abort(context, CacheError(f"defect in the cache node: {reason}"))

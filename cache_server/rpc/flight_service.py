@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,17 +22,20 @@ from cache_protocol.errors import (
     CacheError,
     InvalidRowsError,
     InvalidTicketError,
-    NodeUnavailableError,
     NotReadyError,
     RequestError,
     require_ready,
-    to_proto,
 )
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.storage.shard_files import Selection, shard_file_name
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import Credentials
+from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.principals import EVERYTHING, Role, Viewer
+from cache_server.auth.verbs import SHARD_FILE
 from cache_server.node.node import Node
 from cache_server.node.traffic import Read, Traffic
+from cache_server.rpc.flight_calls import CallerMiddleware, flight_error
 from cache_server.rpc.flight_messages import header_size, padding
 from cache_server.secrets import error_text
 from cache_server.shards.version_key import VersionKey
@@ -53,10 +56,30 @@ class FlightService(flight.FlightServerBase):
         bind: host to listen on.
         port: 0 picks a free one; see ``.port``.
         traffic: counts rows, bytes and errors.
+        authenticator: of callers; default: every caller may do everything.
+        tls: certificate and key to serve TLS with, read once; None: plain text.
+        require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
     """
 
-    def __init__(self, bind: str, port: int, traffic: Traffic) -> None:
-        super().__init__(f"grpc://{bind}:{port}")
+    def __init__(
+        self,
+        bind: str,
+        port: int,
+        traffic: Traffic,
+        authenticator: Authenticator | None = None,
+        *,
+        tls: Credentials | None = None,
+        require_client_cert: bool = False,
+    ) -> None:
+        self._callers = CallerMiddleware(authenticator or Authenticator(), traffic)
+        options: dict[str, Any] = {"middleware": self._callers.by_name}
+        if tls is not None:
+            files = tls.tls_files()
+            options["tls_certificates"] = [(files.cert, files.key)]
+            if require_client_cert:
+                options |= {"verify_client": True, "root_certificates": files.ca}
+        scheme = "grpc" if tls is None else "grpc+tls"
+        super().__init__(f"{scheme}://{bind}:{port}", **options)
         self._traffic = traffic
         self._node: Node | None = None
 
@@ -70,27 +93,31 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
-        with self._named_errors():
-            info, columns, part = self._resolve(descriptor)
-            return _flight_info(descriptor, require_ready(info), columns, part)
+        with self._call(context) as caller:
+            info, columns, part = self._resolve(descriptor, caller.principal.viewer)
+            viewer = caller.principal.viewer
+            return _flight_info(descriptor, require_ready(info), columns, part, viewer)
 
     def get_schema(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.SchemaResult:
         """The logical schema; known before the dataset is ready."""
-        with self._named_errors():
-            info, columns, _ = self._resolve(descriptor)
+        with self._call(context) as caller:
+            info, columns, _ = self._resolve(descriptor, caller.principal.viewer)
             return flight.SchemaResult(_layout(info).select(columns).logical)
 
     def list_flights(
         self, context: flight.ServerCallContext, criteria: bytes
     ) -> Iterator[flight.FlightInfo]:
         """Every ready dataset; ``criteria`` is a prefix of their names."""
-        with self._named_errors():
+        with self._call(context) as caller:
+            viewer = caller.principal.viewer
             prefix = criteria.decode("utf-8", "replace")
             infos = [
-                _flight_info(flight.FlightDescriptor.for_path(info.spec.name), info, [], None)
-                for info in self._ready_node().datasets()
+                _flight_info(
+                    flight.FlightDescriptor.for_path(info.spec.name), info, [], None, viewer
+                )
+                for info in self._ready_node().datasets(viewer)
                 if info.state == pb.DATASET_STATE_READY and info.spec.name.startswith(prefix)
             ]
         return iter(infos)
@@ -99,14 +126,16 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.FlightDataStream:
         """Logical columns of a row range that this node holds."""
-        with self._named_errors():
+        with self._call(context) as caller:
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
+            viewer = caller.principal.viewer
             if request.HasField("shard_file"):
+                caller.principal.require(Role.NODE, SHARD_FILE)
                 key = VersionKey(request.dataset, request.fingerprint)
                 chunks = self._ready_node().shard_file(key, request.shard_file, _MESSAGE_BYTES)
-                copied = self._counted(Read(key.dataset, "file"), map(_file_chunk, chunks))
+                copied = self._counted(caller, Read(key.dataset, "file"), map(_file_chunk, chunks))
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
-            rows = self._ready_node().rows(request.dataset, request.fingerprint)
+            rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
@@ -114,7 +143,7 @@ class FlightService(flight.FlightServerBase):
             batches = rows.messages(start, stop, _MESSAGE_BYTES, selection)
             unpacked = (layout.unpack(batch) for batch in batches)
             return flight.GeneratorStream(
-                layout.logical, self._counted(Read(request.dataset, "get"), unpacked)
+                layout.logical, self._counted(caller, Read(rows.key.dataset, "get"), unpacked)
             )
 
     def do_put(
@@ -125,7 +154,7 @@ class FlightService(flight.FlightServerBase):
         writer: flight.FlightMetadataWriter,
     ) -> None:
         """Refused: a cache must be able to load a dataset again, from its source."""
-        with self._named_errors():
+        with self._call(context):
             raise RequestError(
                 "DoPut is not supported: a cache loads a dataset from its source (CreateDataset)"
             )
@@ -138,18 +167,19 @@ class FlightService(flight.FlightServerBase):
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """Answers each batch of row ids with those rows, in that order, in packed columns."""
-        with self._named_errors():
+        with self._call(context) as caller:
             if descriptor.descriptor_type != flight.DescriptorType.CMD:
                 raise InvalidTicketError("DoExchange takes a GatherRequest as its command")
             request = _parse(pb.GatherRequest, descriptor.command, "gather request")
             node = self._ready_node()
             selection: Selection | None = None
-            read = Read(request.dataset, "exchange")
             header = 0
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: the shards of a node change during a stream.
-                rows = node.rows(request.dataset, request.fingerprint)
+                viewer = caller.still_allowed().viewer
+                rows = node.rows(request.dataset, request.fingerprint, viewer)
+                read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
                     writer.begin(selection.layout.schema)
@@ -162,18 +192,20 @@ class FlightService(flight.FlightServerBase):
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The actions."""
-        return [
-            (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
-            (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
-        ]
+        with self._call(context):
+            return [
+                (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
+                (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
+            ]
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
         """``endpoints``: where the coordinator of this node is. ``report``: takes a report."""
-        with self._named_errors():
+        with self._call(context) as caller:
             if action.type == REPORT_ACTION:
                 report = _parse(pb.ReaderReport, action.body, "report")
+                report.dataset = caller.principal.viewer.resolve(report.dataset)
                 self._ready_node().take_report(report)
                 return iter(())
             if action.type != ENDPOINTS_ACTION:
@@ -185,11 +217,21 @@ class FlightService(flight.FlightServerBase):
                 raise NotReadyError("this node has not reached its coordinator yet")
             return iter([flight.Result(endpoints.SerializeToString())])
 
-    def _counted(self, read: Read, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def _counted(
+        self, caller: Caller, read: Read, batches: Iterable[pa.RecordBatch]
+    ) -> Iterator[pa.RecordBatch]:
         for batch in batches:
+            with self._named_errors():
+                caller.still_allowed()
             yield batch
             rows = batch.num_rows if read.verb != "file" else 0
             self._traffic.count(read, rows=rows, num_bytes=batch.nbytes)
+
+    @contextmanager
+    def _call(self, context: flight.ServerCallContext) -> Iterator[Caller]:
+        """Surrounds a handler: its caller, and its errors."""
+        with self._named_errors():
+            yield self._callers.caller(context)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -198,7 +240,7 @@ class FlightService(flight.FlightServerBase):
             yield
         except CacheError as error:
             self._traffic.count_error(type(error).__name__)
-            raise _flight_error(error) from None
+            raise flight_error(error) from None
         except (flight.FlightError, pa.ArrowException, *error_text.EXITS):
             raise
         except BaseException as error:
@@ -206,7 +248,7 @@ class FlightService(flight.FlightServerBase):
             secrets = pb.Secrets()  # no Flight verb gets secrets
             logger.error("defect in a Flight verb\n%s", error_text.trace(error, secrets))
             reason = error_text.reason(error, secrets)
-            raise _flight_error(CacheError(f"defect in the cache node: {reason}")) from None
+            raise flight_error(CacheError(f"defect in the cache node: {reason}")) from None
 
     # -- parsing -----------------------------------------------------------------------------------
 
@@ -216,31 +258,31 @@ class FlightService(flight.FlightServerBase):
         return self._node
 
     def _resolve(
-        self, descriptor: flight.FlightDescriptor
+        self, descriptor: flight.FlightDescriptor, viewer: Viewer
     ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
         """The dataset, columns and part (index, total) of a descriptor."""
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
-            info = node.describe(request.dataset, request.fingerprint)
+            info = node.describe(request.dataset, request.fingerprint, viewer)
             return info, list(request.columns), None
         if descriptor.descriptor_type != flight.DescriptorType.PATH:
             raise InvalidTicketError("the descriptor has neither a command nor a path")
         path = [part.decode("utf-8", "replace") for part in descriptor.path]
         if len(path) == 1:
-            return node.describe(path[0]), [], None
+            return node.describe(path[0], viewer=viewer), [], None
         if len(path) == 2:
             part = _part(path[0], path[1])
-            only = self._only_dataset()
-            return node.describe(only.spec.name, only.fingerprint), [], part
+            only = self._only_dataset(viewer)
+            return node.describe(only.spec.name, only.fingerprint, viewer), [], part
         if len(path) == 3:
-            return node.describe(path[0]), [], _part(path[1], path[2])
+            return node.describe(path[0], viewer=viewer), [], _part(path[1], path[2])
         raise InvalidTicketError(
             f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
         )
 
-    def _only_dataset(self) -> pb.DatasetInfo:
-        datasets = self._ready_node().datasets()
+    def _only_dataset(self, viewer: Viewer) -> pb.DatasetInfo:
+        datasets = self._ready_node().datasets(viewer)
         if len(datasets) == 1:
             return datasets[0]
         names = ", ".join(info.spec.name for info in datasets) or "none"
@@ -248,12 +290,6 @@ class FlightService(flight.FlightServerBase):
             f"a path of [index, total] needs exactly one dataset, got datasets: {names}; "
             "use [dataset, index, total]"
         )
-
-
-def _flight_error(error: CacheError) -> flight.FlightError:
-    retryable = isinstance(error, NotReadyError | NodeUnavailableError)
-    kind = flight.FlightUnavailableError if retryable else flight.FlightServerError
-    return kind(str(error), to_proto(error).SerializeToString())
 
 
 def _parse(message: type[_M], data: bytes, what: str) -> _M:
@@ -309,8 +345,10 @@ def _flight_info(
     info: pb.DatasetInfo,
     columns: Sequence[str],
     part: tuple[int, int] | None,
+    viewer: Viewer = EVERYTHING,
 ) -> flight.FlightInfo:
     layout = _layout(info).select(columns)
+    folder = VersionKey(viewer.resolve(info.spec.name), info.fingerprint).folder
     start, stop = 0, info.num_rows
     if part is not None:
         index, total = part
@@ -318,7 +356,7 @@ def _flight_info(
     return flight.FlightInfo(
         layout.logical,
         descriptor,
-        list(_endpoints(info, columns, start, stop, alone=part is not None)),
+        list(_endpoints(info, columns, start, stop, folder, alone=part is not None)),
         stop - start,
         _total_bytes(info, layout, stop - start),
         ordered=True,
@@ -329,18 +367,24 @@ def _flight_info(
 
 
 def _endpoints(
-    info: pb.DatasetInfo, columns: Sequence[str], start: int, stop: int, *, alone: bool
+    info: pb.DatasetInfo,
+    columns: Sequence[str],
+    start: int,
+    stop: int,
+    folder: str,
+    *,
+    alone: bool,
 ) -> Iterator[flight.FlightEndpoint]:
     """One endpoint for each shard with some of the rows ``[start, stop)``.
 
     Args:
+        folder: of the dataset, in every cache directory.
         alone: only one location each. Clients that request a part, as those of the Kubeflow data
             cache, read every location of an endpoint. Others choose one of the nodes or files.
     """
     locations = {node.id: node.flight_location for node in info.nodes}
     directories = {
-        node.id: Path(node.cache_dir, info.spec.name, info.fingerprint).as_uri()
-        for node in info.nodes
+        node.id: Path(node.cache_dir, folder, info.fingerprint).as_uri() for node in info.nodes
     }
     for shard in info.shards:
         first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)

@@ -53,7 +53,7 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
             _write_again(directory / MANIFEST, adopted)
             remove_empty(directory)
             if adopted:
-                key = VersionKey(directory.parent.name, directory.name)
+                key = VersionKey.of_folder(directory.parent.name, directory.name)
                 found[key] = {shard.sealed.index: shard for shard in adopted}
     return found
 

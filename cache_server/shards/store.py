@@ -339,7 +339,7 @@ class ShardStore:
             remove(path)
 
     def _directory(self, key: VersionKey) -> Path:
-        return self.cache_dir / key.dataset / key.fingerprint
+        return self.cache_dir / key.folder / key.fingerprint
 
     def _create(self, path: Path) -> None:
         """Makes an empty file and its directories, so that `_remove_empty` keeps them."""

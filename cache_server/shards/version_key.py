@@ -11,3 +11,13 @@ class VersionKey:
 
     dataset: str
     fingerprint: str
+
+    @property
+    def folder(self) -> str:
+        """The folder of the dataset in a cache directory; a name has no ``@``."""
+        return self.dataset.replace("/", "@")
+
+    @classmethod
+    def of_folder(cls, folder: str, fingerprint: str) -> VersionKey:
+        """The version in a folder."""
+        return cls(folder.replace("@", "/"), fingerprint)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import socket
 import socketserver
+import ssl
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
 
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import (
+    ConfigError,
+    NodeUnavailableError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
+from cache_protocol.wire.credentials import Credentials
+from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.principals import Viewer
 from cache_server.node.status import NodeStatus
 from cache_server.web.page import page
 
@@ -22,6 +33,8 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 10.0  # time for a caller to send its request
 _POLL_S = 0.1  # longest time to stop
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, no other file
+_ASK_FOR_TOKEN = {"WWW-Authenticate": 'Basic realm="data cache: the token is the password"'}
+_NO_HEADERS: Mapping[str, str] = {}
 _TEXT = "text/plain; charset=utf-8"
 _HTML = "text/html; charset=utf-8"
 
@@ -32,28 +45,48 @@ class WebService:
     Args:
         bind: host to listen on.
         port: 0 picks a free one; see ``.port``.
+        authenticator: of callers; default: every caller sees everything.
+        tls: certificate and key to serve TLS with, read once; None: plain text.
+        require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
 
     Raises:
         ConfigError: the port cannot be used.
     """
 
-    def __init__(self, bind: str, port: int) -> None:
+    def __init__(
+        self,
+        bind: str,
+        port: int,
+        authenticator: Authenticator | None = None,
+        *,
+        tls: Credentials | None = None,
+        require_client_cert: bool = False,
+    ) -> None:
         try:
             self._server = _Server(bind.strip("[]"), port)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on HTTP port {bind}:{port}: {error.strerror or error}"
             ) from None
+        self._server.authenticator = authenticator or Authenticator()
+        if tls is not None:
+            self._server.socket = _tls_context(tls, require_client_cert).wrap_socket(
+                self._server.socket,
+                server_side=True,
+                do_handshake_on_connect=False,  # it would block the thread that accepts
+            )
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="http", daemon=True
         )
 
-    def start(self, status: Callable[[str], NodeStatus], is_ready: Callable[[], bool]) -> None:
-        """Starts to answer calls with the current status, and probes with ``is_ready``.
+    def start(
+        self, status: Callable[[Viewer, str], NodeStatus], is_ready: Callable[[], bool]
+    ) -> None:
+        """Starts to answer calls with what a viewer sees now, and probes with ``is_ready``.
 
         Args:
-            status: takes the name of a job to show with its ranks; empty for none.
+            status: takes a viewer, and the name of a job to show with its ranks; empty for none.
         """
         self._server.status, self._server.is_ready = status, is_ready
         self._thread.start()
@@ -67,7 +100,8 @@ class WebService:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    status: Callable[[str], NodeStatus]
+    authenticator: Authenticator
+    status: Callable[[Viewer, str], NodeStatus]
     is_ready: Callable[[], bool]
 
     def __init__(self, host: str, port: int) -> None:
@@ -90,26 +124,69 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
-        if path == "/":
-            job = parse_qs(query).get("job", [""])[-1]
-            self._answer(HTTPStatus.OK, page(self.server.status(job), job).encode(), _HTML)
-        elif path == "/metrics":
-            from cache_server.web.metrics import exposition
-
-            accept = self.headers.get("Accept", "")
-            self._answer(HTTPStatus.OK, *exposition(self.server.status(""), accept))
-        elif path == "/ready":
-            ready = self.server.is_ready()
-            code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
-            self._answer(code, b"ready\n" if ready else b"not ready\n", _TEXT)
+        path = self.path.partition("?")[0]
+        answer = PATHS.get(path)
+        if answer is None:
+            paths = ", ".join(PATHS)
+            self._answer(HTTPStatus.NOT_FOUND, f"not found; paths: {paths}\n".encode(), _TEXT)
+            return
+        try:
+            caller = Caller(
+                self.server.authenticator, f"http {path}", self._caller_headers(), self._peer()
+            )
+        except UnauthenticatedError as error:
+            self._answer(HTTPStatus.UNAUTHORIZED, f"{error}\n".encode(), _TEXT, _ASK_FOR_TOKEN)
+        except PermissionDeniedError as error:
+            self._answer(HTTPStatus.FORBIDDEN, f"{error}\n".encode(), _TEXT)
+        except NodeUnavailableError as error:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), _TEXT)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"not found; paths: /, /metrics, /ready\n", _TEXT)
+            answer(self, caller.principal.viewer)
 
     do_HEAD = do_GET
 
-    def _answer(self, code: HTTPStatus, body: bytes, content_type: str) -> None:
+    def _page(self, viewer: Viewer) -> None:
+        job = parse_qs(self.path.partition("?")[2]).get("job", [""])[-1]
+        self._answer(HTTPStatus.OK, page(self.server.status(viewer, job), job).encode(), _HTML)
+
+    def _metrics(self, viewer: Viewer) -> None:
+        from cache_server.web.metrics import exposition
+
+        accept = self.headers.get("Accept", "")
+        self._answer(HTTPStatus.OK, *exposition(self.server.status(viewer, ""), accept))
+
+    def _ready(self, viewer: Viewer) -> None:
+        ready = self.server.is_ready()
+        code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
+        self._answer(code, b"ready\n" if ready else b"not ready\n", _TEXT)
+
+    def _caller_headers(self) -> dict[str, str]:
+        """The headers; a browser sends the token as the password of HTTP's Basic scheme."""
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        scheme, _, encoded = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic":
+            with suppress(ValueError):
+                password = base64.b64decode(encoded).decode().partition(":")[2]
+                headers["authorization"] = f"Bearer {password}"
+        return headers
+
+    def _peer(self) -> str:
+        """The first subject alternative name of the caller's certificate; empty: none."""
+        if not isinstance(self.connection, ssl.SSLSocket):
+            return ""
+        names: Any = (self.connection.getpeercert() or {}).get("subjectAltName", ())
+        return str(names[0][1]) if names else ""
+
+    def _answer(
+        self,
+        code: HTTPStatus,
+        body: bytes,
+        content_type: str,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> None:
         self.send_response(code)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
@@ -123,3 +200,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         logger.debug(format, *arguments)
+
+
+PATHS: Mapping[str, Callable[[_Handler, Viewer], None]] = {
+    "/": _Handler._page,
+    "/metrics": _Handler._metrics,
+    "/ready": _Handler._ready,
+}
+"""What answers each path; `cache_server.auth.verbs` has the role that it needs."""
+
+
+def _tls_context(tls: Credentials, require_client_cert: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert tls.tls_cert is not None
+    try:
+        context.load_cert_chain(tls.tls_cert, tls.tls_key)
+        if require_client_cert:
+            context.load_verify_locations(tls.tls_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"cannot use the certificate {tls.tls_cert}: {error}") from None
+    return context

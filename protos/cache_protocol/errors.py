@@ -7,6 +7,8 @@
         InvalidRowsError          row ids or a row range outside the dataset
         InvalidTicketError        a ticket or a command that cannot be parsed
         InvalidTextError          a string column with bytes that are no UTF-8; names column and row
+        UnauthenticatedError      no token, or one that the cache does not accept
+        PermissionDeniedError     the caller lacks the role, or the dataset is not theirs
       NotReadyError               still loading; has the progress: retried until the deadline
       StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
@@ -69,6 +71,18 @@ class InvalidTextError(RequestError):
     """
 
 
+class UnauthenticatedError(RequestError):
+    """The caller has no credentials, or the cache does not accept them; never quotes them."""
+
+    code = pb.ERROR_CODE_UNAUTHENTICATED
+
+
+class PermissionDeniedError(RequestError):
+    """The caller is known and lacks a role, or the dataset is in another namespace."""
+
+    code = pb.ERROR_CODE_PERMISSION_DENIED
+
+
 class NotReadyError(CacheError):
     """The dataset, or a part of it, is still loading; retry until a deadline."""
 
@@ -102,6 +116,8 @@ _BY_CODE: dict[int, type[CacheError]] = {
         DatasetNotFoundError,
         InvalidRowsError,
         InvalidTicketError,
+        UnauthenticatedError,
+        PermissionDeniedError,
         NotReadyError,
         StaleVersionError,
         LoadError,

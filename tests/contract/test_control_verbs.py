@@ -34,6 +34,7 @@ from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.rpc import control_service
 from cache_server.rpc.control_service import ControlService
 from tests.conftest import write_numbered
+from tests.control_clients import open_channel
 from tests.waiting import files_below, wait_until
 
 TIMEOUT_S = 20.0
@@ -42,7 +43,7 @@ HEALTH = health_pb2.HealthCheckResponse
 
 @pytest.fixture(scope="module")
 def stub(cluster: LocalCluster) -> Iterator[CoordinatorStub]:
-    with grpc.insecure_channel(cluster.nodes[0].control_location) as channel:
+    with open_channel(cluster.nodes[0].control_location) as channel:
         yield CoordinatorStub(channel)
 
 
@@ -529,7 +530,7 @@ def test_datasets_that_are_planned_for_long_hold_up_no_heartbeat(
 
 
 def check(location: str, service: str) -> int:
-    with grpc.insecure_channel(location) as channel:
+    with open_channel(location) as channel:
         request = health_pb2.HealthCheckRequest(service=service)
         return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT_S).status)
 
@@ -556,7 +557,7 @@ def test_a_node_stays_ready_while_a_further_dataset_loads(
 ) -> None:
     name = "health"
     request = health_pb2.HealthCheckRequest(service="ready")
-    with grpc.insecure_channel(cluster.nodes[1].control_location) as channel:
+    with open_channel(cluster.nodes[1].control_location) as channel:
         wait_until(
             lambda: check(cluster.nodes[1].control_location, "ready") == HEALTH.SERVING,
             TIMEOUT_S,

@@ -29,6 +29,7 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
+from tests.flight_clients import connect
 from tests.waiting import wait_until
 
 REPLICAS = 2  # of every shard
@@ -88,7 +89,7 @@ def served(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> I
         20,
         "two replicas of each shard",
     )
-    with flight.connect(cluster.endpoint) as connection:
+    with connect(cluster.endpoint) as connection:
         yield Served(info, connection, cluster)
     client.drop(info.name)
 
@@ -105,7 +106,7 @@ def read_all(info: flight.FlightInfo, replica: int = 0) -> pa.Table:
     """What a client reads that takes the endpoints in order, from one location of each."""
     tables = []
     for endpoint in info.endpoints:
-        with flight.connect(endpoint.locations[replica]) as node:
+        with connect(endpoint.locations[replica]) as node:
             tables.append(node.do_get(endpoint.ticket, TIMEOUT).read_all())
     return pa.concat_tables(tables) if tables else info.schema.empty_table()
 
@@ -275,7 +276,7 @@ def test_a_part_of_more_parts_than_rows_may_be_empty(served: Served) -> None:
 
 
 def test_every_node_describes_datasets_not_only_the_coordinator(served: Served) -> None:
-    with flight.connect(served.cluster.nodes[1].endpoint) as other:
+    with connect(served.cluster.nodes[1].endpoint) as other:
         info = other.get_flight_info(flight.FlightDescriptor.for_path(served.info.name), TIMEOUT)
 
     assert info.endpoints == served.path(served.info.name).endpoints
@@ -334,7 +335,7 @@ def test_get_schema_answers_for_a_failed_dataset_and_get_flight_info_says_why(
 
 def test_the_endpoints_action_of_every_node_says_where_the_coordinator_is(served: Served) -> None:
     for node in served.cluster.nodes:
-        with flight.connect(node.endpoint) as connection:
+        with connect(node.endpoint) as connection:
             (result,) = connection.do_action("endpoints", TIMEOUT)
             actions = [action.type for action in connection.list_actions(TIMEOUT)]
             assert actions == ["endpoints", "report"]
@@ -348,7 +349,7 @@ def test_a_report_is_taken_by_every_node_and_a_bad_one_is_refused(served: Served
         job="contract", dataset="t", fingerprint="f", rank=0, world_size=1, run="r", expires_s=9
     )
     for node in served.cluster.nodes:
-        with flight.connect(node.endpoint) as connection:
+        with connect(node.endpoint) as connection:
             action = flight.Action("report", report.SerializeToString())
             assert list(connection.do_action(action, TIMEOUT)) == []
             report.world_size = 0
@@ -789,7 +790,7 @@ def test_a_row_of_another_node_is_not_ready_here_and_says_which(
         dataset=info.name, fingerprint=info.fingerprint, rows=pb.RowRange(start=row, stop=row + 1)
     )
 
-    with flight.connect(home.endpoint) as connection:
+    with connect(home.endpoint) as connection:
         by_range = refused(
             lambda: connection.do_get(flight.Ticket(ticket.SerializeToString()), TIMEOUT)
         )

@@ -51,8 +51,9 @@ def metadata_location(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -
 @contextmanager
 def local_cache(**settings: str) -> Iterator[subprocess.Popen[str]]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "CACHE_"))}
+    arguments = ["--nodes", "2", "--insecure", "--load-from-env"]
     process = forked_python.Popen(
-        [sys.executable, "-m", "cache_server", "local", "--nodes", "2", "--load-from-env"],
+        [sys.executable, "-m", "cache_server", "local", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**environ, **settings, "FORKED_PYTHON": forked_python.executable()},
     )  # fmt: skip

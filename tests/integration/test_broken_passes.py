@@ -46,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def nodes() -> Iterator[LocalCluster]:
     """Two nodes that a test may break; the first is the coordinator."""
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(num_nodes=2, insecure=True) as running:
         yield running
 
 
@@ -124,7 +124,7 @@ def test_a_node_that_hangs_has_no_other_one_passed_over(
 
 
 def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
-    with LocalCluster(num_nodes=4) as four:
+    with LocalCluster(num_nodes=4, insecure=True) as four:
         load(four, source, replicas=4)
         shards = wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
         hanging = four.nodes[1:]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 import pyarrow as pa
@@ -25,6 +25,7 @@ from cache_client import CacheClient, DatasetSpec, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from tests import forked_python
 from tests.conftest import write_numbered
+from tests.flight_clients import connect
 from tests.store_stubs import HubStub, Served
 from tests.waiting import suspend, wait_until
 
@@ -135,7 +136,7 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
         endpoint = str(node.wait_until_listening()["flight"])
         info = CacheClient(endpoint).load(DatasetSpec("table", source))
         request = pb.GatherRequest(dataset="table", fingerprint=info.fingerprint)
-        with flight.connect(endpoint) as client:
+        with connect(endpoint) as client:
             writer, reader = client.do_exchange(
                 flight.FlightDescriptor.for_command(request.SerializeToString())
             )
@@ -255,6 +256,8 @@ def test_a_log_shows_no_address_that_a_store_has_signed(
         (["--ephemeral"], ["--ephemeral needs --exit-with-stdin", "standard input closes"]),
         (["--log-level", "loud"], ["--log-level", "'loud'"]),
         (["--bind", "999.1.1.1"], ["999.1.1.1"]),
+        (["--require-client-cert"], ["require_client_cert", "tls_cert"]),
+        (["--auth-tokens", "/nowhere"], ["cannot read /nowhere"]),
         (
             ["--flight-port", "70000", "--load-threads", "0", "--drain-timeout-s", "0"],
             ["flight_port", "70000", "load_threads", "drain_timeout_s"],
@@ -269,6 +272,20 @@ def test_a_bad_setting_is_quoted_and_exits_with_78(
 
     for quote in quotes:
         assert quote in line
+
+
+def test_other_machines_reach_only_a_node_that_knows_its_callers_or_is_told_to_be_insecure(
+    tmp_path: Path,
+) -> None:
+    arguments = ["serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS, "--bind", "0.0.0.0"]
+
+    line = refused(*arguments, code=78)
+
+    for advice in ("--bind 0.0.0.0", "CACHE_TOKEN", "--auth-tokens", "--auth-jwt", "--insecure"):
+        assert advice in line
+    with server(*arguments, "--advertise", "127.0.0.1", "--insecure") as node:
+        ready = node.wait_until_listening()
+        assert CacheClient(str(ready["flight"])).datasets() == []
 
 
 def test_a_port_in_use_is_named_and_exits_with_78(tmp_path: Path) -> None:
@@ -324,7 +341,9 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
         nodes = node_processes(local.process.pid)
         directories = cache_dirs(nodes)
         assert CacheClient(str(ready["endpoint"])).head("table", 3).num_rows == 3
-        with urlopen(str(ready["page"]), timeout=WAIT_S) as page:
+        token = Path(str(ready["token_file"])).read_text()
+        headers = {"Authorization": f"Bearer {token}"}
+        with urlopen(Request(str(ready["page"]), headers=headers), timeout=WAIT_S) as page:
             assert b"<td>table</td><td>ready</td>" in page.read()
         assert {node.pid for node in nodes} == {node["pid"] for node in ready["nodes"]}  # type: ignore[attr-defined]
         assert all(directory.exists() for directory in directories)

@@ -23,6 +23,7 @@ from cache_client import (
 )
 from cache_client.connections import Connection, ConnectionClosedError, GatherStream
 from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
+from cache_client.ranks import find_credentials
 from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
@@ -223,7 +224,7 @@ def test_a_schema_or_a_lease_that_is_refused_says_why_and_shows_no_traceback(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
 ) -> None:
     info = client.load(DatasetSpec(dataset_name, write_numbered(tmp_path, 10)))
-    with Connection(cluster.endpoint) as connection:
+    with Connection(cluster.endpoint, find_credentials(cluster.endpoint)) as connection:
         for call in (connection.read_schema, connection.renew_lease):
             with pytest.raises(DatasetNotFoundError, match="no dataset 'nowhere'") as missing:
                 call("nowhere", "", WAIT_S)

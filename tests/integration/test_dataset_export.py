@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec
+from cache_protocol.wire import local_tokens
 from cache_runtimes import MANIFESTS
 from cache_server import LocalCluster
 from tests.manifests import container_named, env_of, job_named, pod_of, read
@@ -43,7 +44,7 @@ def start_export(
 
     return subprocess.Popen(
         [sys.executable, "-c", *container["args"]],
-        env={**os.environ, **told},
+        env={**os.environ, **told, "CACHE_TOKEN": local_tokens.find(endpoint) or ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -100,12 +100,15 @@ def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
 ) -> None:
     """Two nodes of this machine, on free ports, with directories of the test."""
     commands = commands_on_servers()
-    assert [words[0] for words in commands] == ["cache-server"] * 2 + ["export"] + ["cachectl"] * 4
+    kinds = ["export", *["cache-server"] * 2, "export", *["cachectl"] * 4]
+    assert [words[0] for words in commands] == kinds
     block, _ = blocks(README, "yaml")
     spec = block.replace("/data/houses", str(tmp_path / "houses"))
     (tmp_path / "houses.yaml").write_text(spec, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "CACHE_ENDPOINT"}
-    known = {"0.0.0.0": "127.0.0.1"}  # what the README says -> what is so here
+    (tmp_path / "token").write_text("a shared secret".replace(" ", "-"), encoding="utf-8")
+    # What the README says -> what is so here.
+    known = {"0.0.0.0": "127.0.0.1", "token": str(tmp_path / "token")}
     output: dict[str, str] = {}
     with ExitStack() as stack:
         for number, words in enumerate(commands):
@@ -120,7 +123,7 @@ def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
                 known.setdefault(f"grpc://{host}:50051", ready["flight"])
             else:
                 if here[1] == "load":  # both replicas need a node
-                    client = CacheClient(environment["CACHE_ENDPOINT"])
+                    client = CacheClient(environment["CACHE_ENDPOINT"], token_file=known["token"])
                     wait_until(lambda c=client: len(c.nodes()) == 2, 30.0, "two nodes")
                 output[here[1]] = forked_python.run(
                     [sys.executable, "-m", "cache_client", *here[1:]], cwd=tmp_path,
@@ -172,7 +175,7 @@ def test_the_calls_beside_those_of_other_libraries_run_as_they_stand(
     ours = re.findall(r"^Now:\n\n```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (ancestor,) = (block for block in blocks(page, "python") if "FlightClient" in block)
     assert len(ours) == 5
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(num_nodes=1, insecure=True) as cluster:
         monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
         CacheClient(cluster.endpoint).load(DatasetSpec("houses", "houses", filter="price > 0"))
         for block in (

@@ -17,6 +17,7 @@ import torch
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
+from tests.flight_clients import connect
 
 ROWS, FILES, NAME = 90, 3, "every-type"
 TIMES = [pa.date32(), pa.time32("ms"), pa.time64("ns"), pa.duration("ms"), pa.timestamp("us")]
@@ -129,11 +130,10 @@ def test_what_a_loop_gets_is_what_the_table_holds(
 
 
 def test_a_client_of_flight_gets_what_the_table_holds(endpoint: str) -> None:
-    with flight.connect(endpoint) as client:
+    with connect(endpoint) as client:
         info = client.get_flight_info(flight.FlightDescriptor.for_path(NAME))
         tables = [
-            flight.connect(part.locations[0]).do_get(part.ticket).read_all()
-            for part in info.endpoints
+            connect(part.locations[0]).do_get(part.ticket).read_all() for part in info.endpoints
         ]
     table = pa.concat_tables(tables)
 

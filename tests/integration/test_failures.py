@@ -34,6 +34,7 @@ from cache_server.coordination.placement import place
 from cache_server.local import LocalNode
 from cache_server.plan.pinned_version import plan_version
 from tests.conftest import write_numbered
+from tests.flight_clients import connect
 from tests.store_stubs import FilesStub, Served
 from tests.waiting import suspend, wait_until
 
@@ -116,12 +117,12 @@ def stopped(node: LocalNode) -> Iterator[None]:
 def read_all(endpoint: str) -> list[int]:
     """Every row as a plain Flight client reads it that tries the locations in turn."""
     rows: list[int] = []
-    with flight.connect(endpoint) as entry:
+    with connect(endpoint) as entry:
         info = entry.get_flight_info(flight.FlightDescriptor.for_path("table"), OPTIONS)
     for part in info.endpoints:
         for location in part.locations:
             try:
-                with flight.connect(location) as node:
+                with connect(location) as node:
                     rows += node.do_get(part.ticket, OPTIONS).read_all().column("row").to_pylist()
                 break
             except flight.FlightUnavailableError:
@@ -257,7 +258,7 @@ def test_reads_of_the_other_nodes_go_on_while_the_coordinator_is_down(
         dataset="table", fingerprint=info.fingerprint, rows=pb.RowRange(start=0, stop=NUM_ROWS)
     )
     gather = pb.GatherRequest(dataset="table", fingerprint=info.fingerprint, columns=["row"])
-    with flight.connect(breakable.nodes[1].endpoint) as node:
+    with connect(breakable.nodes[1].endpoint) as node:
         writer, reader = node.do_exchange(
             flight.FlightDescriptor.for_command(gather.SerializeToString()), OPTIONS
         )

@@ -28,7 +28,7 @@ ROWS = 1000
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     source = write_numbered(tmp_path_factory.mktemp("source"), ROWS)
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(num_nodes=2, insecure=True) as running:
         CacheClient(running.endpoint).load(DatasetSpec("table", source))
         wait_until_ready(running)
         yield running
@@ -188,7 +188,7 @@ def test_a_node_answers_while_its_coordinator_is_down_and_beside_a_caller_that_s
     tmp_path: Path,
 ) -> None:
     source = write_numbered(tmp_path, 20)
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(num_nodes=2, insecure=True) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source, replicas=2))
         wait_until_ready(cluster)
         page = cluster.nodes[1].page

@@ -28,7 +28,7 @@ def test_a_trainer_reads_on_and_each_row_is_right(tmp_path: Path, local: bool) -
     features = np.random.default_rng(0).standard_normal((ROWS, WIDTH), dtype=np.float32)
     x = pa.FixedSizeListArray.from_arrays(features.ravel(), WIDTH)
     pq.write_table(pa.table({"row": np.arange(ROWS), "x": x}), tmp_path / "table.parquet")
-    with LocalCluster(1) as cluster:
+    with LocalCluster(1, insecure=True) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", str(tmp_path)))
         node = cluster.nodes[0]
         dataset = CacheIterableDataset(

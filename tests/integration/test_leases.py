@@ -32,7 +32,7 @@ NUM_ROWS = 400
 
 @pytest.fixture(scope="module")
 def leasing() -> Iterator[LocalCluster]:
-    with LocalCluster(2, lease_s=LEASE_S) as running:
+    with LocalCluster(2, lease_s=LEASE_S, insecure=True) as running:
         yield running
 
 
@@ -47,7 +47,7 @@ def test_whoever_was_told_where_the_rows_are_may_read_them_after_they_were_repla
 ) -> None:
     source = write_numbered(tmp_path / "source", 10)
     descriptor = flight.FlightDescriptor.for_path(*asked)
-    with LocalCluster(1) as cluster, flight.connect(cluster.endpoint) as client:
+    with LocalCluster(1, insecure=True) as cluster, flight.connect(cluster.endpoint) as client:
         load(cluster, "parts", source)
         info = client.get_flight_info(descriptor)
         load(cluster, "parts", write_numbered(tmp_path / "source", 20))
@@ -90,7 +90,7 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
     tmp_path: Path, local: bool
 ) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
-    with LocalCluster(1, lease_s=LEASE_S) as cluster:
+    with LocalCluster(1, lease_s=LEASE_S, insecure=True) as cluster:
         old = load(cluster, "slow", source)
         # Windows of 80 rows, of which three are fetched ahead.
         dataset = CacheIterableDataset(
@@ -114,7 +114,7 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
 
 def test_passes_of_new_processes_that_are_shorter_than_a_lease_keep_it(tmp_path: Path) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
-    with LocalCluster(1, lease_s=LEASE_S) as cluster:
+    with LocalCluster(1, lease_s=LEASE_S, insecure=True) as cluster:
         old = load(cluster, "short", source)
         dataset = CacheIterableDataset("short", endpoint=cluster.endpoint, batch_size=10)
         load(cluster, "short", write_numbered(source, 10))
@@ -142,7 +142,10 @@ def test_a_version_that_nobody_read_goes_as_soon_as_the_next_is_ready(
 
 def test_a_lease_is_renewed_by_another_node_when_the_endpoint_is_gone(tmp_path: Path) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=2)
-    with LocalCluster(1, lease_s=SHORT_LEASE_S) as cluster, socket.socket() as closed:
+    with (
+        LocalCluster(1, lease_s=SHORT_LEASE_S, insecure=True) as cluster,
+        socket.socket() as closed,
+    ):
         closed.bind(("127.0.0.1", 0))  # nobody listens
         old = load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
@@ -165,7 +168,7 @@ def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed
     tmp_path: Path,
 ) -> None:
     source = write_numbered(tmp_path / "source", NUM_ROWS)
-    with LocalCluster(1) as cluster:
+    with LocalCluster(1, insecure=True) as cluster:
         load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
         shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)

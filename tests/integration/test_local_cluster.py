@@ -19,6 +19,7 @@ from cache_client import CacheClient, CacheError, ConfigError, DatasetSpec
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.conftest import write_numbered
+from tests.flight_clients import connect
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -322,6 +323,6 @@ def test_an_interrupt_of_the_whole_terminal_leaves_the_nodes_to_their_parent() -
     with LocalCluster(num_nodes=1) as cluster:
         psutil.Process(cluster.nodes[0].pid).send_signal(signal.SIGINT)
 
-        with flight.connect(cluster.endpoint) as client:
+        with connect(cluster.endpoint) as client:
             assert [*client.list_flights(b"", flight.FlightCallOptions(timeout=10))] == []
         assert is_running(cluster.nodes[0].pid)

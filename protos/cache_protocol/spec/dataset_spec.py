@@ -19,6 +19,7 @@ import yaml
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.spec import strict_yaml
+from cache_protocol.spec.dataset_names import EVERY_NAMESPACE, NAMESPACE, is_dataset_name
 from cache_protocol.spec.secret_settings import (
     CATALOG_PREFIX,
     URI,
@@ -49,7 +50,6 @@ _MAX_SHARD_BYTES = 1024**5
 _MAX_REPLICAS = 65_535
 _LAST_SNAPSHOT = 2**63 - 1  # Iceberg's and Delta's are longs
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TABLE_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}")
 _TABLE_KEYS = (  # the arguments of `DatasetSpec` for one table
     *("source", "format", "types", "escape", "snapshot", "catalog", "missing_columns"),
@@ -129,7 +129,8 @@ class DatasetSpec:
     """The tables to cache, and the rows and columns to keep of them.
 
     Args:
-        name: letters, digits, ``.``, ``_`` and ``-``; at most 128 characters.
+        name: letters, digits, ``.``, ``_`` and ``-``; at most 128 characters. In a cache with
+            namespaces also ``NAMESPACE/NAME``.
         source: a file, a directory, a glob or a URI (``file``, ``s3``, ``gs``, ``az``, ``abfss``,
             ``http``, ``https``, ``hf``, ``postgresql``), or several of them; with a catalogue, the
             name of a table in it. A relative path and a leading ``~`` are resolved by the process
@@ -163,6 +164,7 @@ class DatasetSpec:
         nulls: of columns of floats: ``nan`` stores and counts them as NaN, ``refuse`` fails the
             load. Other columns of numbers never accept nulls.
         replicas: the number of nodes that hold each shard.
+        readers: other namespaces whose principals may read the dataset; ``*``: every namespace.
         target_shard_bytes: approximate decoded bytes of a shard; an int or a string such as
             ``64MiB``.
 
@@ -182,6 +184,7 @@ class DatasetSpec:
     nulls: str
     replicas: int
     target_shard_bytes: int
+    readers: tuple[str, ...]
 
     # Written by hand: the arguments differ from the attributes.
     def __init__(
@@ -206,9 +209,10 @@ class DatasetSpec:
         nulls: str = "nan",
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
+        readers: Iterable[str] | None = None,
     ) -> None:
         problems: list[str] = []
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not is_dataset_name(name):
             problems.append(
                 "name must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
                 f"or digit, got {shown(name)}"
@@ -249,6 +253,7 @@ class DatasetSpec:
             problems.append(f"nulls must be nan or refuse, got {shown(nulls)}")
         copies = _replicas(replicas, problems)
         shard_bytes = _shard_bytes(target_shard_bytes, problems)
+        namespaces = _readers(readers, problems)
         if problems:
             raise ConfigError("bad dataset spec: " + "; ".join(problems))
         values: dict[str, object] = {
@@ -261,6 +266,7 @@ class DatasetSpec:
             "nulls": nulls,
             "replicas": copies,
             "target_shard_bytes": shard_bytes,
+            "readers": namespaces,
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
@@ -287,12 +293,19 @@ class DatasetSpec:
             nulls="" if self.nulls == "nan" else self.nulls,
             replicas=self.replicas,
             target_shard_bytes=self.target_shard_bytes,
+            readers=self.readers,
         )
 
     def secrets_to_proto(self) -> pb.Secrets:
         """The secrets, which `to_proto` leaves out."""
         tables = {t.name: pb.TableSecrets(values=t.secrets) for t in self.tables if t.secrets}
         return pb.Secrets(tables=tables)
+
+    def renamed(self, name: str) -> DatasetSpec:
+        """The same spec, secrets too, under another name."""
+        content = self.to_proto()
+        content.name = name
+        return self.from_proto(content, self.secrets_to_proto())
 
     @classmethod
     def from_proto(cls, spec: pb.DatasetSpec, secrets: pb.Secrets | None = None) -> DatasetSpec:
@@ -324,6 +337,7 @@ class DatasetSpec:
             nulls=spec.nulls or "nan",
             replicas=spec.replicas or 1,
             target_shard_bytes=spec.target_shard_bytes or DEFAULT_TARGET_SHARD_BYTES,
+            readers=list(spec.readers),
             **arguments,
         )
 
@@ -556,6 +570,15 @@ def _columns(columns: object, problems: list[str]) -> tuple[str, ...] | None:
     if len(set(names)) != len(names):
         problems.append(f"columns must not repeat a name, got {names!r}")
     return tuple(names)
+
+
+def _readers(readers: object, problems: list[str]) -> tuple[str, ...]:
+    names: list[Any] = [] if readers is None else list(readers) if _is_list(readers) else [readers]
+    for name in names:
+        if not isinstance(name, str) or not (name == EVERY_NAMESPACE or NAMESPACE.fullmatch(name)):
+            problems.append(f"readers must be a list of namespaces, or '*', got {shown(readers)}")
+            return ()
+    return tuple(dict.fromkeys(names))
 
 
 def _replicas(replicas: object, problems: list[str]) -> int | None:

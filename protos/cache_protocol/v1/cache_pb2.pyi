@@ -40,6 +40,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_CODE_STALE_VERSION: _ErrorCode.ValueType  # 7
     ERROR_CODE_LOAD: _ErrorCode.ValueType  # 8
     ERROR_CODE_NODE_UNAVAILABLE: _ErrorCode.ValueType  # 9
+    ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 10
+    ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 11
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------
@@ -60,6 +62,8 @@ ERROR_CODE_NOT_READY: ErrorCode.ValueType  # 6
 ERROR_CODE_STALE_VERSION: ErrorCode.ValueType  # 7
 ERROR_CODE_LOAD: ErrorCode.ValueType  # 8
 ERROR_CODE_NODE_UNAVAILABLE: ErrorCode.ValueType  # 9
+ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 10
+ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 11
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _DatasetState:
@@ -121,7 +125,9 @@ class DatasetSpec(google.protobuf.message.Message):
     REPLICAS_FIELD_NUMBER: builtins.int
     TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """NAME, or NAMESPACE/NAME; see Viewer"""
     sql: builtins.str
     """over the names of the tables; empty: columns and filter of the first table"""
     filter: builtins.str
@@ -134,6 +140,10 @@ class DatasetSpec(google.protobuf.message.Message):
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """other namespaces that may read it; "*": every namespace"""
+
     def __init__(
         self,
         *,
@@ -146,8 +156,9 @@ class DatasetSpec(google.protobuf.message.Message):
         replicas: builtins.int = ...,
         target_shard_bytes: builtins.int = ...,
         nulls: builtins.str = ...,
+        readers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "nulls", b"nulls", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_unordered", b"allow_unordered", "columns", b"columns", "filter", b"filter", "name", b"name", "nulls", b"nulls", "readers", b"readers", "replicas", b"replicas", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes"]) -> None: ...
 
 Global___DatasetSpec: typing_extensions.TypeAlias = DatasetSpec
 
@@ -722,12 +733,34 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
 Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 
 @typing.final
-class CreateDatasetRequest(google.protobuf.message.Message):
+class Viewer(google.protobuf.message.Message):
     """---------------------------------------------------------------------------------------------
     Coordinator
     ---------------------------------------------------------------------------------------------
+
+    Who asks: a bare name means a dataset of this namespace. Names of the namespace "default" are always
+    bare in answers. Only a node may set it, for the caller that it serves.
     """
 
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    SEES_ALL_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    sees_all: builtins.bool
+    """else only the datasets of its namespace, and those it is a reader of"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        sees_all: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "sees_all", b"sees_all"]) -> None: ...
+
+Global___Viewer: typing_extensions.TypeAlias = Viewer
+
+@typing.final
+class CreateDatasetRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: builtins.int
@@ -998,19 +1031,24 @@ class GetDatasetRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    VIEWER_FIELD_NUMBER: builtins.int
     name: builtins.str
     fingerprint: builtins.str
     """empty: the newest"""
     lease: builtins.bool
     """to read rows: keeps the version for a while, even if it is replaced"""
+    @property
+    def viewer(self) -> Global___Viewer: ...
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         fingerprint: builtins.str = ...,
         lease: builtins.bool = ...,
+        viewer: Global___Viewer | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
 
 Global___GetDatasetRequest: typing_extensions.TypeAlias = GetDatasetRequest
 
@@ -1070,9 +1108,16 @@ Global___WatchDatasetResponse: typing_extensions.TypeAlias = WatchDatasetRespons
 class ListDatasetsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    VIEWER_FIELD_NUMBER: builtins.int
+    @property
+    def viewer(self) -> Global___Viewer: ...
     def __init__(
         self,
+        *,
+        viewer: Global___Viewer | None = ...,
     ) -> None: ...
+    def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["viewer", b"viewer"]) -> None: ...
 
 Global___ListDatasetsRequest: typing_extensions.TypeAlias = ListDatasetsRequest
 
@@ -1302,6 +1347,7 @@ class LoadPlan(google.protobuf.message.Message):
     COMPARABLE_FIELD_NUMBER: builtins.int
     JOINED_FIELD_NUMBER: builtins.int
     REFUSE_NULLS_FIELD_NUMBER: builtins.int
+    READERS_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     sql: builtins.str
@@ -1327,6 +1373,10 @@ class LoadPlan(google.protobuf.message.Message):
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
         """if not whole, the first is read split by split"""
 
+    @property
+    def readers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of the spec"""
+
     def __init__(
         self,
         *,
@@ -1343,8 +1393,9 @@ class LoadPlan(google.protobuf.message.Message):
         comparable: builtins.bool = ...,
         joined: builtins.bool = ...,
         refuse_nulls: builtins.bool = ...,
+        readers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "refuse_nulls", b"refuse_nulls", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "comparable", b"comparable", "dataset", b"dataset", "fingerprint", b"fingerprint", "has_secrets", b"has_secrets", "joined", b"joined", "keeps_every_row", b"keeps_every_row", "logical_schema", b"logical_schema", "readers", b"readers", "refuse_nulls", b"refuse_nulls", "sql", b"sql", "tables", b"tables", "target_shard_bytes", b"target_shard_bytes", "whole", b"whole"]) -> None: ...
 
 Global___LoadPlan: typing_extensions.TypeAlias = LoadPlan
 
@@ -2063,12 +2114,15 @@ class CatalogueEntry(google.protobuf.message.Message):
     WAS_READY_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
     keeps_every_row: builtins.bool
     created: builtins.int
     """grows with each request: the largest is the newest version"""
     was_ready: builtins.bool
     format: builtins.int
     """of the entry; if larger than known, a newer release wrote it"""
+    owner: builtins.str
+    """the principal that asked for the load"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -2095,9 +2149,10 @@ class CatalogueEntry(google.protobuf.message.Message):
         was_ready: builtins.bool = ...,
         format: builtins.int = ...,
         failure: Global___Error | None = ...,
+        owner: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "owner", b"owner", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
 
 Global___CatalogueEntry: typing_extensions.TypeAlias = CatalogueEntry
 

@@ -9,6 +9,7 @@ from grpc.experimental import ChannelOptions
 
 from cache_protocol.errors import CacheError, NodeUnavailableError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import NO_CREDENTIALS, TLS_SCHEME, Credentials
 
 ERROR_TRAILER = "cache-error-bin"
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # a heartbeat or DatasetInfo of about 100,000 shards
@@ -19,28 +20,32 @@ DIRECT = ("grpc.enable_http_proxy", 0)
 _KEEPALIVE_MS = 10_000
 
 
-def open_channel(location: str, **options: int) -> grpc.Channel:
+def open_channel(
+    location: str, credentials: Credentials = NO_CREDENTIALS, **options: int
+) -> grpc.Channel:
     """A channel to the coordinator at ``location``; it connects at the first call.
 
     The calling thread reads streams. By default gRPC starts a thread for them, and an interrupt
     (Ctrl-C) just before that makes `close` wait for ever (grpc/grpc#20026).
 
     Args:
-        location: ``host:port`` of its control port.
+        location: ``host:port`` of its control port; ``grpc+tls://host:port`` for TLS.
+        credentials: for TLS. Its headers belong to each call.
         options: more options of gRPC, without their prefix ``grpc.``.
     """
-    return grpc.insecure_channel(
-        location,
-        options=[
-            DIRECT,
-            (ChannelOptions.SingleThreadedUnaryStream, 1),
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-            ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
-            *((f"grpc.{name}", value) for name, value in options.items()),
-        ],
-    )
+    arguments = [
+        DIRECT,
+        (ChannelOptions.SingleThreadedUnaryStream, 1),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+        ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
+        *((f"grpc.{name}", value) for name, value in options.items()),
+    ]
+    if not location.startswith(TLS_SCHEME):
+        return grpc.insecure_channel(location, options=arguments)
+    tls = grpc.ssl_channel_credentials(*credentials.tls_files())
+    return grpc.secure_channel(location.removeprefix(TLS_SCHEME), tls, options=arguments)
 
 
 def from_rpc_error(error: grpc.RpcError, location: str) -> CacheError:

@@ -347,6 +347,7 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
             "serve",
             "--cache-dir=/cache",
             "--bind=$(POD_IP)",
+            "--insecure",
             f"--advertise=$(POD_NAME).{names.cache}",
             f"--coordinator={names.coordinator}.{names.cache}:{CONTROL_PORT}",
             "--num-nodes=$(CACHE_WORLD_SIZE)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ _KEPT_VARIABLES = (
     *("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
+_TOKEN = "CACHE_TOKEN"  # shared by the nodes and trainers of one run
 _MEMORY = "/dev/shm"
 _LOCK_PORT = 50_050  # the run that is bound to it owns the subnet 127.x.y.0/24
 _MAX_PODS = 250
@@ -73,7 +75,7 @@ def run_local(
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
         around = Surroundings(
             secrets=manifests.secrets,
-            environment={"PATH": path, **kept},
+            environment={"PATH": path, _TOKEN: secrets.token_urlsafe(32), **kept},
             extra_environment=extra_environment,
             ports=ports,
             hosts=hosts or {},

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from cache_client.ranks import (
     RANK_VARIABLES,
     Rank,
     RankVariables,
+    find_credentials,
     find_endpoint,
     find_rank,
     find_rank_in,
@@ -293,9 +295,26 @@ def test_a_bad_endpoint_is_quoted_with_where_it_comes_from(value: str) -> None:
     assert str(caught.value) == f"CACHE_ENDPOINT must be grpc://HOST:PORT, got {value!r}"
 
 
-def test_tls_which_nodes_do_not_serve_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"endpoint .* not serve TLS, got 'grpc\+tls://host:1'"):
-        find_endpoint("grpc+tls://host:1", {})
+def test_an_endpoint_may_have_tls() -> None:
+    assert find_endpoint("grpc+tls://host:1", {}) == "grpc+tls://host:1"
+
+
+def test_credentials_are_the_arguments_else_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("of-a-file\n")
+    environ = {"CACHE_TOKEN": "of-the-environment", "CACHE_TLS_CA": str(file)}
+
+    def token(environ: dict[str, str], **given: Any) -> str | None:
+        return find_credentials("grpc://host:1", environ=environ, **given).current_token()
+
+    assert token({}) is None
+    assert token(environ) == "of-the-environment"
+    assert token(environ, token="given") == "given"
+    assert token(environ, token_file=file) == "of-a-file"
+    assert token({"CACHE_TOKEN_FILE": str(file)}, token="given") == "given"
+    assert find_credentials("grpc://host:1", environ=environ).tls_ca == str(file)
+    shown = repr(find_credentials("grpc://host:1", environ=environ))
+    assert "of-the-environment" not in shown
 
 
 @pytest.mark.parametrize("name", ["Job", "1job", "-job", "job-", "a.b", "a b", "job\n", "a" * 64])

@@ -8,14 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from cache_protocol.errors import DatasetNotFoundError, StaleVersionError
+from cache_protocol.errors import (
+    DatasetNotFoundError,
+    PermissionDeniedError,
+    StaleVersionError,
+)
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Role, Viewer
 from cache_server.coordination import coordinator as coordinator_module
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.plan.pinned_version import OpenPlan, plan_version
 from cache_server.shards.version_key import VersionKey
-from tests.fake_nodes import FILES, Clock, FakeNode, make_coordinator, settle, spec, state, told
+from tests.fake_nodes import (
+    FILES,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    make_coordinator,
+    settle,
+    spec,
+    state,
+    told,
+)
 
 
 def test_a_new_version_is_loaded_beside_the_old_one_which_goes_when_the_new_is_ready(
@@ -95,8 +110,8 @@ def test_the_very_spec_of_a_dataset_that_was_ready_attaches_though_its_source_is
     assert info is not None and info.fingerprint == before.fingerprint
     settle(node)
     assert state(again) == "ready"
-    assert told(again, node).secrets.tables["source"].values == SECRETS
     assert node.loads == 0
+    assert secrets_for_lost_shards(again, node) == SECRETS
 
 
 def test_another_spec_or_a_load_that_never_came_to_its_end_is_nothing_to_attach_to(
@@ -116,6 +131,76 @@ def test_another_spec_or_a_load_that_never_came_to_its_end_is_nothing_to_attach_
 # -- secrets ---------------------------------------------------------------------------------------
 
 
+def secrets_for_lost_shards(coordinator: Coordinator, node: FakeNode) -> dict[str, str]:
+    """What a node is told of the secrets when it must read the source again."""
+    node.sealed = {key: {} for key in node.sealed}
+    return dict(told(coordinator, node).secrets.tables["source"].values)
+
+
+ALICE = Principal("alice", "team-a", frozenset({Role.WRITER}))
+ALBERT = replace(ALICE, name="albert")
+ROOT = Principal("root", roles=frozenset({Role.ADMIN}))
+
+
+def test_only_its_owner_an_admin_and_who_knows_the_secrets_attach_to_a_dataset_with_secrets(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    made = coordinator.create(secret_spec(source, name="team-a/t"), by=ALICE)
+    settle(node)
+    without = spec(source, name="team-a/t")
+    wrong = spec(source, name="team-a/t", storage_options={"aws_secret_access_key": "guessed"})
+
+    for given in (without, wrong):
+        with pytest.raises(PermissionDeniedError, match="'team-a/t' of 'alice'") as caught:
+            coordinator.create(given, by=ALBERT)
+        assert "hush" not in str(caught.value)
+    for given, by in ((secret_spec(source, name="team-a/t"), ALBERT), (without, ROOT)):
+        assert coordinator.create(given, by=by).fingerprint == made.fingerprint
+    assert secrets_for_lost_shards(coordinator, node) == SECRETS
+
+    again = make_coordinator(tmp_path, clock)  # it knows the owner, and no secrets
+    for given in (without, wrong, secret_spec(source, name="team-a/t")):
+        with pytest.raises(PermissionDeniedError):
+            again.create(given, by=ALBERT)
+    assert again.create(secret_spec(source, name="team-a/t"), by=ALICE).spec.name == "t"
+
+
+def test_anyone_of_the_namespace_attaches_to_a_dataset_without_secrets_and_sets_its_readers(
+    coordinator: Coordinator, source: Path
+) -> None:
+    settle_on = FakeNode(coordinator, "one")
+    coordinator.create(spec(source, name="team-a/t"), by=ALICE)
+    settle(settle_on)
+    team_b = Viewer("team-b", sees_all=False)
+    with pytest.raises(DatasetNotFoundError, match="no dataset 'team-a/t'; datasets: none"):
+        coordinator.get("team-a/t", viewer=team_b)
+
+    info = coordinator.create(spec(source, name="team-a/t", readers=["team-b"]), by=ALBERT)
+
+    assert (info.state, list(info.spec.readers)) == (pb.DATASET_STATE_READY, ["team-b"])
+    assert coordinator.get("team-a/t", viewer=team_b).spec.name == "team-a/t"
+    assert list(told(coordinator, settle_on).plan.readers) == ["team-b"]
+    assert settle_on.loads == FILES
+
+
+def test_the_id_of_a_node_belongs_to_its_principal_until_the_node_is_lost(
+    coordinator: Coordinator, clock: Clock
+) -> None:
+    node = FakeNode(coordinator, "one")
+    first, second = (
+        Principal("system:serviceaccount:cache:node", roles=frozenset({Role.NODE}), instance=pod)
+        for pod in ("cache-0", "cache-1")
+    )
+    coordinator.heartbeat(node.report(), by=first)
+    with pytest.raises(PermissionDeniedError, match="node/cache-1' reported for node one"):
+        coordinator.heartbeat(node.report(), by=second)
+    clock.now += TIMEOUT_S + 1
+    coordinator.heartbeat(node.report(), by=second)
+    with pytest.raises(PermissionDeniedError):
+        coordinator.heartbeat(node.report(), by=first)
+
+
 def test_a_spec_without_secrets_keeps_the_stored_ones(
     coordinator: Coordinator, source: Path
 ) -> None:
@@ -125,9 +210,9 @@ def test_a_spec_without_secrets_keeps_the_stored_ones(
 
     coordinator.create(spec(source))
 
-    desired = told(coordinator, node)
-    assert desired.plan.has_secrets
-    assert desired.secrets.tables["source"].values == SECRETS
+    assert told(coordinator, node).plan.has_secrets
+    assert not told(coordinator, node).secrets.tables  # it reads no source
+    assert secrets_for_lost_shards(coordinator, node) == SECRETS
 
 
 def test_new_secrets_replace_the_old_ones_and_none_are_missed_where_there_were_none(
@@ -142,9 +227,8 @@ def test_new_secrets_replace_the_old_ones_and_none_are_missed_where_there_were_n
     coordinator.create(secret_spec(source))
     coordinator.create(spec(source, storage_options={"aws_secret_access_key": "newer"}))
 
-    desired = told(coordinator, node)
-    assert desired.plan.has_secrets
-    assert desired.secrets.tables["source"].values["aws_secret_access_key"] == "newer"
+    assert told(coordinator, node).plan.has_secrets
+    assert secrets_for_lost_shards(coordinator, node)["aws_secret_access_key"] == "newer"
 
 
 def test_a_load_that_lost_its_secrets_in_a_restart_goes_on_when_they_are_given_again(

@@ -27,6 +27,7 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import Credentials
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.membership import Membership
@@ -540,7 +541,7 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
 
     splits = {}
 
-    def copy(store: ShardStore, job: loading.Job) -> None:
+    def copy(store: ShardStore, job: loading.Job, _: Credentials) -> None:
         if next(tries) < FILES:
             raise LoadError("no room")
         load = loading.Job(job.plan, DesiredShard(job.index, splits=splits[job.index]))

@@ -147,7 +147,7 @@ def site_hooks() -> ModuleType:
     ("link", "page", "in_site"),
     [
         ("[a](files.md#csv)", "sources/index.md", "[a](files.md#csv)"),
-        (f"[a]({REPOSITORY}/blob/main/SECURITY.md)", "sources/loads.md", "[a](../security.md)"),
+        (f"[a]({REPOSITORY}/blob/main/SECURITY.md)", "sources/loads.md", "[a](../reporting.md)"),
         (f"[a]: {REPOSITORY}/blob/main/docs/order.md", "index.md", "[a]: order.md"),
         (f"[a]({REPOSITORY}/tree/main/examples)", "reading.md", "[a](examples.md)"),
         (f"![a]({RAW}benchmarks/results/shuffle.png)", "index.md", "![a](images/shuffle.png)"),

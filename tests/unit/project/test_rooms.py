@@ -28,6 +28,8 @@ PURE_MODULES = (
     "cache_client/permutation.py",
     "cache_client/routing.py",
     "cache_client/window_sizes.py",
+    "cache_server/auth/principals.py",
+    "cache_server/auth/verbs.py",
     "cache_server/sql/formats/csv_sample.py",
     "cache_server/sql/formats/first_bytes.py",
     "cache_server/sql/formats/text_values.py",
@@ -58,6 +60,7 @@ PURE_MODULES = (
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
     "protos/cache_protocol/storage/memory_budget.py",
+    "protos/cache_protocol/spec/dataset_names.py",
     "protos/cache_protocol/spec/values.py",
     "protos/cache_protocol/storage/row_index.py",
     "protos/cache_protocol/spec/secret_settings.py",
@@ -106,6 +109,7 @@ PURE_IMPORTS = (
     *("cache_runtimes.local.render", "cache_runtimes.local.supported"),
     "cache_runtimes.local.trainer",
     "cache_client.routing",
+    *("cache_protocol.spec.dataset_names", "cache_server.auth.principals"),
     *("cache_server.node.desired", "cache_server.shards.version_key"),
     "cache_protocol.spec.secret_settings",
 )
@@ -158,7 +162,11 @@ BARRIERS = (
     Barrier(
         "cache_server",
         "pyarrow.flight",
-        ("cache_server/rpc/flight_service.py", "cache_server/node/peer_files.py"),
+        (
+            "cache_server/rpc/flight_service.py",
+            "cache_server/rpc/flight_calls.py",
+            "cache_server/node/peer_files.py",
+        ),
     ),
     Barrier("cache_client", "pyarrow.flight", ("cache_client/connections.py",)),
     Barrier("protos/cache_protocol", "pyarrow.flight"),
@@ -169,13 +177,20 @@ BARRIERS = (
     Barrier(
         "cache_server",
         "grpc",
-        ("cache_server/rpc/control_service.py", "cache_server/node/coordinator_link.py"),
+        (
+            "cache_server/rpc/control_service.py",
+            "cache_server/rpc/control_calls.py",
+            "cache_server/node/coordinator_link.py",
+        ),
     ),
     Barrier("cache_client", "grpc", ("cache_client/client.py",)),
     # Each way to the data has its own room, and each library one importer.
     Barrier("cache_server", "obstore", ("cache_server/object_stores/",)),
     Barrier("cache_server", "boto3", ("cache_server/object_stores/aws_credentials.py",)),
     Barrier("cache_server", "botocore", ("cache_server/object_stores/aws_credentials.py",)),
+    Barrier("cache_server", "jwt", ("cache_server/auth/jwt_tokens.py",)),
+    # Who calls is decided apart from how: each protocol has one place that asks.
+    *(Barrier("cache_server/auth", f"cache_server.{name}") for name in _OUTSIDE),
     Barrier("cache_server", "prometheus_client", ("cache_server/web/metrics.py",)),
     Barrier("cache_server", "http.server", ("cache_server/web/service.py",)),
     Barrier("cache_server", "fsspec", _HUB),

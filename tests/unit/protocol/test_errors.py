@@ -67,4 +67,5 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
     assert names == {
         *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError"),
         "InvalidTextError",
+        *("UnauthenticatedError", "PermissionDeniedError"),
     }

@@ -361,7 +361,7 @@ BAD: list[tuple[str, dict[str, str], list[str]]] = [
         {**S3, "IGNORE_PATTERNS": "*.md", "CACHE_FORMAT": "delta"},
         ["IGNORE_PATTERNS='*.md'", "delta"],
     ),
-    ("CACHE_DATASET", {**S3, "CACHE_DATASET": "a/b"}, ["CACHE_DATASET='a/b'", "letters"]),
+    ("CACHE_DATASET", {**S3, "CACHE_DATASET": "a//b"}, ["CACHE_DATASET='a//b'", "letters"]),
     *(
         ("CACHE_DATASET", {"STORAGE_URI": uri}, ["CACHE_DATASET is missing", repr(uri)])
         for uri in ("/data/my table.csv", "s3://b/t/v3.metadata.json", "/", "/*.csv", "/data/_t")

@@ -44,7 +44,7 @@ def yaml_problem(tmp_path: Path, text: str) -> str:
         ("name", "", "''"),
         ("name", "-x", "'-x'"),
         ("name", ".hidden", "'.hidden'"),
-        ("name", "a/b", "'a/b'"),
+        ("name", "a//b", "'a//b'"),
         ("name", "a\n", r"'a\n'"),
         ("name", "x" * 129, "x" * 129),
         ("name", 7, "7"),

@@ -261,6 +261,7 @@ def test_the_cache_has_the_size_of_the_job() -> None:
         "serve",
         "--cache-dir=/cache",
         "--bind=$(POD_IP)",
+        "--insecure",
         "--advertise=$(POD_NAME).train-1-cache",
         "--coordinator=train-1-cache-0.train-1-cache:50052",
         "--num-nodes=$(CACHE_WORLD_SIZE)",

@@ -1,0 +1,61 @@
+"""The role that each verb of Flight, gRPC and HTTP needs. Pure.
+
+A verb without a row is refused. A test compares the table with the verbs that a node serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cache_protocol.errors import PermissionDeniedError
+from cache_server.auth.principals import Role
+
+_COORDINATOR = "/cache.v1.Coordinator/"
+_HEALTH = "/grpc.health.v1.Health/"
+
+# None: open to every caller.
+ROLES: Mapping[str, Role | None] = {
+    "flight HANDSHAKE": Role.READER,
+    "flight LIST_FLIGHTS": Role.READER,
+    "flight GET_FLIGHT_INFO": Role.READER,
+    "flight GET_SCHEMA": Role.READER,
+    "flight DO_GET": Role.READER,  # of a shard file: see SHARD_FILE
+    "flight DO_PUT": Role.WRITER,
+    "flight DO_ACTION": Role.READER,
+    "flight LIST_ACTIONS": Role.READER,
+    "flight DO_EXCHANGE": Role.READER,
+    f"grpc {_COORDINATOR}CreateDataset": Role.WRITER,
+    f"grpc {_COORDINATOR}PlanDataset": Role.WRITER,  # reads the source
+    f"grpc {_COORDINATOR}GetDataset": Role.READER,
+    f"grpc {_COORDINATOR}WatchDataset": Role.READER,
+    f"grpc {_COORDINATOR}ListDatasets": Role.READER,
+    f"grpc {_COORDINATOR}DeleteDataset": Role.WRITER,
+    f"grpc {_COORDINATOR}ListNodes": Role.READER,
+    f"grpc {_COORDINATOR}ListJobs": Role.READER,
+    f"grpc {_COORDINATOR}Heartbeat": Role.NODE,
+    # Probes of Kubernetes send no token. The answers say only whether the node lives or is ready.
+    f"grpc {_HEALTH}Check": None,
+    f"grpc {_HEALTH}List": None,
+    f"grpc {_HEALTH}Watch": None,
+    "http /ready": None,
+    "http /": Role.READER,
+    "http /metrics": Role.READER,
+}
+SHARD_FILE = "DoGet of a shard file"
+
+
+def is_open(verb: str) -> bool:
+    """Whether every caller may use a verb."""
+    return verb in ROLES and ROLES[verb] is None
+
+
+def role_of(verb: str) -> Role | None:
+    """The role that a verb needs; None if it is open.
+
+    Raises:
+        PermissionDeniedError: the verb has no row.
+    """
+    try:
+        return ROLES[verb]
+    except KeyError:
+        raise PermissionDeniedError(f"{verb} has no rule, so it is refused") from None

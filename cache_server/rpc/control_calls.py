@@ -1,0 +1,130 @@
+"""The caller of a gRPC call, and errors on their way to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    DatasetNotFoundError,
+    InvalidTicketError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+    PermissionDeniedError,
+    RequestError,
+    StaleVersionError,
+    UnauthenticatedError,
+    to_proto,
+)
+from cache_protocol.wire.grpc_channel import ERROR_TRAILER
+from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.verbs import is_open
+
+_CALLER = "cache_caller"
+_POOL = "experimental_thread_pool"  # grpc looks for this attribute of a handler
+_SAN = "x509_subject_alternative_name"
+
+_STATUS: tuple[tuple[type[CacheError], grpc.StatusCode], ...] = (
+    (DatasetNotFoundError, grpc.StatusCode.NOT_FOUND),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (PermissionDeniedError, grpc.StatusCode.PERMISSION_DENIED),
+    (ConfigError, grpc.StatusCode.INVALID_ARGUMENT),
+    (RequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotReadyError, grpc.StatusCode.UNAVAILABLE),
+    (NodeUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StaleVersionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (LoadError, grpc.StatusCode.FAILED_PRECONDITION),
+)
+
+
+class CallerInterceptor(grpc.ServerInterceptor):
+    """Checks the caller of every verb, before its request is parsed. Thread-safe.
+
+    The check runs in the thread of the handler: it may fetch the keys of an issuer.
+    """
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], handler_call_details: Any
+    ) -> Any:
+        """The handler of a verb behind the check."""
+        handler = continuation(handler_call_details)
+        verb = f"grpc {handler_call_details.method}"
+        if handler is None or is_open(verb):  # health watches must not occupy a thread
+            return handler
+        kind = "unary_stream" if handler.response_streaming else "unary_unary"
+        behaviour = None if handler.request_streaming else getattr(handler, kind)
+        checked = _Checked(
+            self._authenticator,
+            verb,
+            behaviour,
+            handler.request_deserializer,
+        )
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(checked, None, handler.response_serializer)
+
+
+class _Checked:
+    """A handler behind the check. Its requests arrive as bytes.
+
+    Args:
+        handler: None: of a verb whose requests stream, which has no rule.
+    """
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        verb: str,
+        handler: Callable[..., Any] | None,
+        parse: Callable[[bytes], Any],
+    ) -> None:
+        self._authenticator, self._verb = authenticator, verb
+        self._handler, self._parse = handler, parse
+        pool = getattr(handler, _POOL, None)
+        if pool is not None:
+            setattr(self, _POOL, pool)
+
+    def __call__(self, request: bytes, context: grpc.ServicerContext) -> Any:
+        try:
+            caller = Caller(self._authenticator, self._verb, _headers(context), _peer(context))
+            parsed = self._parse(request)
+        except CacheError as error:
+            abort(context, error)
+        except DecodeError:
+            abort(context, InvalidTicketError(f"not a request of {self._verb}"))
+        assert self._handler is not None  # the table has no verb whose requests stream
+        setattr(context, _CALLER, caller)
+        return self._handler(parsed, context)
+
+
+def caller_of(context: grpc.ServicerContext) -> Caller:
+    """The caller that the interceptor found."""
+    caller: Caller = getattr(context, _CALLER)
+    return caller
+
+
+def abort(context: grpc.ServicerContext, error: CacheError) -> NoReturn:
+    """Ends a call with the status of an error, and the error in a trailer."""
+    status = next((s for kind, s in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+    message = to_proto(error)
+    context.set_trailing_metadata(((ERROR_TRAILER, message.SerializeToString()),))
+    context.abort(status, message.message)
+    raise AssertionError("abort raises")
+
+
+def _headers(context: grpc.ServicerContext) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+def _peer(context: grpc.ServicerContext) -> str:
+    """The first subject alternative name of the caller's certificate; empty: none."""
+    names: Any = context.auth_context().get(_SAN) or [b""]
+    return bytes(next(iter(names))).decode("utf-8", "replace")
