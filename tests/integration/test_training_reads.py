@@ -426,10 +426,10 @@ def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | Conne
             begun.append(thread)
         start(thread)
 
-    def noting_connect(connection: Connection, location: str) -> None:
+    def noting_connect(connection: Connection, location: str, *credentials: Any) -> None:
         if threading.current_thread() is here:
             begun.append(connection)
-        connect(connection, location)
+        connect(connection, location, *credentials)
 
     monkeypatch.setattr(threading.Thread, "start", noting_start)
     monkeypatch.setattr(Connection, "__init__", noting_connect)
