@@ -620,7 +620,7 @@ def diagnose(
     timeout_s: TimeoutS = 20.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a TrainJob does not train, from its objects and events in the cluster."""
+    """Say why a TrainJob does not train, and what to do."""
     try:
         from cache_runtimes import diagnosis
     except ImportError as error:

@@ -61,11 +61,16 @@ RICH: dict[str, tuple[pa.DataType, Draw]] = {
         pa.list_(pa.string()),
         lambda r: [r.choice([None, *WORDS]) for _ in range(r.randrange(4))],
     ),
+    "address": (
+        pa.struct([pa.field("zip", pa.int32(), nullable=False), ("city", pa.string())]),
+        lambda r: {"zip": r.randint(0, 9), "city": r.choice([None, *WORDS])},
+    ),
     "deep": (
         pa.list_(pa.list_(pa.int32())),
         lambda r: [r.choice([None, [], [1, None, 2]]) for _ in range(r.randrange(3))],
     ),
 }
+FIELDS = {"zip": "i32", "city": "word"}  # of "address" -> the kind of its literals
 LITERALS = {
     **dict.fromkeys(("i8", "i32", "i64", "u8", "u32", "u64"), str),
     "f64": repr, "f32": repr, "price": str,
@@ -171,11 +176,16 @@ def _condition(table: pa.Table, draw: random.Random) -> str:
     values = [value for value in table.column(name).to_pylist() if value is not None]
     if name == "flag":
         return draw.choice(["flag", "NOT flag", "flag IS NULL", "flag IS NOT TRUE"])
-    if name not in LITERALS or not values or draw.random() < 0.2:
+    kind = name
+    if name == "address" and draw.random() < 0.8:
+        field = draw.choice(list(FIELDS))
+        name, kind = f"address['{field}']", FIELDS[field]
+        values = [value[field] for value in values if value[field] is not None]
+    if kind not in LITERALS or not values or draw.random() < 0.2:
         return f"{name} IS {draw.choice(['', 'NOT '])}NULL"
-    some = [LITERALS[name](draw.choice(values)) for _ in range(2)]
-    if name == "word" and draw.random() < 0.3:
-        return f"word LIKE '{draw.choice(['a%', '%b', '%é%', '_'])}'"
+    some = [LITERALS[kind](draw.choice(values)) for _ in range(2)]
+    if kind == "word" and draw.random() < 0.3:
+        return f"{name} LIKE '{draw.choice(['a%', '%b', '%é%', '_'])}'"
     operator = draw.choice(["=", "<>", "<", "<=", ">", ">=", "BETWEEN", "IN", "NOT IN", "DISTINCT"])
     if operator == "BETWEEN":
         return f"{name} BETWEEN {some[0]} AND {some[1]}"

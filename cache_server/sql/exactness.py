@@ -2,8 +2,9 @@
 
 Two kinds (docs/decisions/0019):
 
-- *Wrongly simplified*: the optimiser replaces a comparison by one that keeps other rows. The plan
-  tells, so such a query runs without that rule: see `simplifies_wrongly`.
+- *Wrongly planned*: the optimiser replaces a comparison by one that keeps other rows, or rounds a
+  number that is compared with decimals. The plan tells, so such a query runs in another `Mode`: see
+  `simplifies_wrongly` and `rounded_number`.
 - *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, IN, CASE and nullif take -0.0
   and 0.0 as different, and a computed NaN with a minus sign is less than every number. Only the
   rows tell, so a load looks for such rows: see `wrong_values`.
@@ -15,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -40,6 +42,19 @@ _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
 _ARITHMETIC = {"+", "-", "*"}
 _LITERAL = re.compile(r"\b(?:U?Int|Float)\d+\(([^()]*)\)")  # as DataFusion shows a number
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a session plans a query.
+
+    Attributes:
+        unsimplified: without `SIMPLIFYING_RULES`.
+        decimal_numbers: a number with a point is a decimal, not a double.
+    """
+
+    unsimplified: bool = False
+    decimal_numbers: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +92,37 @@ def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
             if _is_beyond(side, others, rows) or _is_cut(side, others, rows, context):
                 return True
     return False
+
+
+def rounded_number(plan: LogicalPlan, context: SessionContext) -> str:
+    """A number that is compared with decimals and not exactly the one that is written; or "".
+
+    ``price >= 8.28`` of decimals compares with 8.279999999999999: a double of the query becomes a
+    decimal by a multiplication of doubles.
+
+    Args:
+        plan: optimised without `SIMPLIFYING_RULES`.
+        context: of the plan.
+    """
+    for rows, expression in _expressions(plan, context):
+        for sides in (_compared(expression), *map(list, _equated(expression))):
+            if not any(pa.types.is_decimal(_type(side, rows)) for side in sides):
+                continue
+            for side in sides:
+                if number := _rounded(side, rows, context):
+                    return number
+    return ""
+
+
+def casts_doubles(plan: LogicalPlan, context: SessionContext) -> bool:
+    """Whether a comparison turns doubles of rows into decimals, which rounds them."""
+    return any(
+        pa.types.is_decimal(types[0]) and pa.types.is_floating(types[-1])
+        for rows, expression in _expressions(plan, context)
+        for sides in (_compared(expression), *_equated(expression))
+        for side in sides
+        for types in [[_type(part, rows) for part in _uncast(side)]]
+    )
 
 
 def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
@@ -214,6 +260,23 @@ def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: Sessio
     (row,) = context.sql("SELECT 1").select(*values).to_pylist() if values else [{}]
     step = units[0] // min(units)
     return any(value is not None and value % step for value in row.values())
+
+
+def _rounded(side: Expr, rows: DataFrame, context: SessionContext) -> str:
+    """The number that a constant is in the query, where it becomes another decimal; else ""."""
+    *_, inner = _uncast(side)
+    is_constant = all(part.variant_name() != "Column" for part in parts(inner))
+    if not is_constant or not pa.types.is_floating(_type(inner, rows)):
+        return ""
+    constants = context.sql("SELECT 1").select(inner.alias("double"), side.alias("decimal"))
+    try:
+        (row,) = constants.to_pylist()
+    except Exception:  # DataFusion raises bare Exception; the query fails by it, too
+        return ""
+    double, compared = row["double"], row["decimal"]
+    if not isinstance(compared, Decimal) or compared == Decimal(repr(double)):
+        return ""
+    return repr(double)
 
 
 def _wraps(expression: Expr, rows: DataFrame) -> Expr | None:

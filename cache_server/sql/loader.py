@@ -16,7 +16,8 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from cache_server.source.pinned import (
     no_rows,
 )
 from cache_server.sql import exactness
+from cache_server.sql.exactness import Mode
 from cache_server.sql.formats import json_rows, json_types
 from cache_server.sql.formats.batch_rows import (
     BATCH_BYTES,
@@ -72,6 +74,7 @@ from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
+_PLAIN = Mode()
 _FILE = "__file"  # a file whose table has further or other columns
 
 _MOST_NOTED = 4 * 1024 * 1024  # characters of a CSV's sample whose quotes are checked
@@ -268,7 +271,7 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
         schemas = {name: _schema_of(path, "arrow") for name, path in tables.items()}
         longest = max(map(arrow_row_bytes, tables.values()), default=0)
         rows = min(DEFAULT_BATCH_ROWS, batch_rows(longest))
-        context = open_session(1, rows, exact=is_exact(sql, schemas))
+        context = open_session(1, rows, mode=mode_of(sql, schemas))
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
@@ -285,7 +288,7 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
     Raises:
         LoadError: with the reason.
     """
-    context = open_session(1, exact=is_exact(sql, {table: rows.schema}))
+    context = open_session(1, mode=mode_of(sql, {table: rows.schema}))
     context.register_record_batches(table, [[rows]])
     try:
         return int(_frame(context, sql, rows.schema.names).count())
@@ -346,12 +349,12 @@ def _batch_rows(file: LocalFile) -> int:
 
 
 def open_session(
-    parts: int, batch_rows: int = DEFAULT_BATCH_ROWS, *, exact: bool = False
+    parts: int, batch_rows: int = DEFAULT_BATCH_ROWS, *, mode: Mode = _PLAIN
 ) -> SessionContext:
     """A session that cuts a file into ``parts`` and keeps the order of rows.
 
     Args:
-        exact: without the rules that simplify comparisons; see `is_exact`.
+        mode: how it plans; see `mode_of`.
     """
     config = (
         SessionConfig()
@@ -366,40 +369,64 @@ def open_session(
         .set("datafusion.execution.parquet.coerce_int96", "us")
         # A staged file may lack them.
         .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
+        .set("datafusion.sql_parser.parse_float_as_decimal", str(mode.decimal_numbers).lower())
     )
     context = SessionContext(config)
     for name in (*_VOLATILE, *_OF_THE_FILE):
         context.deregister_udf(name)
-    for rule in exactness.SIMPLIFYING_RULES if exact else ():
+    for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():
         context.remove_optimizer_rule(rule)
     return context
 
 
-def is_exact(sql: str, tables: Mapping[str, pa.Schema]) -> bool:
-    """Whether a query must run in a session that does not simplify comparisons.
+def mode_of(sql: str, tables: Mapping[str, pa.Schema]) -> Mode:
+    """The mode in which DataFusion plans a query as it is written.
 
     Raises:
-        RequestError: it must, but it cannot.
+        RequestError: there is none; says what to write.
         Exception: of DataFusion; it cannot be planned.
     """
-    return _is_exact(sql, tuple(tables.items()))
+    return _mode_of(sql, tuple(tables.items()))
 
 
 @lru_cache(64)
-def _is_exact(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> bool:
+def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
     selection = selection_of(sql)
     if selection is not None and not selection.filter:
-        return False
-    context = open_session(1, exact=True)
-    for name, schema in tables:
-        context.register_record_batches(name, [[no_rows(schema)]])
-    names = tables[0][1].names
-    plan = _frame(context, sql, names[:1] if selection else names).optimized_logical_plan()
+        return Mode()
+    names = tables[0][1].names[:1] if selection else tables[0][1].names
+
+    def planned(mode: Mode) -> tuple[SessionContext, DataFrame]:
+        context = open_session(1, mode=mode)
+        for name, schema in tables:
+            context.register_record_batches(name, [[no_rows(schema)]])
+        return context, _frame(context, sql, names)
+
+    mode = Mode(unsimplified=True)
+    context, frame = planned(mode)
+    if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
+        mode = Mode(unsimplified=True, decimal_numbers=True)
+        schema = frame.schema()
+        context, frame = planned(mode)
+        plan = frame.optimized_logical_plan()
+        if frame.schema() != schema or exactness.casts_doubles(plan, context):
+            raise RequestError(
+                f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
+                f"{_as_decimal(number)} instead"
+            )
+    plan = frame.optimized_logical_plan()
     if not exactness.simplifies_wrongly(plan, context):
-        return False
+        return replace(mode, unsimplified=False)
     if problem := exactness.unsimplified_problem(plan, context):
         raise RequestError(f"sql {sql!r}: {problem}")
-    return True
+    return mode
+
+
+def _as_decimal(number: str) -> str:
+    """SQL of a decimal that is exactly a number."""
+    _, digits, exponent = Decimal(number).as_tuple()
+    scale = max(0, -int(exponent))
+    return f"CAST('{number}' AS DECIMAL({max(len(digits), scale)}, {scale}))"
 
 
 def _check_values(context: SessionContext, frame: DataFrame, part: int | None = None) -> None:
@@ -463,7 +490,7 @@ def _planned(
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(
-            parts, _batch_rows(file), exact=is_exact(sql, {table.name: table.schema})
+            parts, _batch_rows(file), mode=mode_of(sql, {table.name: table.schema})
         )
         _register_table(context, file, table, sql, skips=skips)
         frame = _frame(context, sql, table.read_schema.names)
@@ -529,9 +556,9 @@ def _by_lots(
         # Without columns only the number of rows counts.
         return pa.RecordBatch.from_arrays(columns, schema=schema) if columns else batch
 
-    exact = is_exact(sql, {table.name: table.schema})
+    mode = mode_of(sql, {table.name: table.schema})
     for lot in _joined(map(plain, rows), MOST_BATCH_ROWS):
-        context = open_session(1, MOST_BATCH_ROWS, exact=exact)
+        context = open_session(1, MOST_BATCH_ROWS, mode=mode)
         context.register_record_batches(table.name, [[lot]])
         frame = _frame(context, sql, table.read_schema.names)
         if _folds_to_nothing(frame):
@@ -703,7 +730,7 @@ def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema
 
 
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
-    context = open_session(1, exact=is_exact(sql, {table.name: table.schema}))
+    context = open_session(1, mode=mode_of(sql, {table.name: table.schema}))
     empty = no_rows(_stored(table, constants))
     context.register_record_batches(_FILE, [[empty]])
     _register_view(context, table, constants)

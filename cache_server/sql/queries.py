@@ -23,12 +23,14 @@ from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
+from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, variant
-from cache_server.sql.loader import is_exact, open_session, read_only, reason_of, selected, walk
+from cache_server.sql.loader import mode_of, open_session, read_only, reason_of, selected, walk
 from cache_server.sql.quoting import identifier
 from cache_server.sql.select_list import column_expressions
 from cache_server.sql.selection import Selection, select, selection_of
 
+_PLAIN = Mode()
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
 _NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
@@ -120,8 +122,8 @@ def check_query(
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
     frame = _plan(planned, sql, context, tables)
-    if _is_exact(planned, sql, tables):
-        context = _session(tables, exact=True)
+    if (mode := _mode_of(planned, sql, tables)) != Mode():
+        context = _session(tables, mode)
         frame = _plan(planned, sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
     text = ignored_sql.bare(planned)
@@ -191,9 +193,9 @@ def reads_any_column(sql: str, tables: Mapping[str, pa.Schema], table: str) -> b
     return further.name in check_query(sql, wider, allow_unordered=True).columns[table]
 
 
-def _session(tables: Mapping[str, pa.Schema], *, exact: bool = False) -> SessionContext:
+def _session(tables: Mapping[str, pa.Schema], mode: Mode = _PLAIN) -> SessionContext:
     """A session with empty tables."""
-    context: SessionContext = open_session(1, exact=exact)
+    context: SessionContext = open_session(1, mode=mode)
     for name, schema in tables.items():
         batch = no_rows(schema)
         context.register_record_batches(name, [[batch]])
@@ -216,9 +218,9 @@ def _selection(
     return found
 
 
-def _is_exact(planned: str, sql: str, tables: Mapping[str, pa.Schema]) -> bool:
+def _mode_of(planned: str, sql: str, tables: Mapping[str, pa.Schema]) -> Mode:
     try:
-        return is_exact(planned, tables)
+        return mode_of(planned, tables)
     except RequestError:
         raise
     except Exception as error:  # DataFusion raises bare ValueError and Exception
