@@ -99,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(num_nodes=1, insecure=True) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", write_numbered(folder / "t", 100)))
         yield run
 

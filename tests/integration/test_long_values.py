@@ -22,6 +22,7 @@ from cache_server.plan import pinned_version
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql.loader import read_split
 from cache_server.tables import delta, files
+from tests.flight_clients import connect
 from tests.lake_tables import read_table
 from tests.load_here import load_here
 
@@ -116,10 +117,10 @@ def test_a_flight_message_is_sized_by_the_true_bytes_of_its_rows(
     pq.write_table(long_table, tmp_path / "a.parquet")
     client.load(DatasetSpec(dataset_name, tmp_path / "a.parquet", target_shard_bytes=2**30))
     found = []
-    with flight.connect(cluster.endpoint) as connection:
+    with connect(cluster.endpoint) as connection:
         info = connection.get_flight_info(flight.FlightDescriptor.for_path(dataset_name))
     for endpoint in info.endpoints:
-        with flight.connect(endpoint.locations[0]) as connection:
+        with connect(endpoint.locations[0]) as connection:
             found += [chunk.data for chunk in connection.do_get(endpoint.ticket)]
 
     assert pa.Table.from_batches(found).to_pylist() == long_table.to_pylist()
