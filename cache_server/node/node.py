@@ -34,7 +34,7 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
-from cache_server.node.desired import DesiredVersion
+from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
 from cache_server.node.load_memory import LoadMemory
@@ -70,6 +70,7 @@ _MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
 # After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
+_LONGEST_INTERVAL_S = 3600.0
 
 
 class CoordinatorLink(Protocol):
@@ -320,6 +321,7 @@ class Node:
             self._wake.clear()
             try:
                 response = self._link.heartbeat(self._report())
+                desired = self._decoder.decode(response)
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
@@ -330,9 +332,11 @@ class Node:
             else:
                 log.record_answer()
                 failed, interval = 0, response.interval_s
+                if not 0 <= interval <= _LONGEST_INTERVAL_S:  # also for a NaN
+                    interval = _RETRY_S
                 self.coordinator = response.coordinator
                 try:
-                    news = self._reconcile(response)
+                    news = self._reconcile(desired)
                 except Exception:  # for example no new thread: heartbeats must continue
                     logger.exception("reconcile failed, will be tried again")
                     news = False
@@ -367,14 +371,13 @@ class Node:
         request.reports.extend(self._reports.popleft() for _ in range(len(self._reports)))
         return request
 
-    def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
+    def _reconcile(self, desired: DesiredState) -> bool:
         """Acts on an answer; returns whether there is something new to report.
 
         Every gather takes the lock, so it is not held while files are removed.
         """
         if self._stop.is_set():
             return False
-        desired = self._decoder.decode(response)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual)
         for action in result.actions:
