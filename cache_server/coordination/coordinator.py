@@ -419,11 +419,12 @@ class Coordinator:
         with self._changed:
             member = self._membership.apply_heartbeat(request, by.process)
             has_news = member.has_news
+            reported = {} if member.untrusted else member.actual
             for key, loading in self._versions.items():
-                shards = member.actual[key].shards if key in member.actual else ()
+                shards = reported[key].shards if key in reported else ()
                 running = frozenset(shard.index for shard in shards if shard.running)
                 loading.ended.apply_report(node_id, request.node.process, running)
-            for key, actual in member.actual.items():
+            for key, actual in reported.items():
                 if (version := self._versions.get(key)) is not None:
                     has_news |= version.apply_report(actual, node_id)
                     if actual.HasField("idle_s"):
@@ -432,20 +433,32 @@ class Coordinator:
                         )
             if has_news:
                 self._mark_changed()
+            self._distrust_liar(node_id, reported)
             self._settle()
             response = pb.HeartbeatResponse(
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_stable(),
             )
-            for version in self._versions.values():
+            for version in () if member.untrusted else self._versions.values():
                 if version.failure is None:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
                     response.datasets.append(desired)
-            for key in member.actual.keys() & self._orphans.find():
+            # An untrusted node changes nothing, so that its files can be examined.
+            for key in member.actual.keys() & (
+                member.actual.keys() if member.untrusted else self._orphans.find()
+            ):
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             return response
+
+    def _distrust_liar(self, node_id: str, keys: Iterable[VersionKey]) -> None:
+        """Marks a node that claims what contradicts the other nodes."""
+        for version in filter(None, map(self._versions.get, keys)):
+            if version.was_ready and (lie := self._holdings(version).lie(node_id)):
+                self._membership.distrust(node_id, lie)
+                self._mark_changed()
+                return
 
     def _mark_changed(self) -> None:
         """Wakes watchers and outdates every view. Call it inside the lock after a change."""

@@ -13,9 +13,9 @@ from cache_server.shards.version_key import VersionKey
 
 MAX_SHARDS = 1_000_000  # of one version
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LOCATION = re.compile(
-    r"grpc(\+tcp|\+tls)?://([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}"
-)
+_ADDRESS = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}"
+_LOCATION = re.compile(rf"grpc(\+tcp|\+tls)?://{_ADDRESS}")
+_CONTROL_LOCATION = re.compile(rf"(grpc\+tls://)?{_ADDRESS}")
 
 
 def version_key(dataset: str, fingerprint: str) -> VersionKey:
@@ -51,6 +51,17 @@ def location(text: str) -> str:
     """
     if not _LOCATION.fullmatch(text):
         raise InvalidTicketError(f"not a Flight location: {text[:200]!r}")
+    return text
+
+
+def address(text: str) -> str:
+    """A control location, such as ``host:50052``.
+
+    Raises:
+        InvalidTicketError: it is something else.
+    """
+    if not _CONTROL_LOCATION.fullmatch(text):
+        raise InvalidTicketError(f"not a control location: {text[:200]!r}")
     return text
 
 

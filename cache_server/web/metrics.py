@@ -88,7 +88,9 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     )
     alive = sum(node.alive for node in cache.nodes)
     nodes.add_metric(["alive"], alive)
-    nodes.add_metric(["lost"], len(cache.nodes) - alive)
+    untrusted = sum(bool(node.untrusted) for node in cache.nodes)
+    nodes.add_metric(["untrusted"], untrusted)
+    nodes.add_metric(["lost"], len(cache.nodes) - alive - untrusted)
     yield nodes
     state = GaugeMetricFamily(
         "data_cache_dataset_state",

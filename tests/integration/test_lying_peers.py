@@ -10,9 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_server.local import LocalNode
+from cache_server.local import LocalCluster, LocalNode
+from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -69,3 +71,35 @@ def test_a_false_coordinator_makes_no_node_touch_what_is_outside_its_directory(
         finally:
             node.close()
     assert [path.name for path in (tmp_path / "victim").rglob("*")] == ["f00", "manifest.jsonl"]
+
+
+def test_a_reader_reads_on_while_made_up_nodes_lie_about_its_shards(
+    tmp_path: Path, dataset_name: str
+) -> None:
+    source = write_numbered(tmp_path / "source", 4000, files=4)
+    with LocalCluster() as cluster:
+        client = CacheClient(cluster.endpoint)
+        info = client.load(DatasetSpec(dataset_name, source, target_shard_bytes=1))
+        report = pb.HeartbeatRequest(
+            node=pb.Node(id="liar", flight_location="grpc://127.0.0.1:1", cache_dir="/nowhere")
+        )
+        claim = report.datasets.add(dataset=dataset_name, fingerprint=info.fingerprint, attempt=0)
+        claim.shards.add(index=0, sealed=True, num_rows=1, checksum="x", rows_fixed=True)
+        rows = []
+        with grpc.insecure_channel(cluster.nodes[0].control_location) as channel:
+            coordinator = cache_pb2_grpc.CoordinatorStub(channel)
+            dataset = CacheIterableDataset(
+                dataset_name, batch_size=500, endpoint=cluster.endpoint, columns=["row"]
+            )
+            for batch in dataset:
+                coordinator.Heartbeat(report)
+                rows += batch["row"].tolist()
+            report.node.cache_dir = "relative"
+            with pytest.raises(grpc.RpcError, match="not an absolute cache_dir: 'relative'"):
+                coordinator.Heartbeat(report)
+        assert rows == list(range(4000))
+        assert client.describe(dataset_name).state == "ready"
+        assert {node.id: bool(node.untrusted) for node in client.nodes()} == {
+            "liar": True, cluster.nodes[0].node_id: False,
+        }  # fmt: skip
+        assert cluster.nodes[0].log_tail().count("node untrusted id=liar") == 1
