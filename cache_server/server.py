@@ -33,6 +33,7 @@ from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.store import ShardStore
+from cache_server.source.allowed_sources import AllowedSources
 from cache_server.web.service import WebService
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class CacheServer:
                     load_threads=load_threads,
                     container_bytes=config.container_memory_limit_bytes,
                     credentials=self._credentials,
+                    sources=AllowedSources(config.allow_source),
                     on_ready=self._readiness.set_node,
                 )
             )
@@ -209,6 +211,7 @@ class CacheServer:
     def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
         coordinator = Coordinator(
             Catalogue(store.cache_dir),
+            sources=AllowedSources(self._config.allow_source),
             endpoints=self.endpoints,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             node_timeout_s=self._config.node_timeout_s,

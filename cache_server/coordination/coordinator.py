@@ -35,6 +35,7 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.version_key import VersionKey
+from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Coordinator:
             the coordinator, every known node has this long to report again.
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
+        sources: that it may read.
         clock: monotonic seconds.
 
     Attributes:
@@ -63,6 +65,7 @@ class Coordinator:
         self,
         catalogue: Catalogue,
         *,
+        sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
         endpoints: pb.CoordinatorEndpoints,
         heartbeat_interval_s: float,
         node_timeout_s: float,
@@ -70,6 +73,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
+        self._sources = sources
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
         self._lease_s = lease_s
@@ -127,6 +131,7 @@ class Coordinator:
             PermissionDeniedError: the version needs secrets that the caller did not give, and
                 another principal owns it.
         """
+        self._sources.check_spec(spec)
         with self._changed:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
@@ -207,6 +212,7 @@ class Coordinator:
         Raises:
             LoadError: the source cannot be read. RequestError: a bad query.
         """
+        self._sources.check_spec(spec)
         with closing(plan_version(spec)) as planned:
             with self._changed:
                 alive = [node for node in self._membership.nodes() if node.alive]

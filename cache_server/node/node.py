@@ -61,6 +61,7 @@ from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
+from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Node:
         container_bytes: memory limit of the container, which the loads respect; None: no limit.
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
+        sources: that it may read.
     """
 
     def __init__(
@@ -116,9 +118,11 @@ class Node:
         container_bytes: int | None = None,
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
+        sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
     ) -> None:
         self._store = store
         self._link = link
+        self._sources = sources
         self.description = description
         self._on_ready = on_ready
         self._credentials = credentials
@@ -508,6 +512,9 @@ class Node:
             self._wake.set()
 
     def _load(self, state: VersionState, job: Job) -> None:
+        if job.shard is None or not job.shard.copy:
+            splits = (*job.splits, *job.whole_splits)
+            self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
         if job.shard is None:
             num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
             with self._lock:

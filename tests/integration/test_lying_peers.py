@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_protocol.errors import RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalCluster, LocalNode
+from cache_server.plan.pinned_version import plan_version, split_to_proto
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
@@ -103,3 +109,43 @@ def test_a_reader_reads_on_while_made_up_nodes_lie_about_its_shards(
             "liar": True, cluster.nodes[0].node_id: False,
         }  # fmt: skip
         assert cluster.nodes[0].log_tail().count("node untrusted id=liar") == 1
+
+
+def test_a_node_reads_no_file_of_its_machine_for_a_caller_or_a_coordinator(
+    tmp_path: Path,
+) -> None:
+    source = write_numbered(tmp_path / "source", 10)
+    ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
+    command = [sys.executable, "-m", "cache_server", "serve", *ports]
+    planned = plan_version(DatasetSpec("t", source)).version
+    assert planned.shards is not None
+    coordinator = FalseCoordinator()
+    desired = coordinator.answer.datasets.add(plan=planned.to_load_plan(0))
+    desired.shards.add(index=0, splits=map(split_to_proto, planned.shards[0].splits))
+    with ExitStack() as stack:
+        location = stack.enter_context(false_coordinator(coordinator))
+        nodes = [
+            stack.enter_context(
+                forked_python.Popen(
+                    [*command, "--cache-dir", str(tmp_path / name), *more],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                )
+            )
+            for name, more in (("honest", []), ("misled", ["--coordinator", location]))
+        ]  # fmt: skip
+        for node in nodes:
+            stack.callback(node.kill)
+        assert nodes[0].stdout is not None
+        client = CacheClient(json.loads(nodes[0].stdout.readline())["flight"])
+        for place in (source, "/etc/shadow", "http://127.0.0.1:1/x.csv", "http://169.254.169.254/"):
+            spec = DatasetSpec("t", place, format="csv")
+            for call in (client.load, client.plan):
+                with pytest.raises(RequestError, match=r"this cache may not read .*--allow-source"):
+                    call(spec)
+
+        def failure() -> str:
+            shards = [s for r in coordinator.reports for d in r.datasets for s in d.shards]
+            return next((shard.failure for shard in shards if shard.failure), "")
+
+        wait_until(lambda: bool(failure()), WAIT_S, "the misled node refuses")
+        assert "this cache may not read" in failure() and "part-000.parquet" in failure()
