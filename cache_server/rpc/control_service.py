@@ -30,6 +30,7 @@ from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
+from cache_server.rpc.malformed_requests import MalformedRequests
 from cache_server.secrets import error_text
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,10 @@ class ControlService:
     ) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="control"),
-            interceptors=[CallerInterceptor(authenticator or Authenticator())],
+            interceptors=[
+                MalformedRequests(),  # of the open verbs; the next one parses all others
+                CallerInterceptor(authenticator or Authenticator()),
+            ],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),

@@ -81,7 +81,7 @@ class AllowedSources:
     def _check(self, source: str, known_hosts: set[str]) -> None:
         found = _normal(source)
         if self._prefixes is not None:
-            if not found.startswith(self._prefixes):
+            if not f"{found}/".startswith(self._prefixes):  # a folder itself, too
                 raise _not_allowed(source, "it begins with no prefix of --allow-source")
             return
         scheme, hosts = _hosts_of(found)

@@ -87,6 +87,7 @@ def test_prefixes_replace_the_default_and_links_are_followed(tmp_path: Path) -> 
     (allowed / "link.parquet").symlink_to(other / "part-000.parquet")
     sources = AllowedSources([f"{allowed}/", "https://store.example/team/"])
 
+    sources.check_spec(DatasetSpec("t", allowed))
     sources.check_spec(DatasetSpec("t", allowed / "*.parquet"))
     sources.check_spec(DatasetSpec("t", "https://store.example/team/x.parquet"))
     for refused in (
