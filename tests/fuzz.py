@@ -2,8 +2,8 @@
 
 ``make fuzz`` sends a million; ``python -m tests.fuzz --calls 5000 --seed 7`` repeats a run. The
 node must write no traceback, its memory and descriptors must stay flat, and an epoch that is read
-meanwhile must be exact. GetSchema is left out: in pyarrow 26 each of its errors leaks 1.6 KB, because
-its callback, unlike the others, does not turn a FlightError into a status.
+meanwhile must be exact. GetSchema is left out: in pyarrow 26 each of its errors leaks 1.6 KB,
+because its callback, unlike the others, does not turn a FlightError into a status.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Answers gRPC requests that cannot be parsed.
 
-A deserializer of grpcio that raises writes a traceback and leaks about 20 KB a call. So every request
-arrives as bytes, and its handler parses it.
+A deserializer of grpcio that raises writes a traceback and leaks about 20 KB a call. So every
+request arrives as bytes, and its handler parses it.
 """
 
 from __future__ import annotations
