@@ -422,12 +422,18 @@ class Node:
             case CloseTables(key):
                 self._states[key].tables.close()
             case StartLoads(key, shards):
-                state = self._states[key]
+                state, query_bytes = self._states[key], self._memory.query_bytes
                 for shard in shards:
-                    self._start(state, Job(state.desired.plan, shard, notes=state.notes))
+                    job = Job(
+                        state.desired.plan, shard, notes=state.notes, query_bytes=query_bytes
+                    )
+                    self._start(state, job)
             case StartWholeQuery(key, missing):
-                state = self._states[key]
-                self._start(state, Job(state.desired.plan, missing=missing, notes=state.notes))
+                state, query_bytes = self._states[key], self._memory.query_bytes
+                job = Job(
+                    state.desired.plan, missing=missing, notes=state.notes, query_bytes=query_bytes
+                )
+                self._start(state, job)
 
     def _update(self, desired: DesiredVersion) -> None:
         key = desired.plan.key
