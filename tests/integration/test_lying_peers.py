@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -19,6 +24,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalCluster, LocalNode
 from cache_server.plan.pinned_version import plan_version, split_to_proto
+from cache_server.rpc.flight_service import MAX_ROW_IDS
 from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
@@ -149,3 +155,43 @@ def test_a_node_reads_no_file_of_its_machine_for_a_caller_or_a_coordinator(
 
         wait_until(lambda: bool(failure()), WAIT_S, "the misled node refuses")
         assert "this cache may not read" in failure() and "part-000.parquet" in failure()
+
+
+def test_a_hundred_loads_from_a_server_that_never_answers_delay_nobody(
+    tmp_path: Path, dataset_name: str
+) -> None:
+    source = write_numbered(tmp_path / "source", 10)
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=200))
+        cluster = stack.enter_context(LocalCluster())
+        channel = stack.enter_context(grpc.insecure_channel(cluster.nodes[0].control_location))
+        coordinator = cache_pb2_grpc.CoordinatorStub(channel)
+        place = f"http://127.0.0.1:{silent.getsockname()[1]}/x.parquet"
+        request = pb.CreateDatasetRequest(spec=DatasetSpec("slow", place).to_proto())
+        calls = [coordinator.CreateDataset.future(request, timeout=60) for _ in range(100)]
+        start = time.monotonic()
+        assert CacheClient(cluster.endpoint).load(DatasetSpec(dataset_name, source)).num_rows == 10
+        assert time.monotonic() - start < WAIT_S / 2
+        for call in calls:
+            assert not call.done()
+            call.cancel()
+
+
+def test_a_request_for_too_many_rows_is_refused_with_the_limit(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", 10)
+    info = client.load(DatasetSpec(dataset_name, source))
+    request = pb.GatherRequest(dataset=dataset_name, fingerprint=info.fingerprint)
+    command = flight.FlightDescriptor.for_command(request.SerializeToString())
+    for location in [node.endpoint for node in cluster.nodes]:
+        with flight.FlightClient(location) as connection:
+            writer, reader = connection.do_exchange(command)
+            batch = pa.record_batch({"row": np.zeros(MAX_ROW_IDS + 1, np.int64)})
+            writer.begin(batch.schema)
+            writer.write_batch(batch)
+            writer.done_writing()
+            with pytest.raises(flight.FlightError, match="at most 4194304 row ids"):
+                reader.read_all()
+            with suppress(flight.FlightError, pa.ArrowException):
+                writer.close()
