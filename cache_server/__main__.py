@@ -191,6 +191,13 @@ def serve(
             "everything.",
         ),
     ] = None,
+    scrub_interval_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between two passes that read every shard file again, at 256 MiB a second "
+            "at most, and repair damaged ones; 0: none."
+        ),
+    ] = 3600.0,
     heartbeat_interval_s: Annotated[
         float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
     ] = 0.5,
@@ -256,6 +263,7 @@ def serve(
             container_memory_limit_bytes=container_memory_limit,
             load_threads=load_threads,
             huge_pages=huge_pages,
+            scrub_interval_s=scrub_interval_s,
             # What a job asks of its own cache, its own pods may read.
             allow_source=allow_source or ([""] if load_from_env else None),
             heartbeat_interval_s=heartbeat_interval_s,

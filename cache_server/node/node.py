@@ -245,7 +245,7 @@ class Node:
         try:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
-            if self._drop_damaged(key, shard):
+            if self.drop_damaged(key, shard):
                 reason = "is made again: its file was removed"
             else:
                 reason = "was just dropped"
@@ -262,9 +262,9 @@ class Node:
                 yield chunk
             checksum = digests.checksum(mapped.fileno())
         if checksum != shard.sealed.checksum:
-            self._drop_damaged(key, shard)
+            self.drop_damaged(key, shard)
 
-    def _drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
+    def drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
         """Drops a shard, which is then made again; returns whether it was still there."""
         dropped = self._store.drop_this(key, shard)
         if dropped:

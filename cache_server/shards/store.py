@@ -249,6 +249,7 @@ class ShardStore:
         try:
             self._create(temporary)
             sealed = write()
+            temporary.chmod(0o444)  # readers map it: a write would change or end them
             fsync(temporary)
             os.replace(temporary, final)
             fsync(directory)
