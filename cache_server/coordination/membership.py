@@ -124,7 +124,11 @@ class Membership:
         node_id = request.node.id
         keys = _checked_keys(request)
         known = self._members.get(node_id)
-        if known is not None and known.reporter not in (None, reporter) and node_id in self._answering():
+        if (
+            known is not None
+            and known.reporter not in (None, reporter)
+            and node_id in self._answering()
+        ):
             raise PermissionDeniedError(
                 f"{reporter!r} reported for node {node_id}, which is of {known.reporter!r} until "
                 "it counts as lost"

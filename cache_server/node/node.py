@@ -424,9 +424,7 @@ class Node:
             case StartLoads(key, shards):
                 state, query_bytes = self._states[key], self._memory.query_bytes
                 for shard in shards:
-                    job = Job(
-                        state.desired.plan, shard, notes=state.notes, query_bytes=query_bytes
-                    )
+                    job = Job(state.desired.plan, shard, notes=state.notes, query_bytes=query_bytes)
                     self._start(state, job)
             case StartWholeQuery(key, missing):
                 state, query_bytes = self._states[key], self._memory.query_bytes
