@@ -1,7 +1,7 @@
 """Shares the threads that plan loads among the hosts of the sources.
 
 A plan reads its source in the thread of its call. A server that never answers would take every
-thread, and nobody else could load.
+thread, so that all other loads would wait.
 """
 
 from __future__ import annotations

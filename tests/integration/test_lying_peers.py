@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
@@ -25,9 +26,9 @@ from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalCluster, LocalNode
 from cache_server.plan.pinned_version import plan_version, split_to_proto
 from cache_server.rpc.flight_service import MAX_ROW_IDS
-from tests import forked_python
+from tests import flight_clients, forked_python
 from tests.conftest import write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
 
@@ -89,7 +90,7 @@ def test_a_reader_reads_on_while_made_up_nodes_lie_about_its_shards(
     tmp_path: Path, dataset_name: str
 ) -> None:
     source = write_numbered(tmp_path / "source", 4000, files=4)
-    with LocalCluster() as cluster:
+    with LocalCluster(insecure=True) as cluster:  # as a node of the cache
         client = CacheClient(cluster.endpoint)
         info = client.load(DatasetSpec(dataset_name, source, target_shard_bytes=1))
         report = pb.HeartbeatRequest(
@@ -163,7 +164,7 @@ def test_a_hundred_loads_from_a_server_that_never_answers_delay_nobody(
     source = write_numbered(tmp_path / "source", 10)
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=200))
-        cluster = stack.enter_context(LocalCluster())
+        cluster = stack.enter_context(LocalCluster(insecure=True))
         channel = stack.enter_context(grpc.insecure_channel(cluster.nodes[0].control_location))
         coordinator = cache_pb2_grpc.CoordinatorStub(channel)
         place = f"http://127.0.0.1:{silent.getsockname()[1]}/x.parquet"
@@ -185,7 +186,7 @@ def test_a_request_for_too_many_rows_is_refused_with_the_limit(
     request = pb.GatherRequest(dataset=dataset_name, fingerprint=info.fingerprint)
     command = flight.FlightDescriptor.for_command(request.SerializeToString())
     for location in [node.endpoint for node in cluster.nodes]:
-        with flight.FlightClient(location) as connection:
+        with flight_clients.connect(location) as connection:
             writer, reader = connection.do_exchange(command)
             batch = pa.record_batch({"row": np.zeros(MAX_ROW_IDS + 1, np.int64)})
             writer.begin(batch.schema)
@@ -195,3 +196,29 @@ def test_a_request_for_too_many_rows_is_refused_with_the_limit(
                 reader.read_all()
             with suppress(flight.FlightError, pa.ArrowException):
                 writer.close()
+
+
+def test_a_reader_with_a_replica_waits_less_than_two_seconds_for_a_frozen_node(
+    tmp_path: Path, dataset_name: str
+) -> None:
+    source = write_numbered(tmp_path / "source", 400_000, files=8)
+    with LocalCluster(2) as cluster:
+        spec = DatasetSpec(dataset_name, source, target_shard_bytes=1, replicas=2)
+        CacheClient(cluster.endpoint).load(spec)
+        dataset = CacheIterableDataset(
+            dataset_name, batch_size=100, endpoint=cluster.endpoint, columns=["row"],
+            local=False, prefetch_batches=1, message_bytes=4096,
+        )  # fmt: skip
+        node = psutil.Process(cluster.nodes[1].pid)
+        rows, longest_s, before = [], 0.0, time.monotonic()
+        try:
+            for number, batch in enumerate(dataset):
+                longest_s = max(longest_s, time.monotonic() - before)
+                rows += batch["row"].tolist()
+                if number == 20:
+                    suspend(node)
+                before = time.monotonic()
+        finally:
+            node.resume()
+    assert rows == list(range(400_000))
+    assert 0.5 < longest_s < 4.0, longest_s  # 1.7 s on an idle machine; it was 20 s

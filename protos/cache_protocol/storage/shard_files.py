@@ -87,7 +87,7 @@ class MappedShard:
         }
 
     def is_unchanged(self) -> bool:
-        """Whether nobody wrote to the file since it was mapped.
+        """Whether the file has not been written to since it was mapped.
 
         A removed or replaced file is unchanged: its mapped pages stay. A mapped file that becomes
         shorter ends the process that reads its lost pages (SIGBUS).
