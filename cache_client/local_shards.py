@@ -78,7 +78,7 @@ class LocalShards:
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
-        self._looked_at = np.zeros(len(num_rows))  # monotonic seconds
+        self._look_at = 0.0  # monotonic seconds
 
     @property
     def shards(self) -> set[int]:
@@ -101,22 +101,20 @@ class LocalShards:
         return table.gather(row_ids, shard_of, selection)
 
     def _check_unchanged(self, shard_of: Indices) -> None:
-        """Gives up files that were changed in place; looks at a file every 50 ms at most."""
+        """Gives up files of these shards that were changed in place; looks every 50 ms at most."""
         now = time.monotonic()
+        if now < self._look_at:
+            return
+        lost = None
         with self._lock:
-            due = np.flatnonzero(
-                np.bincount(shard_of, minlength=len(self._looked_at)).astype(np.bool_)
-                & (self._looked_at < now - _LOOK_EVERY_S)
-            )
-            lost = None
-            for shard in due.tolist():
+            self._look_at = now + _LOOK_EVERY_S
+            for shard in np.flatnonzero(np.bincount(shard_of)).tolist():
                 mapped = self._mapped.get(shard)
                 if mapped is not None and not mapped.is_unchanged():
                     lost = mapped.path
                     logger.warning("shard file changed path=%s: read over Flight", lost)
                     del self._files[shard], self._mapped[shard]
                     self._is_mapped[shard] = False
-            self._looked_at[due] = now
         if lost is not None:
             raise ShardFileLostError(f"{lost} was changed while it was mapped")
 
