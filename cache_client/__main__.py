@@ -524,7 +524,7 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
         [
             [
                 node.id,
-                "yes" if node.alive else "no",
+                "yes" if node.alive else "untrusted" if node.untrusted else "no",
                 node.flight_location,
                 str(node.stored_shards),
                 size(node.stored_bytes),

@@ -109,6 +109,7 @@ class NodeInfo:
     Attributes:
         memory_limit_bytes: None if there is no limit.
         version: of its package; empty if it is of an earlier release.
+        untrusted: why the coordinator ignores the node; empty: it does not.
     """
 
     id: str
@@ -120,6 +121,7 @@ class NodeInfo:
     stored_shards: int
     alive: bool
     version: str = ""
+    untrusted: str = ""
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,7 @@ class CacheClient:
                 node.stored_shards,
                 node.alive,
                 node.version,
+                node.untrusted,
             )
             for node in response.nodes
         )

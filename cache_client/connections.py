@@ -34,12 +34,18 @@ REQUEST_TIMEOUT_S = 10.0
 # Nothing can cancel a wait for a connection, neither the end of the program nor a fork. gRPC's
 # default is 20 s. TCP repeats a lost SYN after 1 s and after 3 s.
 _CONNECT_TIMEOUT_S = 5.0
+_PING_AFTER_MS, _PING_TIMEOUT_MS = 700, 1000  # together below 2 s
 _MAX_MESSAGE_BYTES = -1  # no limit, as is Flight's default
 _GRPC_OPTIONS = [
     DIRECT,
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     # gRPC takes this as the time limit for connecting.
     ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
+    # A stopped process acknowledges no ping; a busy one does, in a thread of gRPC. Without data at
+    # most two pings are sent, the most that a server accepts.
+    ("grpc.keepalive_time_ms", _PING_AFTER_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
 ]
 _NOBODY = "grpc://127.0.0.1:1"
 _ENDPOINTS_ACTION, _REPORT_ACTION = "endpoints", "report"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # By default Linux allows a process 65,530 memory maps; a process that runs out of them crashes.
 _MAX_MAPS = 32_768
+_LOOK_EVERY_S = 0.05
 
 
 class ShardFileLostError(CacheError):
@@ -75,6 +77,8 @@ class LocalShards:
                     break
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
+        self._mapped: dict[int, MappedShard] = {}
+        self._look_at = 0.0  # monotonic seconds
 
     @property
     def shards(self) -> set[int]:
@@ -92,8 +96,27 @@ class LocalShards:
             ShardFileLostError: some files cannot be read any more; they are removed from `shards`.
         """
         shard_of = self._index.find(row_ids)
+        self._check_unchanged(shard_of)
         table, selection = self._mapped_shards(shard_of)
         return table.gather(row_ids, shard_of, selection)
+
+    def _check_unchanged(self, shard_of: Indices) -> None:
+        """Gives up files of these shards that were changed in place; looks every 50 ms at most."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        lost = None
+        with self._lock:
+            self._look_at = now + _LOOK_EVERY_S
+            for shard in np.flatnonzero(np.bincount(shard_of)).tolist():
+                mapped = self._mapped.get(shard)
+                if mapped is not None and not mapped.is_unchanged():
+                    lost = mapped.path
+                    logger.warning("shard file changed path=%s: read over Flight", lost)
+                    del self._files[shard], self._mapped[shard]
+                    self._is_mapped[shard] = False
+        if lost is not None:
+            raise ShardFileLostError(f"{lost} was changed while it was mapped")
 
     def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
         """Maps these shards, if they are not mapped yet."""
@@ -136,6 +159,7 @@ class LocalShards:
             logger.info("shard file lost path=%s reason=%s", path, error)
             raise ShardFileLostError(f"cannot read {path}: {error}") from None
         self._is_mapped[shard] = True
+        self._mapped[shard] = mapped
 
 
 class _Manifests:

@@ -181,6 +181,23 @@ def serve(
             "reads of gigabytes faster. It takes one processor 0.3 to 4 s for each GB, once."
         ),
     ] = True,
+    allow_source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<prefix>",
+            help="Prefix of paths or URIs that datasets may be loaded from; repeat it for more. "
+            "'/data/' allows the files below it, '' everything. Default: every URI, but no path of "
+            "this machine and no loopback, link-local or metadata address; with --load-from-env "
+            "everything.",
+        ),
+    ] = None,
+    scrub_interval_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds between two passes that read every shard file again, at 256 MiB a second "
+            "at most, and repair damaged ones; 0: none."
+        ),
+    ] = 3600.0,
     heartbeat_interval_s: Annotated[
         float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
     ] = 0.5,
@@ -246,6 +263,9 @@ def serve(
             container_memory_limit_bytes=container_memory_limit,
             load_threads=load_threads,
             huge_pages=huge_pages,
+            scrub_interval_s=scrub_interval_s,
+            # What a job asks of its own cache, its own pods may read.
+            allow_source=allow_source or ([""] if load_from_env else None),
             heartbeat_interval_s=heartbeat_interval_s,
             node_timeout_s=node_timeout_s,
             lease_s=lease_s,

@@ -111,6 +111,8 @@ class NodeConfig(BaseModel):
             The shards get the part that the process does not need.
         load_threads: the most shards that load at once; None: by processors.
         huge_pages: move shards in memory to huge pages while nothing is loading.
+        allow_source: prefixes of the sources that the node may touch, see `AllowedSources`.
+        scrub_interval_s: between two passes that read every shard file again; 0: none.
         heartbeat_interval_s: between the reports of a node.
         node_timeout_s: a node without a heartbeat for this long counts as lost.
         lease_s: how long a replaced version is kept after its last read.
@@ -141,6 +143,8 @@ class NodeConfig(BaseModel):
     container_memory_limit_bytes: Bytes | None = None
     load_threads: Count | None = None
     huge_pages: bool = True
+    allow_source: tuple[str, ...] | None = ("",)
+    scrub_interval_s: Lease = 3600.0
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
     lease_s: Lease = 600.0

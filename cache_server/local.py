@@ -274,6 +274,7 @@ class LocalCluster:
             "--heartbeat-interval-s", str(settings.heartbeat_interval_s),
             "--node-timeout-s", str(settings.node_timeout_s),
             "--lease-s", str(settings.lease_s),
+            "--allow-source", "",
         ]  # fmt: skip
         if not settings.huge_pages:
             self._arguments.append("--no-huge-pages")

@@ -32,7 +32,9 @@ from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
 from cache_server.shards.huge_pages import HugePages
+from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
+from cache_server.source.allowed_sources import AllowedSources
 from cache_server.web.service import WebService
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,7 @@ class CacheServer:
                     load_threads=load_threads,
                     container_bytes=config.container_memory_limit_bytes,
                     credentials=self._credentials,
+                    sources=AllowedSources(config.allow_source),
                     on_ready=self._readiness.set_node,
                 )
             )
@@ -105,6 +108,9 @@ class CacheServer:
                 HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
             )
             owner = ANYONE
+            self._scrub = stack.enter_context(
+                Scrub(store.versions, self._node.drop_damaged, config.scrub_interval_s)
+            )
             if coordinator is not None and load is not None:
                 owner = _own_principal(self._authenticator, self._credentials)
                 load = load.renamed(owner.viewer.resolve(load.name))
@@ -166,6 +172,7 @@ class CacheServer:
         self._flight.attach(self._node)
         self._control.start(coordinator)
         self._node.start()
+        self._scrub.start()
         if self._config.huge_pages:
             self._huge_pages.start()
         self._web.start(
@@ -203,12 +210,15 @@ class CacheServer:
             counts=self._traffic.counts({version.key.dataset for version in versions}).of(
                 {version.key.dataset for version in seen}
             ),
+            scrubbed_bytes=self._scrub.num_bytes,
+            damaged_shards=self._scrub.num_damaged,
             cache=cache,
         )
 
     def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
         coordinator = Coordinator(
             Catalogue(store.cache_dir),
+            sources=AllowedSources(self._config.allow_source),
             endpoints=self.endpoints,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             node_timeout_s=self._config.node_timeout_s,

@@ -35,6 +35,7 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.version_key import VersionKey
+from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Coordinator:
             the coordinator, every known node has this long to report again.
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
+        sources: that it may read.
         clock: monotonic seconds.
 
     Attributes:
@@ -63,6 +65,7 @@ class Coordinator:
         self,
         catalogue: Catalogue,
         *,
+        sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
         endpoints: pb.CoordinatorEndpoints,
         heartbeat_interval_s: float,
         node_timeout_s: float,
@@ -70,6 +73,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
+        self._sources = sources
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
         self._lease_s = lease_s
@@ -127,6 +131,7 @@ class Coordinator:
             PermissionDeniedError: the version needs secrets that the caller did not give, and
                 another principal owns it.
         """
+        self._sources.check_spec(spec)
         with self._changed:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
@@ -207,6 +212,7 @@ class Coordinator:
         Raises:
             LoadError: the source cannot be read. RequestError: a bad query.
         """
+        self._sources.check_spec(spec)
         with closing(plan_version(spec)) as planned:
             with self._changed:
                 alive = [node for node in self._membership.nodes() if node.alive]
@@ -419,11 +425,12 @@ class Coordinator:
         with self._changed:
             member = self._membership.apply_heartbeat(request, by.process)
             has_news = member.has_news
+            reported = {} if member.untrusted else member.actual
             for key, loading in self._versions.items():
-                shards = member.actual[key].shards if key in member.actual else ()
+                shards = reported[key].shards if key in reported else ()
                 running = frozenset(shard.index for shard in shards if shard.running)
                 loading.ended.apply_report(node_id, request.node.process, running)
-            for key, actual in member.actual.items():
+            for key, actual in reported.items():
                 if (version := self._versions.get(key)) is not None:
                     has_news |= version.apply_report(actual, node_id)
                     if actual.HasField("idle_s"):
@@ -432,20 +439,32 @@ class Coordinator:
                         )
             if has_news:
                 self._mark_changed()
+            self._distrust_liar(node_id, reported)
             self._settle()
             response = pb.HeartbeatResponse(
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_stable(),
             )
-            for version in self._versions.values():
+            for version in () if member.untrusted else self._versions.values():
                 if version.failure is None:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
                     response.datasets.append(desired)
-            for key in member.actual.keys() & self._orphans.find():
+            # An untrusted node changes nothing, so that its files can be examined.
+            for key in member.actual.keys() & (
+                member.actual.keys() if member.untrusted else self._orphans.find()
+            ):
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             return response
+
+    def _distrust_liar(self, node_id: str, keys: Iterable[VersionKey]) -> None:
+        """Marks a node that claims what contradicts the other nodes."""
+        for version in filter(None, map(self._versions.get, keys)):
+            if version.was_ready and (lie := self._holdings(version).lie(node_id)):
+                self._membership.distrust(node_id, lie)
+                self._mark_changed()
+                return
 
     def _mark_changed(self) -> None:
         """Wakes watchers and outdates every view. Call it inside the lock after a change."""

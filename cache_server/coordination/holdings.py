@@ -60,6 +60,8 @@ class Holdings:
         version = self.version
         if version.failure is not None or not version.was_ready:
             return version.failure
+        if not self._all_reported():
+            return None
         held = self.holders(serving=False)
         for index, node_ids in self._given_up.items():
             if index not in held and len(held) < (version.num_shards or 0):
@@ -67,8 +69,12 @@ class Holdings:
         for node_id in sorted(self._alive):
             actual = self._last_report(node_id)
             for shard in actual.shards:
-                if shard.failure and shard.index not in held:
+                if shard.index in held:
+                    continue
+                if shard.failure:
                     return version.load_error(shard.failure)
+                if self._contradicts(shard):  # a query that gave other rows this time
+                    return version.load_error(version.contradiction(shard, node_id))
             if actual.failure and len(held) < (version.num_shards or 0):
                 return version.load_error(actual.failure)
         return None
@@ -80,14 +86,37 @@ class Holdings:
     def _secrets_failure(self) -> CacheError | None:
         if not self.version.lacks_secrets:
             return None
-        if not all(self._members[node_id].node.flight_location for node_id in self._alive):
-            return None  # a node from before a restart has not reported yet
+        if not self._all_reported():
+            return None
         if len(self.holders(serving=False)) == self.version.num_shards:
             return None  # no source is read
         return LoadError(
             f"the credentials of {self.version.pinned.spec.name!r} were not kept over the restart "
             "of the coordinator: load its spec again"
         )
+
+    def _all_reported(self) -> bool:
+        """Whether every live node has reported since the coordinator started."""
+        return all(self._members[node_id].node.flight_location for node_id in self._alive)
+
+    def _contradicts(self, shard: pb.ActualShard) -> bool:
+        return (
+            shard.sealed and shard.index in self.version.sealed and not self.version.agrees(shard)
+        )
+
+    def lie(self, node_id: str) -> str:
+        """A claim of a node against what a ready version has on other nodes; empty: none.
+
+        A report without an attempt is no lie: a node that restarts may hold an older load. Nor is
+        a shard that no other node holds: its query may give other rows when it runs again.
+        """
+        report = self._last_report(node_id)
+        if report.HasField("attempt"):
+            for shard in filter(self._contradicts, report.shards):
+                if self.holders(serving=False).get(shard.index):
+                    name = self.version.pinned.spec.name
+                    return f"{name!r}: {self.version.contradiction(shard, node_id)}"
+        return ""
 
     def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
         """The live nodes that hold each shard; with ``serving``, those that serve it."""
@@ -102,8 +131,9 @@ class Holdings:
         for node_id in self._alive:
             for shard in self._last_report(node_id).shards:
                 index = shard.index
-                if not shard.sealed or index not in known:
-                    continue  # unknown: from an earlier, dropped version with the same content
+                # Unknown: from an earlier, dropped version with the same content.
+                if not shard.sealed or index not in known or self._contradicts(shard):
+                    continue
                 holding.setdefault(index, set()).add(node_id)
                 if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
                     serving.setdefault(index, set()).add(node_id)
@@ -183,10 +213,14 @@ class Holdings:
         holders = self.holders(serving=starts is not None)
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
+        reported = self._last_report(node_id).shards
+        wrong = {shard.index for shard in reported if self._contradicts(shard)}
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
             held_by = sealed_on.get(index, set())
+            if index in wrong and held_by:
+                continue  # dropped first, copied after the next heartbeat
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
             if node_id in held_by:
                 continue
@@ -221,7 +255,8 @@ class Holdings:
         if version.lacks_secrets or WHOLE_QUERY in self._given_up:
             return
         ((runner, *_), *_) = self._placement(1)
-        missing = [i for i in range(version.num_shards or 0) if i not in sealed_on]
+        wrong = {shard.index for shard in self._last_report(node_id).shards if shard.sealed}
+        missing = [i for i in range(version.num_shards or 0) if i not in {*sealed_on, *wrong}]
         if node_id == runner and (version.num_shards is None or missing):
             desired.run_whole = True
             desired.missing.extend(missing)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
-from cache_protocol.errors import ConfigError, PermissionDeniedError
+from cache_protocol.errors import ConfigError, InvalidTicketError, PermissionDeniedError
 from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.shards import told_names
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
+MAX_MEMBERS = 1000
+MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
@@ -26,6 +30,7 @@ class Member:
         reporter: the principal that reports for it; None: from before a restart.
         back_at: time of the first report after it was lost; None if it never was.
         has_news: whether the report changed, apart from the time of the last read.
+        untrusted: why its reports do not count; empty: they do. Ends with its process.
     """
 
     node: pb.Node
@@ -35,6 +40,7 @@ class Member:
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
     has_news: bool = True
+    untrusted: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,24 +76,35 @@ class Membership:
         return self._members
 
     def alive(self) -> set[str]:
-        """The ids of the members that answer."""
+        """The ids of the members that answer and are trusted."""
+        return {node_id for node_id in self._answering() if not self._members[node_id].untrusted}
+
+    def distrust(self, node_id: str, reason: str) -> None:
+        """Ignores the reports of a node until its process changes."""
+        member = self._members[node_id]
+        if not member.untrusted:
+            logger.error("node untrusted id=%s reason=%s", node_id, reason)
+            member.untrusted = reason
+
+    def _answering(self) -> set[str]:
         return self._silent_for_less_than(self._timeout_s)
 
     def is_stable(self) -> bool:
         """Whether no node was lost or came back within the last minute."""
-        lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self.alive()
+        lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self._answering()
         now = self._clock()
         back = (m.back_at for m in self._members.values() if m.back_at is not None)
         return not lost and all(now - back_at > _SETTLE_S for back_at in back)
 
     def nodes(self) -> list[pb.Node]:
-        """Every member by id, with ``alive`` set."""
+        """Every member by id, with ``alive`` and ``untrusted`` set."""
         alive = self.alive()
         result = []
         for node_id in sorted(self._members):
             node = pb.Node()
             node.CopyFrom(self._members[node_id].node)
             node.alive = node_id in alive
+            node.untrusted = self._members[node_id].untrusted
             result.append(node)
         return result
 
@@ -100,26 +117,39 @@ class Membership:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
 
         Raises:
-            ConfigError: another live node has the same id.
+            ConfigError: another live node has the same id, or there are too many members.
+            InvalidTicketError: the report has a name that no node gives.
             PermissionDeniedError: another principal reported for this id.
         """
         node_id = request.node.id
+        keys = _checked_keys(request)
         known = self._members.get(node_id)
-        if known is not None and known.reporter not in (None, reporter) and node_id in self.alive():
+        if (
+            known is not None
+            and known.reporter not in (None, reporter)
+            and node_id in self._answering()
+        ):
             raise PermissionDeniedError(
                 f"{reporter!r} reported for node {node_id}, which is of {known.reporter!r} until "
                 "it counts as lost"
+            )
+        if known is None and len(self._members) >= MAX_MEMBERS:
+            raise ConfigError(
+                f"node {node_id} cannot join: a cache has at most {MAX_MEMBERS} members"
             )
         joined = known is None
         member = Member(
             request.node, self._clock(), reporter, former=self._former(known, request.node)
         )
-        for actual in request.datasets:
-            member.actual[VersionKey(actual.dataset, actual.fingerprint)] = actual
+        member.actual = dict(zip(keys, request.datasets, strict=True))
         if known is not None:
-            is_back = node_id not in self.alive()
+            if known.node.process == request.node.process:
+                member.untrusted = known.untrusted
+            is_back = node_id not in self._answering()
             member.back_at = member.last_seen if is_back else known.back_at
             member.has_news = is_back or not _is_same_report(known, member)
+        if member.has_news:
+            _check_shards(request)
         self._members[node_id] = member
         kept = self._silent_for_less_than(_FORGET_TIMEOUTS * self._timeout_s)
         gone = sorted(self._members.keys() - kept)
@@ -163,6 +193,44 @@ class Membership:
             self._unwritten = False
         except OSError as error:  # matters only after a restart; tried again at each heartbeat
             logger.error("members not written reason=%s", error.strerror)
+
+
+def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
+    """The versions of a report, after a check of its names and its size.
+
+    Raises:
+        InvalidTicketError: quotes the bad value.
+    """
+    num_bytes = request.ByteSize()
+    if num_bytes > MAX_HEARTBEAT_BYTES:
+        raise InvalidTicketError(
+            f"a heartbeat has at most {MAX_HEARTBEAT_BYTES} bytes, got {num_bytes}"
+        )
+    node = request.node
+    told_names.token(node.id, "node id")
+    if node.flight_location:
+        told_names.location(node.flight_location)
+    if node.control_location:
+        told_names.address(node.control_location)
+    if node.cache_dir and not PurePath(node.cache_dir).is_absolute():
+        raise InvalidTicketError(f"not an absolute cache_dir: {node.cache_dir[:200]!r}")
+    return [
+        told_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
+    ]
+
+
+def _check_shards(request: pb.HeartbeatRequest) -> None:
+    """Checks the shards of a report; there may be 100,000 of them.
+
+    Raises:
+        InvalidTicketError: quotes the bad value.
+    """
+    for actual in request.datasets:
+        told_names.shard_index(actual.num_shards)
+        for shard in actual.shards:
+            told_names.shard_index(shard.index)
+            if shard.sealed:
+                told_names.token(shard.checksum, "checksum")
 
 
 def _is_same_report(before: Member, now: Member) -> bool:

@@ -161,16 +161,26 @@ class VersionRecord:
 
     def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
-        known = self.sealed.setdefault(shard.index, summary)
-        same = known.num_rows == summary.num_rows
+        self.sealed.setdefault(shard.index, summary)
+        if not self.was_ready and not self.agrees(shard):  # nobody reads it yet
+            self.fail(self.load_error(self.contradiction(shard, node_id)))
+
+    def agrees(self, shard: pb.ActualShard) -> bool:
+        """Whether a sealed shard is what the version has under this index."""
+        known = self.sealed.get(shard.index)
+        if known is None:
+            return False
         if self.pinned.shards is None:
-            same = known.checksum == summary.checksum
-        if not same:
-            reason = (
-                f"shard {shard.index} has {summary.num_rows} rows on node {node_id} and "
-                f"{known.num_rows} on another node, or other values: load it again"
-            )
-            self.fail(self.load_error(reason))
+            return known.checksum == shard.checksum
+        return known.num_rows == shard.num_rows
+
+    def contradiction(self, shard: pb.ActualShard, node_id: str) -> str:
+        """How a sealed shard differs from the known one."""
+        known = self.sealed[shard.index]
+        return (
+            f"shard {shard.index} has {shard.num_rows} rows on node {node_id} and "
+            f"{known.num_rows} on another node, or other values: load it again"
+        )
 
     def is_current(self, actual: pb.ActualDataset) -> bool:
         """Whether a report is about this attempt. A restarted node reports no attempt."""

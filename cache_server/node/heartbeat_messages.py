@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pyarrow as pa
+
+from cache_protocol.errors import CacheError, InvalidTicketError
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
@@ -16,6 +19,7 @@ from cache_server.node.desired import (
 )
 from cache_server.node.reconcile import ActualVersion
 from cache_server.plan.pinned_version import split_from_proto, table_from_proto
+from cache_server.shards import told_names
 from cache_server.shards.version_key import VersionKey
 
 
@@ -89,25 +93,45 @@ class DesiredDecoder:
         self._known: dict[VersionKey, tuple[pb.DesiredDataset, DesiredVersion]] = {}
 
     def decode(self, response: pb.HeartbeatResponse) -> DesiredState:
-        """What the node should hold. An unchanged version is the same object as before."""
-        known, self._known = self._known, {}
+        """What the node should hold. An unchanged version is the same object as before.
+
+        Raises:
+            InvalidTicketError: the answer has a name that no coordinator gives; quotes it.
+        """
+        known, decoded = self._known, {}
         for message in response.datasets:
-            key = VersionKey(message.plan.dataset, message.plan.fingerprint)
-            before = known.get(key)
-            if before is None:
-                version = _decode_version(message, decode_plan(message.plan, message.secrets))
-            elif message == before[0]:
-                version = before[1]
-            elif message.plan == before[0].plan and message.secrets == before[0].secrets:
-                version = _decode_version(message, before[1].plan)
-            else:
-                version = _decode_version(message, decode_plan(message.plan, message.secrets))
-            self._known[key] = message, version
+            key = told_names.version_key(message.plan.dataset, message.plan.fingerprint)
+            try:
+                decoded[key] = message, _decode_again(message, known.get(key))
+            except (ValueError, pa.ArrowException) as error:
+                if isinstance(error, CacheError):
+                    raise
+                raise InvalidTicketError(
+                    f"the plan of {key.dataset!r} cannot be decoded: {error}"
+                ) from None
+        self._known = decoded
         return DesiredState(
-            {key: version for key, (_, version) in self._known.items()},
-            frozenset(VersionKey(kept.dataset, kept.fingerprint) for kept in response.kept),
+            {key: version for key, (_, version) in decoded.items()},
+            frozenset(
+                told_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
+            ),
             response.room_may_come,
         )
+
+
+def _decode_again(
+    message: pb.DesiredDataset, before: tuple[pb.DesiredDataset, DesiredVersion] | None
+) -> DesiredVersion:
+    """The version of a message; what did not change is not decoded again."""
+    if before is not None and message == before[0]:
+        return before[1]
+    is_same_plan = (
+        before is not None
+        and message.plan == before[0].plan
+        and message.secrets == before[0].secrets
+    )
+    plan = before[1].plan if before and is_same_plan else decode_plan(message.plan, message.secrets)
+    return _decode_version(message, plan)
 
 
 def decode_plan(plan: pb.LoadPlan, secrets: pb.Secrets) -> LoadPlan:
@@ -134,25 +158,28 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
         rows_fixed=message.rows_fixed,
         num_rows=message.num_rows,
         run_whole=message.run_whole,
-        missing=frozenset(message.missing),
-        num_shards=message.num_shards if message.HasField("num_shards") else None,
+        missing=frozenset(map(told_names.shard_index, message.missing)),
+        num_shards=(
+            told_names.shard_index(message.num_shards) if message.HasField("num_shards") else None
+        ),
     )
 
 
 def _decode_shard(shard: pb.DesiredShard) -> DesiredShard:
+    index = told_names.shard_index(shard.index)
     if shard.copy_from:
         copy = ShardCopy(
-            tuple(shard.copy_from),
+            tuple(map(told_names.location, shard.copy_from)),
             shard.num_rows,
             shard.num_bytes,
-            shard.checksum,
+            told_names.token(shard.checksum, "checksum"),
             dict(shard.nulls),
         )
-        return DesiredShard(shard.index, shard.row_start, copy=copy)
+        return DesiredShard(index, shard.row_start, copy=copy)
     if shard.splits:
         splits = tuple(split_from_proto(split) for split in shard.splits)
-        return DesiredShard(shard.index, shard.row_start, splits)
-    return DesiredShard(shard.index, shard.row_start)
+        return DesiredShard(index, shard.row_start, splits)
+    return DesiredShard(index, shard.row_start)
 
 
 def encode_secrets(secrets: Mapping[str, Mapping[str, str]]) -> pb.Secrets:

@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 _CHECK_S = 0.2  # longest time that a cancelled load holds up the queue
 
+_MIN_QUERY_BYTES = 64 << 20
+
 
 class LoadMemory:
     """A queue of loads for the memory of a node. Thread-safe.
@@ -42,6 +44,16 @@ class LoadMemory:
         # DataFusion's allocator keeps freed memory for each thread that ever read. So the thread
         # that ended last is used first.
         self._idle: list[ThreadPoolExecutor] = []
+
+    @property
+    def query_bytes(self) -> int | None:
+        """Memory of a query over whole tables, half of that of all loads; None: no limit.
+
+        The other half is for its result, and for what DataFusion does not count.
+        """
+        if self._container_bytes is None:
+            return None
+        return max(_MIN_QUERY_BYTES, loading_bytes(self._container_bytes) // 2)
 
     @property
     def num_waiting(self) -> int:

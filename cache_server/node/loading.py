@@ -46,6 +46,7 @@ class Job:
     Attributes:
         shard: to load or to copy; None for a run of the whole query.
         missing: the shards to keep of a whole query; empty: all of them.
+        query_bytes: memory of a query over whole tables; None: no limit.
         cancelled: set when the result is no longer needed.
         rows: loaded so far; written by the load thread.
         notes: what the loads of the version changed, for people; load threads add to it.
@@ -54,6 +55,7 @@ class Job:
     plan: LoadPlan
     shard: DesiredShard | None = None
     missing: frozenset[int] = frozenset()
+    query_bytes: int | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
     notes: set[str] = field(default_factory=set)
@@ -201,7 +203,9 @@ def run_whole(store: ShardStore, job: Job) -> int:
         builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
 
     with closing(SpooledTables(store.scratch / uuid.uuid4().hex)) as spooled:
-        for batch in loader.run_whole(job.plan.sql, spooled.paths(job, job.plan.tables)):
+        for batch in loader.run_whole(
+            job.plan.sql, spooled.paths(job, job.plan.tables), job.query_bytes
+        ):
             job.check_wanted()
             for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
                 if builder.num_rows and (
@@ -283,17 +287,17 @@ def _joined_rows(
         path = scratch / f"{uuid.uuid4().hex}.arrow"
         try:
             _spool(job, table, [split], path)
-            for batch in _run_over(split, job.plan.sql, {**others, table.name: path}):
+            for batch in _run_over(split, job, {**others, table.name: path}):
                 job.check_wanted()
                 yield str(split), batch
         finally:
             path.unlink(missing_ok=True)
 
 
-def _run_over(split: Split, sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
+def _run_over(split: Split, job: Job, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
     """The rows of a query; an error names the split."""
     try:
-        yield from loader.run_whole(sql, tables)
+        yield from loader.run_whole(job.plan.sql, tables, job.query_bytes)
     except LoadError as error:
         raise LoadError(f"cannot load {split}: {error}") from None
 

@@ -34,7 +34,7 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
-from cache_server.node.desired import DesiredVersion
+from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
 from cache_server.node.load_memory import LoadMemory
@@ -61,6 +61,7 @@ from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
+from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ _MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
 # After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
+_LONGEST_INTERVAL_S = 3600.0
 
 
 class CoordinatorLink(Protocol):
@@ -103,6 +105,7 @@ class Node:
         container_bytes: memory limit of the container, which the loads respect; None: no limit.
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
+        sources: that it may read.
     """
 
     def __init__(
@@ -115,9 +118,11 @@ class Node:
         container_bytes: int | None = None,
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
+        sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
     ) -> None:
         self._store = store
         self._link = link
+        self._sources = sources
         self.description = description
         self._on_ready = on_ready
         self._credentials = credentials
@@ -240,7 +245,7 @@ class Node:
         try:
             mapped = pa.memory_map(str(shard.path))
         except FileNotFoundError:
-            if self._drop_damaged(key, shard):
+            if self.drop_damaged(key, shard):
                 reason = "is made again: its file was removed"
             else:
                 reason = "was just dropped"
@@ -257,9 +262,9 @@ class Node:
                 yield chunk
             checksum = digests.checksum(mapped.fileno())
         if checksum != shard.sealed.checksum:
-            self._drop_damaged(key, shard)
+            self.drop_damaged(key, shard)
 
-    def _drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
+    def drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
         """Drops a shard, which is then made again; returns whether it was still there."""
         dropped = self._store.drop_this(key, shard)
         if dropped:
@@ -320,6 +325,7 @@ class Node:
             self._wake.clear()
             try:
                 response = self._link.heartbeat(self._report())
+                desired = self._decoder.decode(response)
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
@@ -330,9 +336,11 @@ class Node:
             else:
                 log.record_answer()
                 failed, interval = 0, response.interval_s
+                if not 0 <= interval <= _LONGEST_INTERVAL_S:  # also for a NaN
+                    interval = _RETRY_S
                 self.coordinator = response.coordinator
                 try:
-                    news = self._reconcile(response)
+                    news = self._reconcile(desired)
                 except Exception:  # for example no new thread: heartbeats must continue
                     logger.exception("reconcile failed, will be tried again")
                     news = False
@@ -367,14 +375,13 @@ class Node:
         request.reports.extend(self._reports.popleft() for _ in range(len(self._reports)))
         return request
 
-    def _reconcile(self, response: pb.HeartbeatResponse) -> bool:
+    def _reconcile(self, desired: DesiredState) -> bool:
         """Acts on an answer; returns whether there is something new to report.
 
         Every gather takes the lock, so it is not held while files are removed.
         """
         if self._stop.is_set():
             return False
-        desired = self._decoder.decode(response)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual)
         for action in result.actions:
@@ -415,12 +422,16 @@ class Node:
             case CloseTables(key):
                 self._states[key].tables.close()
             case StartLoads(key, shards):
-                state = self._states[key]
+                state, query_bytes = self._states[key], self._memory.query_bytes
                 for shard in shards:
-                    self._start(state, Job(state.desired.plan, shard, notes=state.notes))
+                    job = Job(state.desired.plan, shard, notes=state.notes, query_bytes=query_bytes)
+                    self._start(state, job)
             case StartWholeQuery(key, missing):
-                state = self._states[key]
-                self._start(state, Job(state.desired.plan, missing=missing, notes=state.notes))
+                state, query_bytes = self._states[key], self._memory.query_bytes
+                job = Job(
+                    state.desired.plan, missing=missing, notes=state.notes, query_bytes=query_bytes
+                )
+                self._start(state, job)
 
     def _update(self, desired: DesiredVersion) -> None:
         key = desired.plan.key
@@ -505,6 +516,9 @@ class Node:
             self._wake.set()
 
     def _load(self, state: VersionState, job: Job) -> None:
+        if job.shard is None or not job.shard.copy:
+            splits = (*job.splits, *job.whole_splits)
+            self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
         if job.shard is None:
             num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
             with self._lock:

@@ -57,6 +57,7 @@ class NodeStatus:
         versions: those on this node.
         huge_page_bytes: bytes of the shard files in huge pages.
         counts: of its requests.
+        scrubbed_bytes, damaged_shards: see `Scrub`.
         cache: only on a coordinator.
     """
 
@@ -67,3 +68,5 @@ class NodeStatus:
     huge_page_bytes: int
     counts: Counts
     cache: CacheStatus | None
+    scrubbed_bytes: int = 0
+    damaged_shards: int = 0

@@ -29,14 +29,16 @@ from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.rpc import planning_slots
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
+from cache_server.rpc.malformed_requests import MalformedRequests
+from cache_server.rpc.planning_slots import PlanningSlots
 from cache_server.secrets import error_text
 
 logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
 _HANDLER_THREADS = 64  # for verbs that do not wait
-_PLANNING_THREADS = 64  # for verbs that list files and read footers
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
 _LEAST_WAIT_S = 0.5  # for calls that were ended
@@ -65,7 +67,10 @@ class ControlService:
     ) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="control"),
-            interceptors=[CallerInterceptor(authenticator or Authenticator())],
+            interceptors=[
+                MalformedRequests(),  # of the open verbs; the next one parses all others
+                CallerInterceptor(authenticator or Authenticator()),
+            ],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
@@ -140,7 +145,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self._planning_calls = planning_calls
         self._coordinator = coordinator
         self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
-        planning = ThreadPoolExecutor(_PLANNING_THREADS, thread_name_prefix="planning")
+        self._slots = PlanningSlots()
+        planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
         for verb, threads in (
             ("CreateDataset", planning),
@@ -153,7 +159,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
     ) -> pb.CreateDatasetResponse:
         """Starts a load or attaches to it."""
-        with self._planning_calls.call(), _error_statuses(context, request.secrets):
+        with (
+            self._planning_calls.call(),
+            _error_statuses(context, request.secrets),
+            self._slots.hold(request.spec),
+        ):
             principal = caller_of(context).principal
             request.spec.name = principal.viewer.resolve(request.spec.name)
             principal.require_own(request.spec.name, "a load")
@@ -165,7 +175,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self, request: pb.PlanDatasetRequest, context: grpc.ServicerContext
     ) -> pb.PlanDatasetResponse:
         """Forecasts a load."""
-        with self._planning_calls.call(), _error_statuses(context, request.secrets):
+        with (
+            self._planning_calls.call(),
+            _error_statuses(context, request.secrets),
+            self._slots.hold(request.spec),
+        ):
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,

@@ -43,6 +43,8 @@ from cache_server.shards.version_key import VersionKey
 logger = logging.getLogger(__name__)
 
 ENDPOINTS_ACTION, REPORT_ACTION = "endpoints", "report"
+MAX_ROW_IDS = 4 * 1024 * 1024  # of a request
+MAX_ANSWER_BYTES = 2**30  # of a message; Flight sends less than 2 GiB
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 _M = TypeVar("_M", bound=Message)
 _FILE_SCHEMA = pa.schema([pa.field("chunk", pa.large_binary())])
@@ -173,7 +175,7 @@ class FlightService(flight.FlightServerBase):
             request = _parse(pb.GatherRequest, descriptor.command, "gather request")
             node = self._ready_node()
             selection: Selection | None = None
-            header = 0
+            header = row_bytes = 0
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: the shards of a node change during a stream.
@@ -182,7 +184,9 @@ class FlightService(flight.FlightServerBase):
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
+                    row_bytes = selection.layout.guessed_row_bytes
                     writer.begin(selection.layout.schema)
+                _check_size(len(row_ids), request.rows_per_message, row_bytes)
                 for batch in rows.gather(row_ids, selection, request.rows_per_message):
                     if batch.num_rows and not header:
                         header = header_size(batch)
@@ -323,6 +327,22 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
         raise _bad_row_ids(f"{nulls} {'null' if nulls == 1 else 'nulls'}")
     ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
     return ids
+
+
+def _check_size(num_ids: int, rows_per_message: int, row_bytes: int) -> None:
+    """Refuses a request whose answer would take too much memory.
+
+    Raises:
+        InvalidRowsError: names the limit.
+    """
+    if num_ids > MAX_ROW_IDS:
+        raise InvalidRowsError(f"a request has at most {MAX_ROW_IDS} row ids, got {num_ids}")
+    rows = min(num_ids, rows_per_message or num_ids)
+    if rows > 1 and rows * row_bytes > MAX_ANSWER_BYTES:
+        raise InvalidRowsError(
+            f"a message of an answer has at most {MAX_ANSWER_BYTES} bytes, got {rows} rows of "
+            f"about {row_bytes} bytes: ask for fewer rows, or set rows_per_message"
+        )
 
 
 def _bad_row_ids(found: str) -> InvalidRowsError:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, InvalidTicketError
 from cache_protocol.storage.shard_files import (
     MANIFEST,
     MappedShard,
@@ -16,7 +16,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import manifest
+from cache_server.shards import manifest, told_names
 from cache_server.shards.checksums import file_checksum
 from cache_server.shards.disk import remove_empty, remove_file, temporary_of
 from cache_server.shards.version_key import VersionKey
@@ -44,6 +44,11 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
             there = [path for pattern in _WRITTEN for path in directory.glob(pattern)]
             if not there and not (directory / MANIFEST).exists():
                 continue
+            try:
+                key = VersionKey.of_folder(directory.parent.name, directory.name)
+                told_names.version_key(key.dataset, key.fingerprint)
+            except InvalidTicketError:
+                continue  # no store made this folder
             adopted = _adopt(directory, _listed(directory / MANIFEST), pool)
             sound = {shard.path for shard in adopted}
             for path in there:
@@ -53,7 +58,6 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
             _write_again(directory / MANIFEST, adopted)
             remove_empty(directory)
             if adopted:
-                key = VersionKey.of_folder(directory.parent.name, directory.name)
                 found[key] = {shard.sealed.index: shard for shard in adopted}
     return found
 

@@ -39,7 +39,7 @@ from cache_protocol.storage.shard_files import (
     SealedShard,
     shard_file_name,
 )
-from cache_server.shards import adoption, manifest
+from cache_server.shards import adoption, manifest, told_names
 from cache_server.shards.checksums import PieceDigests, file_checksum
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, shard_writer
@@ -249,6 +249,7 @@ class ShardStore:
         try:
             self._create(temporary)
             sealed = write()
+            temporary.chmod(0o444)  # readers map it: a write would change or end them
             fsync(temporary)
             os.replace(temporary, final)
             fsync(directory)
@@ -339,6 +340,12 @@ class ShardStore:
             remove(path)
 
     def _directory(self, key: VersionKey) -> Path:
+        """The one place that makes a path of a name; it is always below ``cache_dir``.
+
+        Raises:
+            InvalidTicketError: it is not a valid name.
+        """
+        told_names.version_key(key.dataset, key.fingerprint)
         return self.cache_dir / key.folder / key.fingerprint
 
     def _create(self, path: Path) -> None:

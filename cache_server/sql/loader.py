@@ -28,6 +28,7 @@ from datafusion import (
     DataFrame,
     ExecutionPlan,
     LogicalPlan,
+    RuntimeEnvBuilder,
     SessionConfig,
     SessionContext,
     SQLOptions,
@@ -36,6 +37,7 @@ from datafusion import (
     udf,
 )
 
+from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import (
@@ -256,13 +258,17 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
     return kept
 
 
-def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
+def run_whole(
+    sql: str, tables: Mapping[str, Path], memory_bytes: int | None = None
+) -> Iterator[pa.RecordBatch]:
     """The rows of a query over whole tables, in its order.
 
     It uses one partition, so the same tables give the same order, also of ties.
 
     Args:
         tables: name -> Arrow file.
+        memory_bytes: of sorts, joins and groups together. What does not fit is written beside the
+            first file; some joins cannot, and fail. None: no limit.
 
     Raises:
         LoadError: with the reason.
@@ -271,7 +277,8 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
         schemas = {name: _schema_of(path, "arrow") for name, path in tables.items()}
         longest = max(map(arrow_row_bytes, tables.values()), default=0)
         rows = min(DEFAULT_BATCH_ROWS, batch_rows(longest))
-        context = open_session(1, rows, mode=mode_of(sql, schemas))
+        mode, runtime = mode_of(sql, schemas), _bounded(memory_bytes, tables)
+        context = open_session(1, rows, mode=mode, runtime=runtime)
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
@@ -279,7 +286,22 @@ def run_whole(sql: str, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
         for batch in frame.execute_stream():
             yield batch.to_pyarrow()
     except Exception as error:  # DataFusion raises bare Exception
+        if memory_bytes is not None and "Resources exhausted" in str(error):
+            raise LoadError(
+                f"cannot run {sql!r}: a query gets {size(memory_bytes)} of the memory of this "
+                "container. Give the nodes more memory, or join smaller tables"
+            ) from None
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+
+
+def _bounded(memory_bytes: int | None, tables: Mapping[str, Path]) -> RuntimeEnvBuilder | None:
+    if memory_bytes is None:
+        return None
+    folder = next(iter(tables.values())).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return (
+        RuntimeEnvBuilder().with_fair_spill_pool(memory_bytes).with_disk_manager_specified(folder)
+    )
 
 
 def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
@@ -349,12 +371,17 @@ def _batch_rows(file: LocalFile) -> int:
 
 
 def open_session(
-    parts: int, batch_rows: int = DEFAULT_BATCH_ROWS, *, mode: Mode = _PLAIN
+    parts: int,
+    batch_rows: int = DEFAULT_BATCH_ROWS,
+    *,
+    mode: Mode = _PLAIN,
+    runtime: RuntimeEnvBuilder | None = None,
 ) -> SessionContext:
     """A session that cuts a file into ``parts`` and keeps the order of rows.
 
     Args:
         mode: how it plans; see `mode_of`.
+        runtime: memory and files for large queries; None: no limit.
     """
     config = (
         SessionConfig()
@@ -371,7 +398,7 @@ def open_session(
         .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
         .set("datafusion.sql_parser.parse_float_as_decimal", str(mode.decimal_numbers).lower())
     )
-    context = SessionContext(config)
+    context = SessionContext(config, runtime)
     for name in (*_VOLATILE, *_OF_THE_FILE):
         context.deregister_udf(name)
     for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():

@@ -59,6 +59,16 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
     yield shards
     loads = sum(version.loading for version in status.versions)
     yield _gauge("loads_running", "Loads and copies of shards that this node runs now.", loads)
+    yield CounterMetricFamily(
+        "data_cache_scrubbed_bytes",
+        "Bytes of shard files read again to find damage.",
+        value=status.scrubbed_bytes,
+    )
+    yield CounterMetricFamily(
+        "data_cache_damaged_shards",
+        "Shards that were dropped because their file was damaged.",
+        value=status.damaged_shards,
+    )
     rows = CounterMetricFamily(
         "data_cache_served_rows",
         "Rows sent, by Flight verb. Trainers on the same machine read the files directly.",
@@ -88,7 +98,9 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     )
     alive = sum(node.alive for node in cache.nodes)
     nodes.add_metric(["alive"], alive)
-    nodes.add_metric(["lost"], len(cache.nodes) - alive)
+    untrusted = sum(bool(node.untrusted) for node in cache.nodes)
+    nodes.add_metric(["untrusted"], untrusted)
+    nodes.add_metric(["lost"], len(cache.nodes) - alive - untrusted)
     yield nodes
     state = GaugeMetricFamily(
         "data_cache_dataset_state",

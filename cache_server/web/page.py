@@ -90,7 +90,7 @@ def _of_cache(cache: CacheStatus, job: str) -> list[str]:
         [
             node.id,
             node.flight_location,
-            "alive" if node.alive else _Alert("lost"),
+            "alive" if node.alive else _Alert("untrusted" if node.untrusted else "lost"),
             f"{node.stored_shards:,}",
             _memory_bar(node),
         ]

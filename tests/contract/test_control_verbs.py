@@ -31,7 +31,7 @@ from cache_server import LocalCluster
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node.coordinator_link import RemoteCoordinator
-from cache_server.rpc import control_service
+from cache_server.rpc import control_service, planning_slots
 from cache_server.rpc.control_service import ControlService
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
@@ -502,7 +502,7 @@ def test_a_caller_that_waits_long_for_a_plan_may_send_many_keepalive_pings(
 def test_datasets_that_are_planned_for_long_hold_up_no_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    monkeypatch.setattr(control_service, "_PLANNING_THREADS", 2)
+    monkeypatch.setattr(planning_slots, "THREADS", 2)
     monkeypatch.setattr(control_service, "_HANDLER_THREADS", 2)
     listed = threading.Event()
 

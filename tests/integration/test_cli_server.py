@@ -31,6 +31,7 @@ from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
 FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
+EVERY_SOURCE = ["--allow-source", ""]
 ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
@@ -130,7 +131,14 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
     tmp_path: Path, wanted: list[str]
 ) -> None:
     source = write_numbered(tmp_path / "source", 20)
-    arguments = ["--cache-dir", str(tmp_path / "cache"), "--drain-timeout-s", "1", *FREE_PORTS]
+    arguments = [
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--drain-timeout-s",
+        "1",
+        *FREE_PORTS,
+        *EVERY_SOURCE,
+    ]
     arguments += wanted
     with server("serve", *arguments) as node:
         endpoint = str(node.wait_until_listening()["flight"])
@@ -158,7 +166,14 @@ def test_sigterm_ends_a_node_in_time_though_a_stream_is_open(
 def test_sigterm_ends_a_node_in_time_though_the_source_of_a_plan_never_answers(
     tmp_path: Path,
 ) -> None:
-    arguments = ["--cache-dir", str(tmp_path / "cache"), "--drain-timeout-s", "1", *FREE_PORTS]
+    arguments = [
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--drain-timeout-s",
+        "1",
+        *FREE_PORTS,
+        *EVERY_SOURCE,
+    ]
     with socket.create_server(("127.0.0.1", 0)) as silent, server("serve", *arguments) as node:
         endpoint = str(node.wait_until_listening()["flight"])
         spec = DatasetSpec("table", f"http://127.0.0.1:{silent.getsockname()[1]}/a.parquet")
@@ -228,7 +243,7 @@ def test_a_log_shows_no_address_that_a_store_has_signed(
 
     (file,) = write_numbered(tmp_path / "source", 5).iterdir()
     monkeypatch.setattr(HubStub, "files", {"a.parquet": file.read_bytes()})
-    arguments = ["serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS]
+    arguments = ["serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS, *EVERY_SOURCE]
     with Served(Signing) as endpoint, server(*arguments, "--log-level", level) as node:
         client = CacheClient(str(node.wait_until_listening()["flight"]))
         options = {"endpoint": endpoint, "hf_token": "hush-hush", "max_retries": "0"}

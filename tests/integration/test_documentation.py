@@ -108,7 +108,9 @@ def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
     environment = {name: value for name, value in os.environ.items() if name != "CACHE_ENDPOINT"}
     (tmp_path / "token").write_text("a shared secret".replace(" ", "-"), encoding="utf-8")
     # What the README says -> what is so here.
-    known = {"0.0.0.0": "127.0.0.1", "token": str(tmp_path / "token")}
+    known = {
+        "0.0.0.0": "127.0.0.1", "token": str(tmp_path / "token"), "/data/": f"{tmp_path}/",
+    }  # fmt: skip
     output: dict[str, str] = {}
     with ExitStack() as stack:
         for number, words in enumerate(commands):

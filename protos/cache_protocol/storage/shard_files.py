@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -72,6 +73,7 @@ class MappedShard:
         self.path = path
         with pa.memory_map(str(path)) as file:  # the pages stay mapped without a file descriptor
             self.file = MappedFile(file.fileno())
+            self._stamp = _stamp(os.fstat(file.fileno()))
             address: int = file.read_buffer(1).address
             self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
         self.layout = Layout.of_stored(self.batch.schema)
@@ -84,9 +86,26 @@ class MappedShard:
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
 
+    def is_unchanged(self) -> bool:
+        """Whether the file has not been written to since it was mapped.
+
+        A removed or replaced file is unchanged: its mapped pages stay. A mapped file that becomes
+        shorter ends the process that reads its lost pages (SIGBUS).
+        """
+        try:
+            now = _stamp(os.stat(self.path))
+        except OSError:
+            return True
+        return now == self._stamp or now[:2] != self._stamp[:2]
+
     def offset(self, index: int) -> int:
         """The byte offset in the file of the rows of packed or matrix column ``index``."""
         return self._offsets[index]
+
+
+def _stamp(found: os.stat_result) -> tuple[int, int, int, int]:
+    """Device, inode, size and time of the last write."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Selection:

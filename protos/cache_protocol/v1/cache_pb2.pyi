@@ -522,6 +522,7 @@ class Node(google.protobuf.message.Message):
     ALIVE_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    UNTRUSTED_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -537,6 +538,8 @@ class Node(google.protobuf.message.Message):
     """changes at every start of the node"""
     version: builtins.str
     """of the package"""
+    untrusted: builtins.str
+    """why the coordinator ignores it: it contradicted other nodes"""
     def __init__(
         self,
         *,
@@ -550,8 +553,9 @@ class Node(google.protobuf.message.Message):
         alive: builtins.bool = ...,
         process: builtins.str = ...,
         version: builtins.str = ...,
+        untrusted: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 

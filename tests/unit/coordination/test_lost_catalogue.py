@@ -155,7 +155,9 @@ def test_the_result_of_a_whole_query_is_found_again_in_any_order_of_reports(
     query = spec(source, sql="SELECT row FROM source ORDER BY row")
 
     def beat(to: Coordinator, node_id: str, key: VersionKey) -> pb.DesiredDataset:
-        request = pb.HeartbeatRequest(node=pb.Node(id=node_id, flight_location=f"grpc://{node_id}"))
+        request = pb.HeartbeatRequest(
+            node=pb.Node(id=node_id, flight_location=f"grpc://{node_id}:1")
+        )
         actual = request.datasets.add(
             dataset=key.dataset, fingerprint=key.fingerprint, attempt=0, num_shards=2
         )

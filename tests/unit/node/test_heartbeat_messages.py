@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cache_protocol.errors import InvalidTicketError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node import heartbeat_messages
@@ -99,3 +102,54 @@ def test_splits_are_decoded_once_until_something_changes(
     assert after is not before and after.plan is before.plan
     answer.datasets[0].secrets.Clear()
     assert only(decoder, answer).plan.secrets == {}
+
+
+def _set(path: str, value: object) -> Callable[[pb.HeartbeatResponse], None]:
+    """Sets one field of the dataset of an answer."""
+
+    def change(answer: pb.HeartbeatResponse) -> None:
+        *parts, name = path.split(".")
+        message: Any = answer
+        for part in parts:
+            message = message[int(part)] if part.isdigit() else getattr(message, part)
+        if isinstance(value, list):
+            del getattr(message, name)[:]
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "name", ["../victim", "/etc", "", ".", "..", "a/../../b", "a\0", "a" * 129]
+)
+@pytest.mark.parametrize(
+    "path", ["datasets.0.plan.dataset", "datasets.0.plan.fingerprint", "kept.0.dataset",
+             "kept.0.fingerprint", "datasets.0.shards.1.checksum"],
+)  # fmt: skip
+def test_a_name_that_is_no_name_refuses_the_whole_answer(
+    answer: pb.HeartbeatResponse, path: str, name: str
+) -> None:
+    _set(path, name)(answer)
+    with pytest.raises(InvalidTicketError, match="not a "):
+        DesiredDecoder().decode(answer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("datasets.0.shards.1.copy_from", ["http://169.254.169.254/latest"]),
+        _set("datasets.0.shards.1.copy_from", ["grpc+unix:///run/docker.sock"]),
+        _set("datasets.0.shards.1.index", 4_000_000_000),
+        _set("datasets.0.num_shards", 4_000_000_000),
+        _set("datasets.0.missing", [4_000_000_000]),
+        _set("datasets.0.plan.logical_schema", b"no schema"),
+    ],
+)
+def test_what_no_coordinator_tells_refuses_the_whole_answer(
+    answer: pb.HeartbeatResponse, change: Callable[[pb.HeartbeatResponse], None]
+) -> None:
+    change(answer)
+    with pytest.raises(InvalidTicketError):
+        DesiredDecoder().decode(answer)

@@ -537,6 +537,7 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
             if shard.splits:
                 splits[shard.index] = tuple(map(split_from_proto, shard.splits))
                 shard.copy_from.append("grpc://another:1")
+                shard.checksum = "of-another"
         return response
 
     splits = {}

@@ -48,6 +48,7 @@ PURE_MODULES = (
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",
+    "cache_server/shards/told_names.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
@@ -180,6 +181,7 @@ BARRIERS = (
         (
             "cache_server/rpc/control_service.py",
             "cache_server/rpc/control_calls.py",
+            "cache_server/rpc/malformed_requests.py",
             "cache_server/node/coordinator_link.py",
         ),
     ),

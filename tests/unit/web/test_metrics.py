@@ -44,6 +44,8 @@ def test_a_node_tells_its_memory_its_shards_and_the_sums_of_what_it_served() -> 
         ("data_cache_ready",): 1,
         ("data_cache_stored_bytes",): 64,
         ("data_cache_huge_page_bytes",): 32,
+        ("data_cache_scrubbed_bytes_total",): 0,
+        ("data_cache_damaged_shards_total",): 0,
         ("data_cache_loads_running",): 2,
         ("data_cache_memory_limit_bytes",): 100,
         ("data_cache_shards", "trips", "f00", "sealed"): 8,

@@ -1,0 +1,76 @@
+"""Checks the names that another node tells this one. Pure.
+
+Names become paths and addresses, so a node believes none before it has checked it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cache_protocol.errors import InvalidTicketError
+from cache_protocol.spec.dataset_names import is_dataset_name
+from cache_server.shards.version_key import VersionKey
+
+MAX_SHARDS = 1_000_000  # of one version
+_TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ADDRESS = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}"
+_LOCATION = re.compile(rf"grpc(\+tcp|\+tls)?://{_ADDRESS}")
+_CONTROL_LOCATION = re.compile(rf"(grpc\+tls://)?{_ADDRESS}")
+
+
+def version_key(dataset: str, fingerprint: str) -> VersionKey:
+    """The version of this name.
+
+    Raises:
+        InvalidTicketError: the dataset or the fingerprint is not a valid name; quotes it.
+    """
+    if not is_dataset_name(dataset):
+        raise InvalidTicketError(f"not a name of a dataset: {dataset[:200]!r}")
+    return VersionKey(dataset, token(fingerprint, "fingerprint"))
+
+
+def token(text: str, what: str) -> str:
+    """A fingerprint, a checksum or the id of a node: letters, digits, ``.``, ``_`` and ``-``.
+
+    Args:
+        what: it is, for the error.
+
+    Raises:
+        InvalidTicketError: it has other characters, or none, or more than 128.
+    """
+    if not _TOKEN.fullmatch(text):
+        raise InvalidTicketError(f"not a {what}: {text[:200]!r}")
+    return text
+
+
+def location(text: str) -> str:
+    """A Flight location, such as ``grpc://host:50051``.
+
+    Raises:
+        InvalidTicketError: it is something else.
+    """
+    if not _LOCATION.fullmatch(text):
+        raise InvalidTicketError(f"not a Flight location: {text[:200]!r}")
+    return text
+
+
+def address(text: str) -> str:
+    """A control location, such as ``host:50052``.
+
+    Raises:
+        InvalidTicketError: it is something else.
+    """
+    if not _CONTROL_LOCATION.fullmatch(text):
+        raise InvalidTicketError(f"not a control location: {text[:200]!r}")
+    return text
+
+
+def shard_index(index: int) -> int:
+    """The index of a shard, or a number of shards.
+
+    Raises:
+        InvalidTicketError: it is above the limit.
+    """
+    if index > MAX_SHARDS:
+        raise InvalidTicketError(f"a version has at most {MAX_SHARDS} shards, got {index}")
+    return index

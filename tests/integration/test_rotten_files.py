@@ -1,0 +1,119 @@
+"""Shard files that change under a node and its readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_protocol.storage.shard_files import MANIFEST, read_manifest, shard_file_name
+from cache_server.local import LocalNode
+from cache_server.shards.checksums import file_checksum
+from tests.conftest import write_numbered
+from tests.waiting import wait_until
+
+WAIT_S = 30.0
+ROWS = 2000
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[LocalNode]]:
+    arguments = ["--allow-source", "", "--scrub-interval-s", "1", "--heartbeat-interval-s", "0.1"]
+    first = LocalNode(tmp_path / "one", arguments)
+    second = LocalNode(tmp_path / "two", arguments)
+    try:
+        first.start()
+        second._arguments += ["--coordinator", first.control_location]
+        second.start()
+        yield [first, second]
+    finally:
+        first.close()
+        second.close()
+
+
+def flip(path: Path, *, shows: bool = True) -> None:
+    """Changes 64 bytes in place."""
+    before = path.stat()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(before.st_size // 2)
+        changed = bytes(byte ^ 0xFF for byte in file.read(64))
+        file.seek(before.st_size // 2)
+        file.write(changed)
+    if not shows:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def are_sound(directories: list[Path]) -> bool:
+    """Whether every file of four shards is there and has its checksum."""
+    for directory in directories:
+        sealed = read_manifest(directory / MANIFEST)
+        if len(sealed) != 4:
+            return False
+        for shard in sealed:
+            path = directory / shard_file_name(shard.index)
+            if not path.exists() or file_checksum(path) != shard.checksum:
+                return False
+    return True
+
+
+def test_flipped_and_cut_files_are_repaired_from_a_replica_or_the_source(
+    nodes: list[LocalNode], tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", ROWS, files=4)
+    client = CacheClient(nodes[0].endpoint)
+    wait_until(lambda: len(client.nodes()) == 2, WAIT_S, "both nodes")
+    info = client.load(DatasetSpec("t", source, target_shard_bytes=1, replicas=2))
+    directories = [node.cache_dir / "t" / info.fingerprint for node in nodes]
+    files = [
+        [directory / shard_file_name(index) for index in range(4)] for directory in directories
+    ]
+    assert all(path.stat().st_mode & 0o777 == 0o444 for row in files for path in row)
+
+    def rows(*, local: bool) -> Iterator[list[int]]:
+        dataset = CacheIterableDataset(
+            "t", batch_size=100, endpoint=nodes[0].endpoint, columns=["row"], local=local
+        )
+        return (batch["row"].tolist() for batch in dataset)
+
+    reading = rows(local=True)
+    seen = next(reading)
+    for row in files:
+        flip(row[1], shows=False)  # in both replicas
+    flip(files[0][0])
+    files[1][2].chmod(0o644)
+    os.truncate(files[1][2], 4096)
+
+    wait_until(lambda: are_sound(directories), WAIT_S, "repaired files")
+    assert sum((batch for batch in reading), seen) == list(range(ROWS))
+    for local in (False, True):
+        assert [row for batch in rows(local=local) for row in batch] == list(range(ROWS))
+    for node in nodes:
+        assert node.exit_code is None and "shard damaged dataset=t" in node.log_tail(10**6)
+    assert client.describe("t").state == "ready"
+
+
+def test_a_local_reader_leaves_a_file_that_changes_while_it_is_mapped(
+    nodes: list[LocalNode], tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", ROWS)
+    client = CacheClient(nodes[0].endpoint)
+    info = client.load(DatasetSpec("t", source))
+    dataset = CacheIterableDataset(
+        "t", batch_size=10, endpoint=nodes[0].endpoint, columns=["row"], prefetch_batches=1
+    )
+    reading = (batch["row"].tolist() for batch in dataset)
+    found = next(reading)
+    path = next(
+        path
+        for node in nodes
+        for path in (node.cache_dir / "t" / info.fingerprint).glob("shard-*.arrow")
+    )
+    flip(path)
+    flip(path)  # as before, but written
+    found += [row for batch in reading for row in batch]
+    assert found == list(range(ROWS))
+    wait_until(lambda: "shard damaged" in "".join(n.log_tail() for n in nodes), WAIT_S, "found")
