@@ -16,6 +16,8 @@ from cache_client.local_shards import LocalShards
 from cache_client.order import EpochOrder
 from cache_client.routing import ShardMap
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
+from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import Credentials
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 
@@ -68,7 +70,8 @@ def shard_files(nodes: LocalCluster, node: int) -> list[Path]:
 
 
 def plan(nodes: LocalCluster) -> ShardMap:
-    with Connection(nodes.endpoint) as connection:
+    credentials = Credentials(token=local_tokens.find(nodes.endpoint))
+    with Connection(nodes.endpoint, credentials) as connection:
         return connection.read_plan("table", "", (), 10.0)
 
 
