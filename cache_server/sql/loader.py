@@ -16,29 +16,24 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from decimal import Decimal
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from datafusion import (
     CsvReadOptions,
     DataFrame,
     ExecutionPlan,
-    LogicalPlan,
     RuntimeEnvBuilder,
-    SessionConfig,
     SessionContext,
-    SQLOptions,
     col,
     lit,
     udf,
 )
 
 from cache_protocol.cli.sizes import size
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import (
     GIVEN,
@@ -48,8 +43,6 @@ from cache_server.source.pinned import (
     check_names,
     no_rows,
 )
-from cache_server.sql import exactness
-from cache_server.sql.exactness import Mode
 from cache_server.sql.formats import json_rows, json_types
 from cache_server.sql.formats.batch_rows import (
     BATCH_BYTES,
@@ -74,9 +67,19 @@ from cache_server.sql.formats.text_values import MisfitError, read_column, remed
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
 from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema, plain_type
 from cache_server.sql.quoting import identifier
-from cache_server.sql.selection import Selection, selection_of
+from cache_server.sql.selection import selection_of
+from cache_server.sql.session import (
+    check_values,
+    folds_to_nothing,
+    frame_of,
+    has_node,
+    mode_of,
+    named,
+    open_session,
+    read_only,
+    reason_of,
+)
 
-_PLAIN = Mode()
 _FILE = "__file"  # a file whose table has further or other columns
 
 _MOST_NOTED = 4 * 1024 * 1024  # characters of a CSV's sample whose quotes are checked
@@ -85,12 +88,6 @@ _OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
     r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
     r"at line (?P<row>\d+)[.:](.*Error parsing timestamp from '(?P<time>.*)':)?"
 )
-_OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
-
-# Functions whose results differ between nodes or loads.
-_VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
-# Functions about the file that is read, which may be a copy.
-_OF_THE_FILE = ("file_row_index", "input_file_name")
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,10 @@ def read_split(
     parts = 1 if file.is_staged else split.parts
     try:
         if (rows := _rows_in_memory(file, table, note)) is not None:
-            yield from _named(_by_lots(rows, file, sql, table), sql)
+            yield from named(_by_lots(rows, file, sql, table), sql)
             return
         context, frame = _planned(file, sql, table, parts)
-        if _folds_to_nothing(frame):
+        if folds_to_nothing(frame):
             return  # no row can pass the filter
         plan = frame.execution_plan()
         if _reads_nothing(plan):
@@ -196,9 +193,9 @@ def read_split(
             if file.format == "csv":
                 _check_csv(file, table, note)
             part = split.part if parts > 1 else 0
-            _check_values(context, frame, part)
+            check_values(context, frame, part)
             stream = context.execute(plan, part)
-            yield from _named((batch.to_pyarrow() for batch in stream), sql)
+            yield from named((batch.to_pyarrow() for batch in stream), sql)
             return
     except LoadError:
         raise
@@ -229,10 +226,10 @@ def read_together(
     folder, splits = files[0].path.parent, [file.split for file in files]
     try:
         context, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
-        if not _folds_to_nothing(frame):
-            _check_values(context, frame)
+        if not folds_to_nothing(frame):
+            check_values(context, frame)
             stream = (batch.to_pyarrow() for batch in frame.execute_stream())
-            yield from _joined(_named(stream, sql))
+            yield from _joined(named(stream, sql))
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         _reraise_exit(error)
         for file in files:  # find the bad file
@@ -282,7 +279,7 @@ def run_whole(
         for name, path in tables.items():
             _register(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
-        _check_values(context, frame)
+        check_values(context, frame)
         for batch in frame.execute_stream():
             yield batch.to_pyarrow()
     except Exception as error:  # DataFusion raises bare Exception
@@ -313,7 +310,7 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
     context = open_session(1, mode=mode_of(sql, {table: rows.schema}))
     context.register_record_batches(table, [[rows]])
     try:
-        return int(_frame(context, sql, rows.schema.names).count())
+        return int(frame_of(context, sql, rows.schema.names).count())
     except Exception as error:  # DataFusion raises bare Exception
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
 
@@ -370,147 +367,6 @@ def _batch_rows(file: LocalFile) -> int:
     return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS
 
 
-def open_session(
-    parts: int,
-    batch_rows: int = DEFAULT_BATCH_ROWS,
-    *,
-    mode: Mode = _PLAIN,
-    runtime: RuntimeEnvBuilder | None = None,
-) -> SessionContext:
-    """A session that cuts a file into ``parts`` and keeps the order of rows.
-
-    Args:
-        mode: how it plans; see `mode_of`.
-        runtime: memory and files for large queries; None: no limit.
-    """
-    config = (
-        SessionConfig()
-        .with_target_partitions(parts)
-        .with_repartition_file_scans(True)
-        .with_repartition_file_min_size(1)
-        .with_batch_size(batch_rows)
-        .set("datafusion.optimizer.enable_round_robin_repartition", "false")
-        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
-        .set("datafusion.execution.collect_statistics", "false")
-        # As in `tables.parquet`; the default changes far dates in files of Spark.
-        .set("datafusion.execution.parquet.coerce_int96", "us")
-        # A staged file may lack them.
-        .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
-        .set("datafusion.sql_parser.parse_float_as_decimal", str(mode.decimal_numbers).lower())
-    )
-    context = SessionContext(config, runtime)
-    for name in (*_VOLATILE, *_OF_THE_FILE):
-        context.deregister_udf(name)
-    for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():
-        context.remove_optimizer_rule(rule)
-    return context
-
-
-def mode_of(sql: str, tables: Mapping[str, pa.Schema]) -> Mode:
-    """The mode in which DataFusion plans a query as it is written.
-
-    Raises:
-        RequestError: there is none; says what to write.
-        Exception: of DataFusion; it cannot be planned.
-    """
-    return _mode_of(sql, tuple(tables.items()))
-
-
-@lru_cache(64)
-def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
-    selection = selection_of(sql)
-    if selection is not None and not selection.filter:
-        return Mode()
-    names = tables[0][1].names[:1] if selection else tables[0][1].names
-
-    def planned(mode: Mode) -> tuple[SessionContext, DataFrame]:
-        context = open_session(1, mode=mode)
-        for name, schema in tables:
-            context.register_record_batches(name, [[no_rows(schema)]])
-        return context, _frame(context, sql, names)
-
-    mode = Mode(unsimplified=True)
-    context, frame = planned(mode)
-    if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
-        mode = Mode(unsimplified=True, decimal_numbers=True)
-        schema = frame.schema()
-        context, frame = planned(mode)
-        plan = frame.optimized_logical_plan()
-        if frame.schema() != schema or exactness.casts_doubles(plan, context):
-            raise RequestError(
-                f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
-                f"{_as_decimal(number)} instead"
-            )
-    plan = frame.optimized_logical_plan()
-    if not exactness.simplifies_wrongly(plan, context):
-        return replace(mode, unsimplified=False)
-    if problem := exactness.unsimplified_problem(plan, context):
-        raise RequestError(f"sql {sql!r}: {problem}")
-    return mode
-
-
-def _as_decimal(number: str) -> str:
-    """SQL of a decimal that is exactly a number."""
-    _, digits, exponent = Decimal(number).as_tuple()
-    scale = max(0, -int(exponent))
-    return f"CAST('{number}' AS DECIMAL({max(len(digits), scale)}, {scale}))"
-
-
-def _check_values(context: SessionContext, frame: DataFrame, part: int | None = None) -> None:
-    """Refuses rows for which DataFusion computes an expression of a query wrongly.
-
-    Args:
-        part: to check; None for all.
-
-    Raises:
-        ValueError: naming the expression.
-    """
-    for watch in exactness.wrong_values(frame.optimized_logical_plan(), context):
-        plan = watch.rows.filter(watch.condition).execution_plan()
-        for number in range(plan.partition_count) if part is None else [part]:
-            if any(batch.to_pyarrow().num_rows for batch in context.execute(plan, number)):
-                raise ValueError(watch.problem)
-
-
-def selected(context: SessionContext, selection: Selection) -> DataFrame:
-    """A planned selection, with all columns of its table.
-
-    Raises:
-        Exception: of DataFusion; its filter is not a condition.
-    """
-    frame = context.table(selection.table)
-    return frame.filter(selection.filter) if selection.filter else frame
-
-
-def _frame(context: SessionContext, sql: str, read: Sequence[str]) -> DataFrame:
-    """A planned query; a selection may give more columns than it names.
-
-    Args:
-        read: the columns that it needs of its table.
-    """
-    selection = selection_of(sql)
-    if selection is None:
-        return context.sql_with_options(sql, read_only())
-    try:
-        frame = selected(context, selection)
-    except Exception:  # DataFusion raises bare Exception; the filter is a part of other SQL
-        return context.sql_with_options(sql, read_only())
-    return frame.select(*map(identifier, read)) if len(read) < len(frame.schema()) else frame
-
-
-def _named(batches: Iterator[pa.RecordBatch], sql: str) -> Iterator[pa.RecordBatch]:
-    """The same batches; of a selection, the columns that it names."""
-    selection = selection_of(sql)
-    names = list(selection.columns) if selection is not None and selection.columns else None
-    for batch in batches:
-        yield batch if names is None else batch.select(names)
-
-
-def read_only() -> SQLOptions:
-    """Options that allow only queries."""
-    return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
-
-
 def _planned(
     file: LocalFile, sql: str, table: PinnedTable, parts: int
 ) -> tuple[SessionContext, DataFrame]:
@@ -520,8 +376,8 @@ def _planned(
             parts, _batch_rows(file), mode=mode_of(sql, {table.name: table.schema})
         )
         _register_table(context, file, table, sql, skips=skips)
-        frame = _frame(context, sql, table.read_schema.names)
-        if file.format != "parquet" or not _has(frame.logical_plan(), "Filter"):
+        frame = frame_of(context, sql, table.read_schema.names)
+        if file.format != "parquet" or not has_node(frame.logical_plan(), "Filter"):
             break
         plan = frame.execution_plan().display_indent()
         if not skips_wrongly(plan, file.path, table.read_schema):
@@ -587,10 +443,10 @@ def _by_lots(
     for lot in _joined(map(plain, rows), MOST_BATCH_ROWS):
         context = open_session(1, MOST_BATCH_ROWS, mode=mode)
         context.register_record_batches(table.name, [[lot]])
-        frame = _frame(context, sql, table.read_schema.names)
-        if _folds_to_nothing(frame):
+        frame = frame_of(context, sql, table.read_schema.names)
+        if folds_to_nothing(frame):
             return
-        _check_values(context, frame)
+        check_values(context, frame)
         for batch in frame.execute_stream():
             yield batch.to_pyarrow()
 
@@ -762,17 +618,9 @@ def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) 
     context.register_record_batches(_FILE, [[empty]])
     _register_view(context, table, constants)
     try:
-        return not _folds_to_nothing(_frame(context, sql, table.read_schema.names))
+        return not folds_to_nothing(frame_of(context, sql, table.read_schema.names))
     except Exception:  # DataFusion raises bare Exception; reading the split will report it
         return True
-
-
-def _folds_to_nothing(frame: DataFrame) -> bool:
-    return _has(frame.optimized_logical_plan(), "EmptyRelation")
-
-
-def _has(plan: LogicalPlan, kind: str) -> bool:
-    return next(walk(plan, kind), None) is not None
 
 
 def _joined(
@@ -836,23 +684,7 @@ def _reads_nothing(plan: ExecutionPlan) -> bool:
     return plan.display().startswith("EmptyExec")
 
 
-def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
-    """The nodes of a logical plan, maybe of one kind, without those of subqueries."""
-    node = plan.to_variant()
-    if not kind or type(node).__name__ == kind:
-        yield node
-    for child in plan.inputs():
-        yield from walk(child, kind)
-
-
 def _reraise_exit(error: BaseException) -> None:
     """Raises the error again unless it is an exception or a panic of a library in Rust."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-
-
-def reason_of(error: BaseException) -> str:
-    """The message of DataFusion, on one line."""
-    text = str(error).removeprefix("DataFusion error: ")
-    text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
-    return _OF_A_SAMPLE.sub("", " ".join(text.split()))

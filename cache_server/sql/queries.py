@@ -25,12 +25,19 @@ from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql
 from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, variant
-from cache_server.sql.loader import mode_of, open_session, read_only, reason_of, selected, walk
 from cache_server.sql.quoting import identifier
 from cache_server.sql.select_list import column_expressions
 from cache_server.sql.selection import Selection, select, selection_of
+from cache_server.sql.session import (
+    PLAIN,
+    mode_of,
+    open_session,
+    read_only,
+    reason_of,
+    selected,
+    walk,
+)
 
-_PLAIN = Mode()
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
 _NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
@@ -193,7 +200,7 @@ def reads_any_column(sql: str, tables: Mapping[str, pa.Schema], table: str) -> b
     return further.name in check_query(sql, wider, allow_unordered=True).columns[table]
 
 
-def _session(tables: Mapping[str, pa.Schema], mode: Mode = _PLAIN) -> SessionContext:
+def _session(tables: Mapping[str, pa.Schema], mode: Mode = PLAIN) -> SessionContext:
     """A session with empty tables."""
     context: SessionContext = open_session(1, mode=mode)
     for name, schema in tables.items():

@@ -156,7 +156,9 @@ BARRIERS = (
     Barrier(
         "cache_server",
         "datafusion",
-        tuple(f"cache_server/sql/{name}.py" for name in ("exactness", "loader", "queries")),
+        tuple(
+            f"cache_server/sql/{name}.py" for name in ("exactness", "loader", "queries", "session")
+        ),
     ),
     Barrier("cache_client", "datafusion"),
     Barrier("protos/cache_protocol", "datafusion"),

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError
 from cache_server.sql.formats.csv_sample import MOST_RECORDS, CsvSample, read_sample
-from cache_server.sql.loader import infer_schema, open_session
+from cache_server.sql.loader import infer_schema
+from cache_server.sql.session import open_session
 
 
 def sample_of(text: str, **options: bool) -> CsvSample:

@@ -1,0 +1,202 @@
+"""A DataFusion session that gives the rows of a query as it is written, and its plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+from datafusion import (
+    DataFrame,
+    LogicalPlan,
+    RuntimeEnvBuilder,
+    SessionConfig,
+    SessionContext,
+    SQLOptions,
+)
+
+from cache_protocol.errors import RequestError
+from cache_server.source.pinned import no_rows
+from cache_server.sql import exactness
+from cache_server.sql.exactness import Mode
+from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
+from cache_server.sql.quoting import identifier
+from cache_server.sql.selection import Selection, selection_of
+
+PLAIN = Mode()
+_OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
+# Functions whose results differ between nodes or loads.
+_VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
+# Functions about the file that is read, which may be a copy.
+_OF_THE_FILE = ("file_row_index", "input_file_name")
+
+
+def open_session(
+    parts: int,
+    batch_rows: int = DEFAULT_BATCH_ROWS,
+    *,
+    mode: Mode = PLAIN,
+    runtime: RuntimeEnvBuilder | None = None,
+) -> SessionContext:
+    """A session that cuts a file into ``parts`` and keeps the order of rows.
+
+    Args:
+        mode: how it plans; see `mode_of`.
+        runtime: memory and files for large queries; None: no limit.
+    """
+    config = (
+        SessionConfig()
+        .with_target_partitions(parts)
+        .with_repartition_file_scans(True)
+        .with_repartition_file_min_size(1)
+        .with_batch_size(batch_rows)
+        .set("datafusion.optimizer.enable_round_robin_repartition", "false")
+        .set("datafusion.execution.enable_file_stream_work_stealing", "false")
+        .set("datafusion.execution.collect_statistics", "false")
+        # As in `tables.parquet`; the default changes far dates in files of Spark.
+        .set("datafusion.execution.parquet.coerce_int96", "us")
+        # A staged file may lack them.
+        .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
+        .set("datafusion.sql_parser.parse_float_as_decimal", str(mode.decimal_numbers).lower())
+    )
+    context = SessionContext(config, runtime)
+    for name in (*_VOLATILE, *_OF_THE_FILE):
+        context.deregister_udf(name)
+    for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():
+        context.remove_optimizer_rule(rule)
+    return context
+
+
+def mode_of(sql: str, tables: Mapping[str, pa.Schema]) -> Mode:
+    """The mode in which DataFusion plans a query as it is written.
+
+    Raises:
+        RequestError: there is none; says what to write.
+        Exception: of DataFusion; it cannot be planned.
+    """
+    return _mode_of(sql, tuple(tables.items()))
+
+
+@lru_cache(64)
+def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
+    selection = selection_of(sql)
+    if selection is not None and not selection.filter:
+        return Mode()
+    names = tables[0][1].names[:1] if selection else tables[0][1].names
+
+    def planned(mode: Mode) -> tuple[SessionContext, DataFrame]:
+        context = open_session(1, mode=mode)
+        for name, schema in tables:
+            context.register_record_batches(name, [[no_rows(schema)]])
+        return context, frame_of(context, sql, names)
+
+    mode = Mode(unsimplified=True)
+    context, frame = planned(mode)
+    if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
+        mode = Mode(unsimplified=True, decimal_numbers=True)
+        schema = frame.schema()
+        context, frame = planned(mode)
+        plan = frame.optimized_logical_plan()
+        if frame.schema() != schema or exactness.casts_doubles(plan, context):
+            raise RequestError(
+                f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
+                f"{_as_decimal(number)} instead"
+            )
+    plan = frame.optimized_logical_plan()
+    if not exactness.simplifies_wrongly(plan, context):
+        return replace(mode, unsimplified=False)
+    if problem := exactness.unsimplified_problem(plan, context):
+        raise RequestError(f"sql {sql!r}: {problem}")
+    return mode
+
+
+def _as_decimal(number: str) -> str:
+    """SQL of a decimal that is exactly a number."""
+    _, digits, exponent = Decimal(number).as_tuple()
+    scale = max(0, -int(exponent))
+    return f"CAST('{number}' AS DECIMAL({max(len(digits), scale)}, {scale}))"
+
+
+def check_values(context: SessionContext, frame: DataFrame, part: int | None = None) -> None:
+    """Refuses rows for which DataFusion computes an expression of a query wrongly.
+
+    Args:
+        part: to check; None for all.
+
+    Raises:
+        ValueError: naming the expression.
+    """
+    for watch in exactness.wrong_values(frame.optimized_logical_plan(), context):
+        plan = watch.rows.filter(watch.condition).execution_plan()
+        for number in range(plan.partition_count) if part is None else [part]:
+            if any(batch.to_pyarrow().num_rows for batch in context.execute(plan, number)):
+                raise ValueError(watch.problem)
+
+
+def selected(context: SessionContext, selection: Selection) -> DataFrame:
+    """A planned selection, with all columns of its table.
+
+    Raises:
+        Exception: of DataFusion; its filter is not a condition.
+    """
+    frame = context.table(selection.table)
+    return frame.filter(selection.filter) if selection.filter else frame
+
+
+def frame_of(context: SessionContext, sql: str, read: Sequence[str]) -> DataFrame:
+    """A planned query; a selection may give more columns than it names.
+
+    Args:
+        read: the columns that it needs of its table.
+    """
+    selection = selection_of(sql)
+    if selection is None:
+        return context.sql_with_options(sql, read_only())
+    try:
+        frame = selected(context, selection)
+    except Exception:  # DataFusion raises bare Exception; the filter is a part of other SQL
+        return context.sql_with_options(sql, read_only())
+    return frame.select(*map(identifier, read)) if len(read) < len(frame.schema()) else frame
+
+
+def named(batches: Iterator[pa.RecordBatch], sql: str) -> Iterator[pa.RecordBatch]:
+    """The same batches; of a selection, the columns that it names."""
+    selection = selection_of(sql)
+    names = list(selection.columns) if selection is not None and selection.columns else None
+    for batch in batches:
+        yield batch if names is None else batch.select(names)
+
+
+def read_only() -> SQLOptions:
+    """Options that allow only queries."""
+    return SQLOptions().with_allow_ddl(False).with_allow_dml(False).with_allow_statements(False)
+
+
+def folds_to_nothing(frame: DataFrame) -> bool:
+    """Whether no row can be in the result."""
+    return has_node(frame.optimized_logical_plan(), "EmptyRelation")
+
+
+def has_node(plan: LogicalPlan, kind: str) -> bool:
+    """Whether a plan has a node of a kind."""
+    return next(walk(plan, kind), None) is not None
+
+
+def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
+    """The nodes of a logical plan, maybe of one kind, without those of subqueries."""
+    node = plan.to_variant()
+    if not kind or type(node).__name__ == kind:
+        yield node
+    for child in plan.inputs():
+        yield from walk(child, kind)
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of DataFusion, on one line."""
+    text = str(error).removeprefix("DataFusion error: ")
+    text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
+    return _OF_A_SAMPLE.sub("", " ".join(text.split()))
