@@ -173,7 +173,11 @@ def without_gang(runtime: Json) -> Json:
 
 @pytest.fixture
 def shared_cache(cluster: Cluster) -> Any:
-    cluster.apply(*manifests("shared"))
+    objects = manifests("shared")
+    (cache,) = (each for each in objects if each["kind"] == "StatefulSet")
+    # The source is a folder here, which a shared cache does not read by default.
+    cache["spec"]["template"]["spec"]["containers"][0]["args"].append("--allow-source=")
+    cluster.apply(*objects)
     cluster.wait(
         "data-cache-system",
         lambda: (
