@@ -47,7 +47,8 @@ def main() -> None:
     folder = Path(listener.getsockname()).parent
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
     _import(LIBRARIES)
-    forked_python.serve_forks(str(folder))
+    with contextlib.suppress(ImportError):  # without the libraries of nodes there are none
+        forked_python.serve_forks(str(folder))
     clients: dict[int, socket.socket] = {}  # by process id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
     signal.signal(signal.SIGCHLD, lambda number, frame: None)

@@ -119,6 +119,7 @@ def test_a_node_of_a_small_container_keeps_to_its_memory_whatever_the_row_groups
 ) -> None:
     container = 2 << 30
     arguments = ["--container-memory-limit", size(container), "--load-threads", "4"]
+    arguments += ["--allow-source", ""]
     ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
     node = EnvNode("127.0.0.1", tmp_path, [*arguments, *ports], clean_environ())
     node.start()
