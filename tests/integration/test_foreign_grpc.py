@@ -48,9 +48,6 @@ for epoch in range(3):
     dataset.set_epoch(epoch)
     sizes.append(sum(len(batch["row"]) for batch in dataset))
     seconds.append(fork_s())
-dataset.set_epoch(3)
-# Arrow has a copy of gRPC, which the fork leaves alone.
-sizes.append(sum(len(batch["row"]) for batch in dataset.loader(num_workers=1)))
 print(json.dumps([only_imported, seconds, sizes]), flush=True)
 channel.close()
 server.stop(None)
@@ -108,7 +105,7 @@ def test_a_fork_does_not_wait_for_the_grpc_of_another_library(run: Run) -> None:
     (only_imported, seconds, sizes), logs = run(PROGRAM)
     # Before: 2 s each.
     assert only_imported < 1.0 and min(seconds) < 1.0, (only_imported, seconds)
-    assert sizes == [100] * 4
+    assert sizes == [100] * 3
     assert "may hang" not in logs
 
 
