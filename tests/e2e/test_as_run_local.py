@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Json, str, dict[str, int]]] = {
     "success-of-one-job": (
         runtime(
             job_of("cache", "exec sleep 1000"),
-            job_of("node", "exit 0"),
+            job_of("node", "sleep 1"),
             successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
         ),
         "Complete",
