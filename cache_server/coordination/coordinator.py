@@ -29,7 +29,7 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holdings import Holdings
-from cache_server.coordination.jobs import Jobs
+from cache_server.coordination.jobs import Jobs, checked_report
 from cache_server.coordination.membership import Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
@@ -419,11 +419,13 @@ class Coordinator:
         Raises:
             ConfigError: another live node has the same id.
             PermissionDeniedError: another principal reported for this id.
+            RequestError: a report of a reader is no valid one.
         """
         node_id = request.node.id
-        self.jobs.apply(request.reports)
+        reports = [checked_report(report) for report in request.reports]
         with self._changed:
             member = self._membership.apply_heartbeat(request, by.process)
+            self.jobs.apply(reports)
             has_news = member.has_news
             reported = {} if member.untrusted else member.actual
             for key, loading in self._versions.items():

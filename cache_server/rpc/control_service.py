@@ -31,7 +31,6 @@ from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.rpc import planning_slots
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
-from cache_server.rpc.malformed_requests import MalformedRequests
 from cache_server.rpc.planning_slots import PlanningSlots
 from cache_server.secrets import error_text
 
@@ -67,10 +66,7 @@ class ControlService:
     ) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="control"),
-            interceptors=[
-                MalformedRequests(),  # of the open verbs; the next one parses all others
-                CallerInterceptor(authenticator or Authenticator()),
-            ],
+            interceptors=[CallerInterceptor(authenticator or Authenticator())],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),

@@ -323,6 +323,8 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
         raise _bad_row_ids("no data")
     if not batch.schema.equals(_REQUEST_SCHEMA):
         raise _bad_row_ids(str(batch.schema).replace("\n", ", "))
+    if batch.num_rows > MAX_ROW_IDS:
+        raise InvalidRowsError(f"a request has at most {MAX_ROW_IDS} row ids, got {batch.num_rows}")
     if nulls := batch.column(0).null_count:
         raise _bad_row_ids(f"{nulls} {'null' if nulls == 1 else 'nulls'}")
     ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
@@ -335,8 +337,6 @@ def _check_size(num_ids: int, rows_per_message: int, row_bytes: int) -> None:
     Raises:
         InvalidRowsError: names the limit.
     """
-    if num_ids > MAX_ROW_IDS:
-        raise InvalidRowsError(f"a request has at most {MAX_ROW_IDS} row ids, got {num_ids}")
     rows = min(num_ids, rows_per_message or num_ids)
     if rows > 1 and rows * row_bytes > MAX_ANSWER_BYTES:
         raise InvalidRowsError(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
+from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EPERM}  # and never will
 
 
-class HugePages:
+class HugePages(StoppableThread):
     """Moves the pages of shards in a thread, from `start` to `close`.
 
     Args:
@@ -48,30 +49,13 @@ class HugePages:
         shards: Callable[[], Iterable[MappedShard]],
         is_idle: Callable[[], bool],
     ) -> None:
+        super().__init__("huge-pages")
         self._cache_dir = cache_dir
         self._shards = shards
         self._is_idle = is_idle
         self._moved: weakref.WeakKeyDictionary[MappedShard, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # of what was moved
         self._again_at = 0.0  # of `time.monotonic`
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="huge-pages", daemon=True)
-
-    def __enter__(self) -> HugePages:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Starts the thread, which looks for sealed shards regularly."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops at the next page; moved pages stay huge."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     @property
     def num_bytes(self) -> int:

@@ -6,13 +6,13 @@ A damaged shard is dropped. Then it is made again, from a replica or from its so
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from cache_protocol.storage.shard_files import MappedShard
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import file_checksum
+from cache_server.shards.stoppable_thread import StoppableThread
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 1.0
 _MAX_BYTES_PER_S = 256 << 20  # a few percent of one processor
 
 
-class Scrub:
+class Scrub(StoppableThread):
     """Checks the shards in a thread, from `start` to `close`.
 
     Every second it looks for files that were changed in place. Every ``interval_s`` it reads all of
@@ -43,28 +43,11 @@ class Scrub:
         drop: Callable[[VersionKey, MappedShard], bool],
         interval_s: float,
     ) -> None:
+        super().__init__("scrub")
         self._versions = versions
         self._drop = drop
         self._interval_s = interval_s
         self.num_bytes = self.num_damaged = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
-
-    def __enter__(self) -> Scrub:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stops after the file that is being read."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
 
     def _run(self) -> None:
         due = time.monotonic() + self._interval_s

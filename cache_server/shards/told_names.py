@@ -38,9 +38,7 @@ def token(text: str, what: str) -> str:
     Raises:
         InvalidTicketError: it has other characters, or none, or more than 128.
     """
-    if not _TOKEN.fullmatch(text):
-        raise InvalidTicketError(f"not a {what}: {text[:200]!r}")
-    return text
+    return _matching(_TOKEN, text, what)
 
 
 def location(text: str) -> str:
@@ -49,9 +47,7 @@ def location(text: str) -> str:
     Raises:
         InvalidTicketError: it is something else.
     """
-    if not _LOCATION.fullmatch(text):
-        raise InvalidTicketError(f"not a Flight location: {text[:200]!r}")
-    return text
+    return _matching(_LOCATION, text, "Flight location")
 
 
 def address(text: str) -> str:
@@ -60,8 +56,12 @@ def address(text: str) -> str:
     Raises:
         InvalidTicketError: it is something else.
     """
-    if not _CONTROL_LOCATION.fullmatch(text):
-        raise InvalidTicketError(f"not a control location: {text[:200]!r}")
+    return _matching(_CONTROL_LOCATION, text, "control location")
+
+
+def _matching(pattern: re.Pattern[str], text: str, what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise InvalidTicketError(f"not a {what}: {text[:200]!r}")
     return text
 
 

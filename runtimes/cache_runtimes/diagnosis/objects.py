@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kubernetes.client import ApiClient, ApiException, Configuration
-from kubernetes.config import ConfigException, load_kube_config
+from kubernetes.config import ConfigException, list_kube_config_contexts, load_kube_config
 from urllib3.exceptions import HTTPError
 
 from cache_protocol.errors import ConfigError, NodeUnavailableError
@@ -69,8 +69,6 @@ def read_objects(
 
 
 def _context(kubeconfig: str | None) -> str:
-    from kubernetes.config import list_kube_config_contexts
-
     _, active = list_kube_config_contexts(kubeconfig)
     return str(active["context"].get("namespace") or "default")
 

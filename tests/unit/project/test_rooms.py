@@ -183,7 +183,6 @@ BARRIERS = (
         (
             "cache_server/rpc/control_service.py",
             "cache_server/rpc/control_calls.py",
-            "cache_server/rpc/malformed_requests.py",
             "cache_server/node/coordinator_link.py",
         ),
     ),
