@@ -227,9 +227,7 @@ class Cursor:
         # One that read an even number wrote before that it decides.
         deadline = time.monotonic() + _DECISION_S
         while (deciding := self._slots[:, _STATUS] == _DECIDING).any():
-            if (
-                time.monotonic() > deadline
-            ):  # they were killed; a slow one looks again before it ends
+            if time.monotonic() > deadline:  # killed; a slow one looks again before it ends
                 self._slots[deciding, _STATUS] = _NO_PASS
                 break
             time.sleep(_POLL_S / 10)

@@ -20,11 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from cache_client.arguments import (
-    BatchFormat,
-    argument_problems,
-    integer_or_problem,
-)
+from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.audit import AUDIT_MODES, AuditMode, Words, step_digests
 from cache_client.callers import refuse_callers, refuse_random_split
 from cache_client.convert import Converter, with_mask

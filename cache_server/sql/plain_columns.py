@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
+from cache_server.sql.nested_types import with_fields
+
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """``schema`` with nullable fields inside its columns, and values for dictionaries."""
@@ -19,21 +21,9 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 def plain_type(dtype: pa.DataType) -> pa.DataType:
     """The type of a column of type ``dtype`` after `plain_column`."""
-    types = pa.types
-    if types.is_dictionary(dtype):
+    if pa.types.is_dictionary(dtype):
         return plain_type(dtype.value_type)
-    if types.is_struct(dtype):
-        return pa.struct([_plain_field(field) for field in dtype])
-    if types.is_map(dtype):
-        key = dtype.key_field.with_type(plain_type(dtype.key_type))
-        return pa.map_(key, _plain_field(dtype.item_field), dtype.keys_sorted)
-    if types.is_list(dtype):
-        return pa.list_(_plain_field(dtype.value_field))
-    if types.is_large_list(dtype):
-        return pa.large_list(_plain_field(dtype.value_field))
-    if types.is_fixed_size_list(dtype):
-        return pa.list_(_plain_field(dtype.value_field), dtype.list_size)
-    return dtype
+    return with_fields(dtype, _plain_field)
 
 
 def is_nested(dtype: pa.DataType) -> bool:

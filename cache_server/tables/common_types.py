@@ -7,10 +7,11 @@ nullable; one instant has a name in every time zone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 
 import pyarrow as pa
+
+from cache_server.sql.nested_types import with_fields
 
 _UNITS = ("s", "ms", "us", "ns")
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}  # of an integer, by its bits
@@ -62,29 +63,9 @@ def _column_type(dtype: pa.DataType) -> pa.DataType:
 def _storage_type(dtype: pa.DataType) -> pa.DataType:
     if isinstance(dtype, pa.BaseExtensionType):
         return _storage_type(dtype.storage_type)
-    return _rebuilt(dtype, _storage_type)
-
-
-def _rebuilt(dtype: pa.DataType, inner: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """``dtype`` with other types inside."""
-    types = pa.types
-
-    def field(known: pa.Field) -> pa.Field:
-        return known.with_type(inner(known.type))
-
-    if types.is_struct(dtype):
-        return pa.struct([field(child) for child in dtype])
-    if types.is_map(dtype):
-        return pa.map_(field(dtype.key_field), field(dtype.item_field), dtype.keys_sorted)
-    if types.is_list(dtype):
-        return pa.list_(field(dtype.value_field))
-    if types.is_large_list(dtype):
-        return pa.large_list(field(dtype.value_field))
-    if types.is_fixed_size_list(dtype):
-        return pa.list_(field(dtype.value_field), dtype.list_size)
-    if types.is_dictionary(dtype):
-        return pa.dictionary(dtype.index_type, inner(dtype.value_type), dtype.ordered)
-    return dtype
+    if pa.types.is_dictionary(dtype):
+        return pa.dictionary(dtype.index_type, _storage_type(dtype.value_type), dtype.ordered)
+    return with_fields(dtype, lambda field: field.with_type(_storage_type(field.type)))
 
 
 def common_type(one: pa.DataType, other: pa.DataType, *, widen: bool = False) -> pa.DataType | None:

@@ -21,6 +21,7 @@ from cache_server.source.pinned import (
     partition_texts,
     source_column,
 )
+from cache_server.sql.nested_types import with_fields
 from cache_server.sql.plain_columns import hides_values, plain_schema
 from cache_server.tables.column_sizes import (
     Place,
@@ -288,17 +289,8 @@ def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:
 def _in_microseconds(field: pa.Field, leaves: Iterator[str]) -> pa.Field:
     """``field``, the physical types of whose leaves are the next ones."""
     dtype = field.type
-    if pa.types.is_struct(dtype):
-        return field.with_type(pa.struct([_in_microseconds(child, leaves) for child in dtype]))
-    if pa.types.is_map(dtype):
-        key = _in_microseconds(dtype.key_field, leaves)
-        return field.with_type(pa.map_(key, _in_microseconds(dtype.item_field, leaves)))
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        kind = pa.list_ if pa.types.is_list(dtype) else pa.large_list
-        return field.with_type(kind(_in_microseconds(dtype.value_field, leaves)))
-    if pa.types.is_fixed_size_list(dtype):
-        value = _in_microseconds(dtype.value_field, leaves)
-        return field.with_type(pa.list_(value, dtype.list_size))
+    if pa.types.is_nested(dtype):
+        return field.with_type(with_fields(dtype, lambda child: _in_microseconds(child, leaves)))
     if next(leaves) == "INT96":
         return field.with_type(pa.timestamp("us", dtype.tz))
     return field

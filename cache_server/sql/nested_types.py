@@ -1,0 +1,28 @@
+"""The one place that rebuilds a nested type. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyarrow as pa
+
+
+def with_fields(dtype: pa.DataType, change: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """A type with other fields in its structs, maps and lists; any other type as it is.
+
+    Args:
+        change: called once for each field, in their order. A map's key stays without nulls.
+    """
+    types = pa.types
+    if types.is_struct(dtype):
+        return pa.struct([change(child) for child in dtype])
+    if types.is_map(dtype):
+        key = change(dtype.key_field).with_nullable(False)
+        return pa.map_(key, change(dtype.item_field), dtype.keys_sorted)
+    if types.is_list(dtype):
+        return pa.list_(change(dtype.value_field))
+    if types.is_large_list(dtype):
+        return pa.large_list(change(dtype.value_field))
+    if types.is_fixed_size_list(dtype):
+        return pa.list_(change(dtype.value_field), dtype.list_size)
+    return dtype
