@@ -427,7 +427,7 @@ def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path:
         suspend(nodes[0])  # whatever it does, it does not come to an end
         directory = cache_dirs(nodes)[0].parent
 
-        code, output, errors = local.end(signal.SIGTERM, 2 * WAIT_S)
+        code, output, errors = local.end(signal.SIGTERM)
 
     assert (code, output) == (130, "")
     assert "Traceback" not in errors
