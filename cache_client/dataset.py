@@ -7,14 +7,16 @@ adds what torch needs: workers, epochs and states.
 from __future__ import annotations
 
 import copy
+import hashlib
 import operator
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
@@ -63,6 +65,8 @@ from cache_client.reader import Reader
 from cache_client.reports import ReaderIdentity, Reporter
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
+from cache_client.views.options import Assemble, JobView, ViewOptions, make_view
+from cache_client.views.view import Samples, View
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import (
     CacheError,
@@ -143,6 +147,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
             dataset has the token.
         tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
+        view: what to read other than each row once, see `ViewOptions`.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -184,6 +189,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
+        **view: Unpack[ViewOptions],
     ) -> None:
         super().__init__()
         problems = argument_problems(
@@ -255,6 +261,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._process_health: tuple[int, NodeHealth] | None = None  # likewise
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
         self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
+        self._job_view: JobView = make_view(view, self._shards)
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
@@ -263,7 +270,7 @@ class CacheIterableDataset(IterableDataset[Any]):
             raise ConfigError(f"pad_mask must be the name of a new column, got {pad_mask!r}")
         self._sizes = WindowSizes(
             self._shards,
-            self.batch_size,
+            max(1, round(self.batch_size * self._view.rows_per_slot)),
             operator.index(message_bytes),
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
@@ -279,13 +286,22 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the version."""
-        return self._shards.fingerprint
+        """Fingerprint of the version; with a view, of both."""
+        identity = self._view.identity
+        if not identity:
+            return self._shards.fingerprint
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return f"{self._shards.fingerprint}-{digest}"
 
     @property
     def num_rows(self) -> int:
         """Rows of the whole dataset, all ranks together."""
         return self._shards.num_rows
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a whole epoch, all ranks together: rows, unless a view makes others."""
+        return self._view.num_slots(self._cursor.epoch)
 
     @property
     def epoch(self) -> int:
@@ -300,7 +316,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         epoch. For a pass that resumes inside an epoch, see `steps_left`.
         """
         refuse_random_split()
-        return self._plan(0).num_steps
+        return self._whole_plan(self._cursor.epoch).num_steps
 
     @property
     def steps_left(self) -> int:
@@ -379,7 +395,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         if worker is None or steps is not None:
             return state
         return WorkerState(
-            **state, rows_per_step=self._plan(0).rows_per_step, num_workers=worker.num_workers
+            **state, rows_per_step=self._rows_per_step, num_workers=worker.num_workers
         ).to_dict()
 
     def _audit_of_state(self, steps: int | None) -> dict[str, Any]:
@@ -394,7 +410,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         return OrderState(
             dataset=self._shards.dataset,
-            fingerprint=self._shards.fingerprint,
+            fingerprint=self.fingerprint,
             seed=self.seed,
             epoch=epoch,
             shuffle=self.shuffle,
@@ -440,8 +456,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         state = checked_state(
             state_dict,
             expected=self._state(0, 0),
-            num_rows=self.num_rows,
-            rows_per_step=self._plan(0).rows_per_step,
+            num_rows=self._view.num_slots,
+            rows_per_step=self._rows_per_step,
             num_workers=0 if worker is None else worker.num_workers,
         )
         self._adopt_skipped(state)
@@ -557,14 +573,16 @@ class CacheIterableDataset(IterableDataset[Any]):
 
     def _batches(self, this: Pass, reader: Reader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
-        convert = self._converter()
+        assemble = self._assembler()
         transform = self._transform and self._observer.timed(self._transform)
         audits = self._audit != "off"
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
-            lambda window: _fetch_window(reader, this, self.rank, window, audits=audits),
+            lambda window: _fetch_window(
+                reader, this, self._view, self.rank, window, audits=audits
+            ),
             step_windows(steps, per_window),
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
@@ -572,19 +590,21 @@ class CacheIterableDataset(IterableDataset[Any]):
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
             step = iter(steps)
-            for pieces, sizes, digests in results:
-                if digests is not None:
+            for window in results:
+                if window.digests is not None:
                     if shared is None:
-                        this.digests.put(*digests)
+                        this.digests.put(*window.digests)
                     else:
-                        shared.begin(*digests)
-                for rows in cut(pieces, sizes):
+                        shared.begin(*window.digests)
+                stop = 0
+                for rows, size in zip(window.rows_of_steps(), window.sizes, strict=True):
                     if shared is not None:
                         shared.put_next()
-                    batch = convert(rows)
+                    start, stop = stop, stop + size
+                    batch = assemble(rows, window.samples.slots(start, stop))
                     if self._pad_mask is not None:
                         padded = this.plan.num_padded(next(step), self.rank)
-                        batch = with_mask(batch, self._pad_mask, rows.num_rows, padded)
+                        batch = with_mask(batch, self._pad_mask, size, padded)
                     yield batch if transform is None else transform(batch)
 
     def _begin_pass(self) -> Pass:
@@ -608,10 +628,11 @@ class CacheIterableDataset(IterableDataset[Any]):
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""
         this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
+        shuffle = self.shuffle and not self._view.orders_rows
         this.order = EpochOrder(
-            self.num_rows,
-            shuffle=self.shuffle,
-            shuffle_block_size=self.shuffle_block_size,
+            self._view.num_slots(start.epoch),
+            shuffle=shuffle,
+            shuffle_block_size=self.shuffle_block_size if shuffle else None,
             seed=self.seed,
             epoch=start.epoch,
             skipped=self._skipped.get(start.epoch, ()),
@@ -649,8 +670,8 @@ class CacheIterableDataset(IterableDataset[Any]):
                 run=secrets.token_hex(8),
                 job=self._job,
                 dataset=self._shards.dataset,
-                fingerprint=self._shards.fingerprint,
-                num_rows=self.num_rows,
+                fingerprint=self.fingerprint,
+                num_rows=self.num_samples,
                 rank=self.rank,
                 world_size=self.world_size,
                 seed=self.seed,
@@ -686,6 +707,12 @@ class CacheIterableDataset(IterableDataset[Any]):
             stack_dtype=self._stack_dtype,
         )
 
+    def _assembler(self) -> Assemble:
+        convert = self._converter()
+        if self._job_view.assembler is not None:
+            return self._job_view.assembler(convert)
+        return lambda rows, _: convert(rows)
+
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
 
@@ -703,7 +730,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         try:
             for epoch, steps in (skip_steps or {}).items():
                 number = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
-                runs[number] = runs_of_steps(steps, self._plan(0))
+                runs[number] = runs_of_steps(steps, self._whole_plan(number))
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 "skip_steps must map epochs to steps of this dataset, such as {0: [1234]}, got "
@@ -721,7 +748,8 @@ class CacheIterableDataset(IterableDataset[Any]):
         kept: dict[int, tuple[tuple[int, int], ...]] = {}
         for epoch, start, stop in state.skipped:
             kept[epoch] = (*kept.get(epoch, ()), (start, stop))
-        before = EpochOrder(self.num_rows, shuffle=False, skipped=kept.get(state.epoch, ()))
+        num_slots = self._view.num_slots(state.epoch)
+        before = EpochOrder(num_slots, shuffle=False, skipped=kept.get(state.epoch, ()))
         consumed = state.rows_consumed
         if consumed:
             consumed = int(before.in_epoch(np.array([consumed - 1]))[0]) + 1
@@ -747,16 +775,28 @@ class CacheIterableDataset(IterableDataset[Any]):
             )
         self._skipped = merged
 
-    def _plan(self, offset: int, epoch: int | None = None) -> StepPlan:
-        """The steps from a row on; without an epoch, as if none was left out."""
-        runs = self._skipped.get(epoch, ()) if epoch is not None else ()
+    @property
+    def _view(self) -> View:
+        return self._job_view.view
+
+    @property
+    def _rows_per_step(self) -> int:
+        return self.world_size * self.batch_size
+
+    def _plan(self, offset: int, epoch: int) -> StepPlan:
+        """The steps of an epoch from a sample on."""
+        left_out = sum(stop - start for start, stop in self._skipped.get(epoch, ()))
+        whole = self._whole_plan(epoch)
+        return replace(whole, num_rows=whole.num_rows - left_out, rows_consumed=offset)
+
+    def _whole_plan(self, epoch: int) -> StepPlan:
+        """The steps of an epoch, as if none was left out."""
         return StepPlan(
-            self.num_rows - sum(stop - start for start, stop in runs),
+            self._view.num_slots(epoch),
             self.world_size,
             self.batch_size,
             drop_last=self.drop_last,
             pad=self._pad_mask is not None,
-            rows_consumed=offset,
         )
 
     def _local_shards(self) -> LocalShards | None:
@@ -795,18 +835,38 @@ class CacheIterableDataset(IterableDataset[Any]):
         return duplicate
 
 
+class _Window(NamedTuple):
+    """The rows of a run of steps.
+
+    Attributes:
+        pieces: the rows, in order.
+        samples: of all steps.
+        sizes: slots of each step.
+        digests: of each step, if wanted.
+    """
+
+    pieces: list[Rows]
+    samples: Samples
+    sizes: list[int]
+    digests: tuple[Words, Words] | None
+
+    def rows_of_steps(self) -> Iterator[Rows]:
+        return cut(self.pieces, self.samples.rows_of_steps(self.sizes))
+
+
 def _fetch_window(
-    reader: Reader, this: Pass, rank: int, window: range, *, audits: bool
-) -> tuple[list[Rows], list[int], tuple[Words, Words] | None]:
-    """The rows of a run of steps, how many each step has, and their digests if wanted.
+    reader: Reader, this: Pass, view: View, rank: int, window: range, *, audits: bool
+) -> _Window:
+    """Fetches a run of steps.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
     positions, sizes = this.plan.window(window, rank)
     try:
-        row_ids = this.order.row_ids(positions)
-        digests = step_digests(row_ids, sizes) if audits else None
-        return reader.fetch(row_ids), sizes, digests
+        slots = this.order.row_ids(positions)
+        digests = step_digests(slots, sizes) if audits else None
+        samples = view.samples(slots, this.epoch)
+        return _Window(reader.fetch(samples.row_ids), samples, sizes, digests)
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None

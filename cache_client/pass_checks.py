@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cache_client.cursor import Cursor
@@ -16,7 +16,7 @@ def checked_state(
     state_dict: Mapping[str, Any],
     *,
     expected: OrderState,
-    num_rows: int,
+    num_rows: Callable[[int], int],
     rows_per_step: int,
     num_workers: int,
 ) -> OrderState:
@@ -25,7 +25,7 @@ def checked_state(
     Args:
         state_dict: what `state_dict` of a dataset returned.
         expected: a state of this dataset.
-        num_rows: of the dataset.
+        num_rows: of an epoch.
         rows_per_step: of all ranks together.
         num_workers: of the DataLoader, in a worker; else 0.
 
@@ -48,8 +48,8 @@ def checked_state(
                 f"the state has {name}={getattr(state, name)!r}, the dataset "
                 f"{name}={getattr(expected, name)!r}: the order would be another"
             )
-    if state.rows_consumed > num_rows:
-        raise ConfigError(f"bad state: rows_consumed={state.rows_consumed} of {num_rows} rows")
+    if state.rows_consumed > (rows := num_rows(state.epoch)):
+        raise ConfigError(f"bad state: rows_consumed={state.rows_consumed} of {rows} rows")
     if isinstance(state, WorkerState) and (
         (state.num_workers, state.rows_per_step) != (num_workers, rows_per_step)
     ):

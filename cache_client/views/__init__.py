@@ -1,0 +1,1 @@
+"""What a job reads of a dataset, other than each row once: filters, splits, weights, groups."""
