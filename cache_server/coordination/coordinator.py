@@ -23,6 +23,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.backoff import rest_s
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
@@ -385,18 +386,23 @@ class Coordinator:
     ) -> Iterator[pb.DatasetInfo]:
         """The dataset at every change, until it is ready or failed, or ``active()`` is false.
 
-        It is repeated at least every half second.
+        While it loads, it has no shards and nodes. It is repeated at least every half second.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError: as `get`.
         """
         while active():
             with self._changed:
-                seen = self._changes
-                info = self._describe(self._find(name, fingerprint, viewer), viewer)
+                seen, begun = self._changes, time.perf_counter()
+                version = self._find(name, fingerprint, viewer)
+                info = self._holdings(version).summarize()
+                loads = info.state == pb.DATASET_STATE_LOADING
+                info = _as_seen_by(viewer, info) if loads else self._describe(version, viewer)
+                took_s = time.perf_counter() - begun
             yield info
-            if info.state != pb.DATASET_STATE_LOADING:
+            if not loads:
                 return
+            time.sleep(rest_s(took_s))
             with self._changed:
                 if self._changes == seen:
                     self._changed.wait(min(self._interval_s, _WATCH_S))

@@ -29,7 +29,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import pause_s
+from cache_protocol.wire.backoff import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.jobs import checked_report
@@ -323,6 +323,7 @@ class Node:
         log = HeartbeatLog()
         while not self._stop.is_set():
             self._wake.clear()
+            begun = time.perf_counter()
             try:
                 response = self._link.heartbeat(self._report())
                 desired = self._decoder.decode(response)
@@ -346,6 +347,7 @@ class Node:
                     news = False
                 if news:
                     continue  # report it at once
+                self._stop.wait(rest_s(time.perf_counter() - begun))
             self._wake.wait(interval)
 
     def _snapshot(self) -> tuple[dict[VersionKey, ActualVersion], SealedShards]:

@@ -84,6 +84,7 @@ class ShardStore:
         self._lock = threading.Lock()
         self._manifests = threading.Lock()  # taken before the other one
         self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
+        self._stored_bytes = 0  # of `_shards`: added up for each shard, 10,000 would cost 10**8
         self._reserved: dict[Path, int] = {}  # of files being written
         self._removals: list[threading.Thread] = []
         try:
@@ -101,6 +102,7 @@ class ShardStore:
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
+            self._stored_bytes = sum(_bytes_of(each.values()) for each in self._shards.values())
         except BaseException:
             self.close()
             raise
@@ -115,6 +117,7 @@ class ShardStore:
         """Drops the maps and releases the directory; the files stay."""
         with self._lock:
             self._shards.clear()
+            self._stored_bytes = 0
         self._lock_file.close()
 
     @property
@@ -126,7 +129,7 @@ class ShardStore:
     def stored_bytes(self) -> int:
         """Size of all sealed shard files."""
         with self._lock:
-            return self._stored_bytes()
+            return self._stored_bytes
 
     def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
         """The sealed shards, a copy: version -> shard index -> shard."""
@@ -258,7 +261,10 @@ class ShardStore:
                 manifest.add(directory / MANIFEST, sealed)
                 with self._lock:  # in one step, so that it never counts twice
                     self._reserved.pop(temporary, None)
-                    self._shards.setdefault(key, {})[index] = shard
+                    shards = self._shards.setdefault(key, {})
+                    replaced = [shards[index]] if index in shards else []
+                    shards[index] = shard
+                    self._stored_bytes += sealed.num_bytes - _bytes_of(replaced)
         except OSError as error:
             remove_file(final)
             raise _cannot_write(key, index, size, directory, error) from None
@@ -296,6 +302,7 @@ class ShardStore:
         with self._lock:
             shards = self._shards.get(key, {})
             dropped = [shards.pop(index) for index in indices if index in shards]
+            self._stored_bytes -= _bytes_of(dropped)
             kept = [shard.sealed for shard in shards.values()]
             if not shards:
                 self._shards.pop(key, None)
@@ -313,6 +320,7 @@ class ShardStore:
         """Removes all files of one version."""
         with self._lock:
             shards = self._shards.pop(key, {})
+            self._stored_bytes -= _bytes_of(shards.values())
         directory = self._directory(key)
         if directory.exists():
             self._discard([directory], _bytes_of(shards.values()))
@@ -359,9 +367,6 @@ class ShardStore:
         with self._lock:
             remove_empty(directory)
 
-    def _stored_bytes(self) -> int:
-        return sum(_bytes_of(shards.values()) for shards in self._shards.values())
-
     def _reserve(self, path: Path, size: int) -> None:
         """Checks that a file fits; part of it may be reserved already."""
         with self._lock:
@@ -371,7 +376,7 @@ class ShardStore:
                 removal.join()
         with self._lock:
             before = self._reserved.get(path, 0)
-            held = self._stored_bytes() + sum(self._reserved.values()) - before
+            held = self._stored_bytes + sum(self._reserved.values()) - before
             limit = self.memory_limit_bytes
             if limit is not None and held + size > limit:
                 raise NoRoomError(

@@ -121,6 +121,18 @@ def test_watching_gives_the_present_state_at_once_and_ends_when_ready(
     assert list(watch) == []
 
 
+def test_a_watch_lists_the_shards_only_when_the_load_has_ended(
+    coordinator: Coordinator, source: Path
+) -> None:
+    node = FakeNode(coordinator, "one")
+    coordinator.create(spec(source))
+    watch = coordinator.watch("table", "", lambda: True)
+
+    assert not next(watch).shards
+    settle(node)
+    assert next(watch).shards
+
+
 def test_a_change_between_two_looks_is_told_at_once(
     coordinator: Coordinator, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

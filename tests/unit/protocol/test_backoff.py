@@ -8,7 +8,7 @@ from tenacity import RetryCallState, Retrying
 
 from cache_client.plan import wait_for_plan
 from cache_protocol.errors import NodeUnavailableError
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.backoff import backoff, rest_s
 
 
 def after(attempt: int) -> RetryCallState:
@@ -45,3 +45,10 @@ def test_waiting_for_a_cache_leaves_the_random_numbers_of_the_program_alone() ->
         with pytest.raises(NodeUnavailableError):
             wait_for_plan(f"grpc://127.0.0.1:{closed.getsockname()[1]}", "t", [], deadline_s=1.0)
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize(("took_s", "rest"), [(0.001, 0.0), (0.01, 0.04), (0.1, 0.4), (10.0, 1.0)])
+def test_repeated_work_takes_at_most_a_fifth_of_the_time_unless_it_is_short(
+    took_s: float, rest: float
+) -> None:
+    assert rest_s(took_s) == pytest.approx(rest)
