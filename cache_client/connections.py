@@ -23,7 +23,13 @@ import pyarrow.flight as flight
 
 from cache_client.grpc_guard.forks import fork_gate
 from cache_client.routing import NodeRef, ShardFile, ShardMap
-from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError, from_proto
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    NodeUnavailableError,
+    RequestError,
+    from_proto,
+)
 from cache_protocol.storage.layout import pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
@@ -207,6 +213,48 @@ class Connection:
                 # (apache/arrow#43556). GetFlightInfo fails for the same reason, with the code.
                 self._client.value.get_flight_info(descriptor, self._options(timeout_s))
                 raise
+
+    def row_values(
+        self,
+        dataset: str,
+        fingerprint: str,
+        rows: range,
+        expression: str,
+        where: str,
+        timeout_s: float,
+    ) -> pa.ChunkedArray:
+        """Values that the node computes from rows of one shard that it holds.
+
+        Args:
+            expression: SQL of one value a row; empty for the numbers of the rows that fulfil
+                ``where``, uint32, counted from the first of ``rows``.
+            where: SQL of a condition; empty for every row.
+
+        Raises:
+            RequestError: the node cannot compute it, or is of a release that does not.
+            NotReadyError, StaleVersionError, DatasetNotFoundError: the node does not hold the rows.
+            NodeUnavailableError: the node did not answer.
+        """
+        ticket = pb.ReadTicket(
+            dataset=dataset,
+            fingerprint=fingerprint,
+            expression=pb.RowExpression(
+                rows=pb.RowRange(start=rows.start, stop=rows.stop),
+                expression=expression,
+                where=where,
+            ),
+        )
+        with self._in_use():
+            reader = self._client.value.do_get(
+                flight.Ticket(ticket.SerializeToString()), self._options(timeout_s)
+            )
+            table = reader.read_all()
+        if table.column_names != (["value"] if expression else ["row"]):
+            raise RequestError(
+                f"the node at {self.location} cannot compute values of rows: it is of an older "
+                "release; update the cache"
+            )
+        return table.column(0)
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         """Where the coordinator of this node is."""

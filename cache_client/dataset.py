@@ -65,6 +65,7 @@ from cache_client.reader import Reader
 from cache_client.reports import ReaderIdentity, Reporter
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
+from cache_client.views.columns import VersionNodes
 from cache_client.views.options import Assemble, JobView, ViewOptions, make_view
 from cache_client.views.view import Samples, View
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
@@ -261,7 +262,9 @@ class CacheIterableDataset(IterableDataset[Any]):
         self._process_health: tuple[int, NodeHealth] | None = None  # likewise
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
         self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
-        self._job_view: JobView = make_view(view, self._shards)
+        self._job_view: JobView = make_view(
+            view, VersionNodes(where, self._shards, credentials, self._deadline_s, self.rank)
+        )
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from cache_client.routing import ShardMap
 from cache_client.rows import Rows
+from cache_client.views.columns import VersionNodes
 from cache_client.views.view import PlainView, Samples, View
 
 Assemble = Callable[[Rows, Samples], Any]
@@ -31,10 +31,13 @@ class JobView:
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
 
 
-def make_view(options: ViewOptions, shards: ShardMap) -> JobView:
+def make_view(options: ViewOptions, version: VersionNodes) -> JobView:
     """The view that the options ask for.
+
+    Args:
+        version: to read; nodes compute what a view needs of the values of rows.
 
     Raises:
         ConfigError: quotes every bad option.
     """
-    return JobView(PlainView(shards.num_rows))
+    return JobView(PlainView(version.shards.num_rows))

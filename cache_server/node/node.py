@@ -54,6 +54,7 @@ from cache_server.node.reconcile import (
     Update,
     reconcile,
 )
+from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
@@ -106,6 +107,9 @@ class Node:
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
+
+    Attributes:
+        row_values: computes values of the rows that it serves.
     """
 
     def __init__(
@@ -138,6 +142,7 @@ class Node:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
         self._memory = LoadMemory(container_bytes, self._desired_bytes)
+        self.row_values = RowValues(store.free_bytes, at_once=load_threads)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -393,6 +398,7 @@ class Node:
             self._joined.set()
             becomes_ready = result.is_ready and not self._is_ready
             self._is_ready |= result.is_ready
+        self.row_values.trim()
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
@@ -402,6 +408,7 @@ class Node:
             case Retire(key):
                 with self._lock:
                     self._states[key].retire()
+                self.row_values.forget(key)
                 # The next version may need the room before the last load has ended.
                 self._store.drop(key, *self._store.shards(key))
             case Remove(key):
@@ -409,6 +416,7 @@ class Node:
                     state = self._states.pop(key, None)
                 if state is not None:
                     state.tables.close()
+                self.row_values.forget(key)
                 self._store.drop_version(key)
             case Update(desired):
                 self._update(desired)

@@ -38,6 +38,7 @@ from cache_server.node.traffic import Read, Traffic
 from cache_server.rpc.flight_calls import CallerMiddleware, flight_error
 from cache_server.rpc.flight_messages import header_size, padding
 from cache_server.secrets import error_text
+from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class FlightService(flight.FlightServerBase):
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.FlightDataStream:
-        """Logical columns of a row range that this node holds."""
+        """Logical columns of a row range that this node holds, or values computed from it."""
         with self._call(context) as caller:
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
             viewer = caller.principal.viewer
@@ -138,6 +139,8 @@ class FlightService(flight.FlightServerBase):
                 copied = self._counted(caller, Read(key.dataset, "file"), map(_file_chunk, chunks))
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
+            if request.HasField("expression"):
+                return self._values(caller, rows, request.expression)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
@@ -147,6 +150,22 @@ class FlightService(flight.FlightServerBase):
             return flight.GeneratorStream(
                 layout.logical, self._counted(caller, Read(rows.key.dataset, "get"), unpacked)
             )
+
+    def _values(
+        self, caller: Caller, rows: ResidentRows, wanted: pb.RowExpression
+    ) -> flight.FlightDataStream:
+        """Values computed from rows of a shard."""
+        schema, pieces = self._ready_node().row_values.answer(
+            rows, wanted.rows.start, wanted.rows.stop, wanted.expression, wanted.where
+        )
+        batches = (
+            pa.RecordBatch.from_arrays([piece.slice(at, step)], schema=schema)
+            for piece in pieces
+            for step in [max(1, len(piece) * _MESSAGE_BYTES // max(1, piece.nbytes))]
+            for at in range(0, len(piece), step)
+        )
+        counted = self._counted(caller, Read(rows.key.dataset, "get"), batches)
+        return flight.GeneratorStream(schema, counted)
 
     def do_put(
         self,

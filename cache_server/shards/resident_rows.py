@@ -12,10 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
-from cache_protocol.storage.layout import Layout, from_matrix
+from cache_protocol.storage.layout import Layout, from_matrix, nest
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
+from cache_server.shards.sql_types import sql_column, sql_schema
 from cache_server.shards.version_key import VersionKey
 
 _MOST_TIMES = 4  # as long as wanted a message may be
@@ -117,6 +118,19 @@ class ResidentRows:
         while at < stop:
             at = int(self._stops[self._shard_at(at)])
 
+    def shard_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The rows of the one shard that holds rows ``[start, stop)``.
+
+        Raises:
+            InvalidRowsError: there are no such rows, or they are of several shards.
+            NotReadyError: this node does not hold them.
+        """
+        self.check_range(start, stop)
+        shard = self._shard_at(start) if start < stop else -1
+        if shard < 0 or stop > self._stops[shard]:
+            raise InvalidRowsError(f"rows [{start}, {stop}) are not rows of one shard")
+        return int(self._starts[shard]), int(self._stops[shard])
+
     def slices(
         self, start: int, stop: int, max_rows: int, selection: Selection
     ) -> Iterator[pa.RecordBatch]:
@@ -148,6 +162,43 @@ class ResidentRows:
             for first, last in runs_of_rows(columns, rows, fixed, message_bytes):
                 yield self._slice(self._shards[shard], offset + first, last - first, selection)
             at += rows
+
+    def lots(
+        self, start: int, stop: int, columns: Sequence[str], lot_bytes: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Logical columns of rows ``[start, stop)`` of one shard, as SQL sees them, in order.
+
+        A column that is stored alone is a view of the mapped file.
+
+        Args:
+            lot_bytes: about the most of one batch.
+
+        Raises:
+            InvalidRowsError, NotReadyError: as for `shard_range`.
+        """
+        first, _ = self.shard_range(start, stop)
+        stored = self._shards[self._shard_at(start)]
+        schema = sql_schema(pa.schema([self.layout.logical.field(name) for name in columns]))
+        places = [self.layout.place(name) for name in columns]
+        packed = [column.kind == "packed" for column in self.layout.columns]
+        plain = [
+            stored.batch.column(index).slice(start - first, stop - start)
+            for index, _ in places
+            if not packed[index]
+        ]
+        fixed = sum(stored.matrices[index].itemsize for index, _ in places if packed[index])
+        for low, high in runs_of_rows(plain, stop - start, fixed, lot_bytes):
+            arrays = []
+            for (index, position), field in zip(places, schema, strict=True):
+                at = start - first + low
+                if packed[index]:
+                    matrix = stored.matrices[index][at : at + high - low]
+                    array = pa.array(np.ascontiguousarray(matrix[:, position]))
+                else:
+                    array = stored.batch.column(index).slice(at, high - low)
+                    array = array if index not in stored.matrices else nest(array, field.type)
+                arrays.append(sql_column(array, field.type))
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _check_bounds(self, low: int, high: int) -> None:
         if low < 0 or high >= self.num_rows:

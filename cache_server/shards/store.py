@@ -131,6 +131,13 @@ class ShardStore:
         with self._lock:
             return self._stored_bytes
 
+    def free_bytes(self) -> int | None:
+        """What the memory limit leaves beside all files; None: no limit."""
+        with self._lock:
+            if self.memory_limit_bytes is None:
+                return None
+            return self.memory_limit_bytes - self._stored_bytes() - sum(self._reserved.values())
+
     def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
         """The sealed shards, a copy: version -> shard index -> shard."""
         with self._lock:

@@ -78,6 +78,7 @@ from cache_server.sql.session import (
     open_session,
     read_only,
     reason_of,
+    reraise_exit,
 )
 
 _FILE = "__file"  # a file whose table has further or other columns
@@ -135,7 +136,7 @@ def infer_schema(
         check_names(schema.names)
         return plain_schema(schema)
     except BaseException as error:  # DataFusion raises bare Exception, or panics
-        _reraise_exit(error)
+        reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
 
 
@@ -202,7 +203,7 @@ def read_split(
     except FileNotFoundError:
         raise LoadError(f"cannot load {split}: the file is gone") from None
     except BaseException as error:  # DataFusion raises bare Exception, or panics
-        _reraise_exit(error)
+        reraise_exit(error)
         reason = reason_of(error)
         if file.format == "csv":
             reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
@@ -231,7 +232,7 @@ def read_together(
             stream = (batch.to_pyarrow() for batch in frame.execute_stream())
             yield from _joined(named(stream, sql))
     except BaseException as error:  # DataFusion raises bare Exception, or panics
-        _reraise_exit(error)
+        reraise_exit(error)
         for file in files:  # find the bad file
             for _ in read_split(file, sql, table):
                 pass
@@ -682,9 +683,3 @@ def _reads_nothing(plan: ExecutionPlan) -> bool:
     while children := plan.children():
         plan = children[0]
     return plan.display().startswith("EmptyExec")
-
-
-def _reraise_exit(error: BaseException) -> None:
-    """Raises the error again unless it is an exception or a panic of a library in Rust."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        raise error

@@ -200,3 +200,9 @@ def reason_of(error: BaseException) -> str:
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
     return _OF_A_SAMPLE.sub("", " ".join(text.split()))
+
+
+def reraise_exit(error: BaseException) -> None:
+    """Raises the error again unless it is an exception or a panic of a library in Rust."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error

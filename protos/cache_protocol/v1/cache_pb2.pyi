@@ -661,6 +661,7 @@ class ReadTicket(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     SHARD_FILE_FIELD_NUMBER: builtins.int
+    EXPRESSION_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     shard_file: builtins.int
@@ -669,6 +670,10 @@ class ReadTicket(google.protobuf.message.Message):
     def rows(self) -> Global___RowRange: ...
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def expression(self) -> Global___RowExpression:
+        """instead of rows and columns"""
+
     def __init__(
         self,
         *,
@@ -677,12 +682,42 @@ class ReadTicket(google.protobuf.message.Message):
         rows: Global___RowRange | None = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         shard_file: builtins.int | None = ...,
+        expression: Global___RowExpression | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "rows", b"rows", "shard_file", b"shard_file"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "expression", b"expression", "rows", b"rows", "shard_file", b"shard_file"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "expression", b"expression", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_shard_file", b"_shard_file"]) -> typing.Literal["shard_file"] | None: ...
 
 Global___ReadTicket: typing_extensions.TypeAlias = ReadTicket
+
+@typing.final
+class RowExpression(google.protobuf.message.Message):
+    """Values computed from rows of one shard, in their order: one column "value". Without an expression,
+    the rows that fulfil the condition: one column "row", uint32, counted from the first of these rows.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    EXPRESSION_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    expression: builtins.str
+    """SQL of one value a row"""
+    where: builtins.str
+    """SQL of a condition; empty: every row"""
+    @property
+    def rows(self) -> Global___RowRange: ...
+    def __init__(
+        self,
+        *,
+        rows: Global___RowRange | None = ...,
+        expression: builtins.str = ...,
+        where: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expression", b"expression", "rows", b"rows", "where", b"where"]) -> None: ...
+
+Global___RowExpression: typing_extensions.TypeAlias = RowExpression
 
 @typing.final
 class GatherRequest(google.protobuf.message.Message):

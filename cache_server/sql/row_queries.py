@@ -1,0 +1,155 @@
+"""SQL of single rows, over rows in memory: values of an expression, or rows of a condition.
+
+An expression that needs other rows, or another table, is refused by name. The checks are those of
+the SQL of a load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+
+from cache_protocol.errors import CacheError, RequestError
+from cache_protocol.spec.dataset_spec import TABLE
+from cache_server.sql.queries import check_query
+from cache_server.sql.quoting import identifier
+from cache_server.sql.session import (
+    check_values,
+    folds_to_nothing,
+    frame_of,
+    mode_of,
+    open_session,
+    reason_of,
+    reraise_exit,
+)
+
+# Characters of an expression or a condition: DataFusion plans n terms in a time of n * n.
+MAX_TEXT_LENGTH = 4096
+BATCH_ROWS = 32_768  # intermediate columns fit into the processor's caches
+VALUE, ROW = "value", "row"
+_WITHOUT_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+
+
+@dataclass(frozen=True)
+class RowQuery:
+    """A checked expression, condition, or both.
+
+    Attributes:
+        sql: over one table.
+        schema: of the columns that it reads.
+        row_name: of the further column with the numbers of rows; empty if it is not read.
+        result: schema of its one result column.
+        text: of the user, for messages.
+    """
+
+    sql: str
+    schema: pa.Schema
+    row_name: str
+    result: pa.Schema
+    text: str
+
+
+@lru_cache(64)  # every shard asks
+def check_row_query(expression: str, where: str, schema: pa.Schema) -> RowQuery:
+    """Plans an expression and a condition over rows of a schema.
+
+    Args:
+        expression: of the values; empty for the numbers of the rows.
+        where: a condition on each row; empty for every row.
+
+    Raises:
+        RequestError: one of them is no expression of single rows; says why.
+    """
+    if not expression and not where:
+        raise RequestError("an expression or a condition is needed, got neither")
+    read: set[str] = set()
+    dtype = pa.uint32()
+    if where:
+        condition, columns = _checked("where", where, schema)
+        if not pa.types.is_boolean(condition):
+            raise RequestError(
+                f"where {_short(repr(where))} must be true or false, but it is of {condition}"
+            )
+        read |= columns
+    if expression:
+        dtype, columns = _checked("expression", expression, schema)
+        read |= columns
+    row_name = "" if expression else f"{''.join(schema.names)}_{ROW}"
+    value = f"({expression})" if expression else identifier(row_name)
+    kept = f" WHERE ({where})" if where else ""
+    return RowQuery(
+        f"SELECT {value} AS {VALUE if expression else ROW} FROM {TABLE}{kept}",
+        pa.schema([field for field in schema if field.name in read]),
+        row_name,
+        pa.schema([pa.field(VALUE if expression else ROW, dtype)]),
+        " where ".join(filter(None, (expression, where))),
+    )
+
+
+def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[pa.Array]:
+    """The results for some lots of rows, in order; each lot is planned anew.
+
+    Args:
+        lots: of the schema of the query, in the order of their rows.
+
+    Raises:
+        RequestError: a row has no value, or DataFusion would compute it wrongly; says why.
+    """
+    start, schema = 0, query.schema
+    if query.row_name:
+        schema = schema.append(pa.field(query.row_name, pa.uint32(), nullable=False))
+    try:
+        mode = mode_of(query.sql, {TABLE: schema})
+        for lot in lots:
+            columns = lot.columns
+            if query.row_name:
+                rows = np.arange(start, start + lot.num_rows, dtype=np.uint32)
+                columns = [*columns, pa.array(rows)]
+            start += lot.num_rows
+            named = pa.RecordBatch.from_arrays(columns, schema=schema)
+            slices = [named.slice(at, BATCH_ROWS) for at in range(0, lot.num_rows, BATCH_ROWS)]
+            context = open_session(1, BATCH_ROWS, mode=mode)
+            context.register_record_batches(TABLE, [slices])
+            frame = frame_of(context, query.sql, schema.names)
+            if folds_to_nothing(frame):
+                return
+            check_values(context, frame)
+            for batch in frame.execute_stream():
+                yield batch.to_pyarrow().column(0).cast(query.result.field(0).type)
+    except CacheError:
+        raise
+    except BaseException as error:  # DataFusion raises bare Exception, or panics
+        reraise_exit(error)
+        reason = _short(reason_of(error), 1000)
+        raise RequestError(f"{_short(repr(query.text))}: {reason}") from None
+
+
+def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[str]]:
+    """The type of an expression of single rows, and the columns that it reads."""
+    if len(text) > MAX_TEXT_LENGTH:
+        raise RequestError(
+            f"{kind} must have at most {MAX_TEXT_LENGTH} characters, got {len(text)}: "
+            f"{_short(repr(text))}"
+        )
+    sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {_short(repr(text))}"
+    try:
+        query = check_query(sql, {TABLE: schema}, allow_unordered=True)
+    except RequestError as error:
+        reason = str(error).removeprefix(f"sql {sql!r}: ")
+        raise RequestError(f"{named}: {_short(reason, 1000)}") from None
+    if query.joins or not query.keeps_every_row:
+        what = "a query" if query.joins else query.why_whole or "unnest"
+        raise RequestError(f"{named} must be computed from one row alone, got {what}")
+    if query.schema.names != [VALUE]:
+        raise RequestError(f"{named} must be one value a row, got {len(query.schema)} values")
+    dtype = query.schema.field(0).type
+    return _WITHOUT_VIEWS.get(dtype, dtype), set(query.columns[TABLE])
+
+
+def _short(text: str, length: int = 200) -> str:
+    """The beginning of a text: gRPC loses errors of more than a few KiB."""
+    return text if len(text) <= length else f"{text[:length]}..."
