@@ -26,6 +26,7 @@ ADDED = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "reporting.md",
     "benchmarks/results/README.md": "results.md",
+    "benchmarks/results/history.md": "results-history.md",
     "benchmarks/results/shuffle.png": "images/shuffle.png",
     "examples/README.md": "examples.md",
     "runtimes/README.md": "runtimes.md",
