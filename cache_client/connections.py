@@ -220,7 +220,7 @@ class Connection:
         fingerprint: str,
         rows: range,
         expression: str,
-        where: str,
+        where: Sequence[str],
         timeout_s: float,
     ) -> pa.ChunkedArray:
         """Values that the node computes from rows of one shard that it holds.
@@ -228,7 +228,7 @@ class Connection:
         Args:
             expression: SQL of one value a row; empty for the numbers of the rows that fulfil
                 ``where``, uint32, counted from the first of ``rows``.
-            where: SQL of a condition; empty for every row.
+            where: SQL of conditions that a row must fulfil.
 
         Raises:
             RequestError: the node cannot compute it, or is of a release that does not.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -58,7 +59,9 @@ class VersionNodes:
     replica_offset: int = 0
 
 
-def row_values(version: VersionNodes, expression: str, where: str = "") -> pa.ChunkedArray:
+def row_values(
+    version: VersionNodes, expression: str, where: Sequence[str] = ()
+) -> pa.ChunkedArray:
     """The value of an expression for each row, in the order of the row ids.
 
     Dates, times and booleans are what they were in the source; other columns are as the cache
@@ -66,7 +69,7 @@ def row_values(version: VersionNodes, expression: str, where: str = "") -> pa.Ch
 
     Args:
         expression: SQL of one value a row, such as ``"array_length(tokens)"`` or ``'"label"'``.
-        where: SQL of a condition; only rows that fulfil it have a value. Empty: every row.
+        where: SQL of conditions; only rows that fulfil all of them have a value.
 
     Raises:
         RequestError: the expression or the condition is wrong, or needs other rows; says why.
@@ -90,8 +93,8 @@ def row_values(version: VersionNodes, expression: str, where: str = "") -> pa.Ch
     )
 
 
-def selected_rows(version: VersionNodes, where: str) -> list[npt.NDArray[np.uint32]]:
-    """For each shard, the rows that fulfil a condition, counted from its first row; ascending.
+def selected_rows(version: VersionNodes, where: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+    """For each shard, the rows that fulfil all conditions, counted from its first row; ascending.
 
     Raises:
         RequestError, NodeUnavailableError, StaleVersionError: as for `row_values`.
@@ -106,7 +109,7 @@ def _shard_ranges(shards: ShardMap) -> list[range]:
 
 
 def _ask(
-    version: VersionNodes, parts: list[tuple[int, range]], expression: str, where: str
+    version: VersionNodes, parts: list[tuple[int, range]], expression: str, where: Sequence[str]
 ) -> list[pa.ChunkedArray]:
     if not parts:
         return []
@@ -117,7 +120,7 @@ def _ask(
 class _Asking:
     """Asks replicas for values until one answers, for each part. Thread-safe."""
 
-    def __init__(self, version: VersionNodes, expression: str, where: str) -> None:
+    def __init__(self, version: VersionNodes, expression: str, where: Sequence[str]) -> None:
         self._version = version
         self._expression, self._where = expression, where
         self._shards = version.shards  # the newest

@@ -33,11 +33,11 @@ RowNumbers: TypeAlias = npt.NDArray[np.uint32]
 
 
 class _Selection(NamedTuple):
-    """Names the rows of one shard that fulfil a condition."""
+    """Names the rows of one shard that fulfil some conditions."""
 
     version: VersionKey
     shard_start: int
-    where: str
+    where: tuple[str, ...]
 
 
 class RowValues:
@@ -62,9 +62,9 @@ class RowValues:
             return sum(map(_bytes_of, self._kept.values()))
 
     def answer(
-        self, rows: ResidentRows, start: int, stop: int, expression: str, where: str
+        self, rows: ResidentRows, start: int, stop: int, expression: str, where: tuple[str, ...]
     ) -> tuple[pa.Schema, list[pa.Array]]:
-        """The values of rows ``[start, stop)`` of one shard, or the rows that fulfil a condition.
+        """The values of rows ``[start, stop)`` of one shard, or those that fulfil conditions.
 
         Args:
             expression, where: see `check_row_query`.
@@ -100,9 +100,9 @@ class RowValues:
                     kept -= _bytes_of(self._kept.pop(name))
 
     def _selected(
-        self, query: RowQuery, rows: ResidentRows, start: int, stop: int, where: str
+        self, query: RowQuery, rows: ResidentRows, start: int, stop: int, where: tuple[str, ...]
     ) -> RowNumbers:
-        """The rows that fulfil a condition; computed once for each shard."""
+        """The rows that fulfil conditions; computed once for each shard."""
         first, last = rows.shard_range(start, stop)
         name = _Selection(rows.key, first, where)
         with self._lock:

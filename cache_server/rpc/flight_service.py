@@ -156,7 +156,7 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.FlightDataStream:
         """Values computed from rows of a shard."""
         schema, pieces = self._ready_node().row_values.answer(
-            rows, wanted.rows.start, wanted.rows.stop, wanted.expression, wanted.where
+            rows, wanted.rows.start, wanted.rows.stop, wanted.expression, tuple(wanted.where)
         )
         batches = (
             pa.RecordBatch.from_arrays([piece.slice(at, step)], schema=schema)

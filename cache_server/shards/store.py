@@ -136,7 +136,7 @@ class ShardStore:
         with self._lock:
             if self.memory_limit_bytes is None:
                 return None
-            return self.memory_limit_bytes - self._stored_bytes() - sum(self._reserved.values())
+            return self.memory_limit_bytes - self._stored_bytes - sum(self._reserved.values())
 
     def versions(self) -> dict[VersionKey, dict[int, MappedShard]]:
         """The sealed shards, a copy: version -> shard index -> shard."""

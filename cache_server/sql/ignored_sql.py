@@ -125,6 +125,12 @@ def _ignored_type(sql: str, text: str, plan_of: PlanOf) -> str:
     return ""
 
 
+def are_paired(text: str) -> bool:
+    """Whether each parenthesis of a text that `bare` made has its partner."""
+    partners = _parentheses(text)
+    return len(partners) == text.count("(") + text.count(")")
+
+
 def _parentheses(text: str) -> dict[int, int]:
     """The position of each parenthesis -> that of its partner."""
     partners: dict[int, int] = {}

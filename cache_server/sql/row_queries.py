@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from cache_protocol.errors import CacheError, RequestError
 from cache_protocol.spec.dataset_spec import TABLE
+from cache_server.sql.ignored_sql import are_paired, bare
 from cache_server.sql.queries import check_query
 from cache_server.sql.quoting import identifier
 from cache_server.sql.session import (
@@ -36,7 +37,7 @@ _WITHOUT_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 @dataclass(frozen=True)
 class RowQuery:
-    """A checked expression, condition, or both.
+    """A checked expression, conditions, or both.
 
     Attributes:
         sql: over one table.
@@ -54,12 +55,12 @@ class RowQuery:
 
 
 @lru_cache(64)  # every shard asks
-def check_row_query(expression: str, where: str, schema: pa.Schema) -> RowQuery:
-    """Plans an expression and a condition over rows of a schema.
+def check_row_query(expression: str, where: tuple[str, ...], schema: pa.Schema) -> RowQuery:
+    """Plans an expression and conditions over rows of a schema.
 
     Args:
         expression: of the values; empty for the numbers of the rows.
-        where: a condition on each row; empty for every row.
+        where: conditions that a row must fulfil.
 
     Raises:
         RequestError: one of them is no expression of single rows; says why.
@@ -68,11 +69,11 @@ def check_row_query(expression: str, where: str, schema: pa.Schema) -> RowQuery:
         raise RequestError("an expression or a condition is needed, got neither")
     read: set[str] = set()
     dtype = pa.uint32()
-    if where:
-        condition, columns = _checked("where", where, schema)
-        if not pa.types.is_boolean(condition):
+    for condition in where:
+        found, columns = _checked("where", condition, schema)
+        if not pa.types.is_boolean(found):
             raise RequestError(
-                f"where {_short(repr(where))} must be true or false, but it is of {condition}"
+                f"where {_short(repr(condition))} must be true or false, but it is of {found}"
             )
         read |= columns
     if expression:
@@ -80,13 +81,13 @@ def check_row_query(expression: str, where: str, schema: pa.Schema) -> RowQuery:
         read |= columns
     row_name = "" if expression else f"{''.join(schema.names)}_{ROW}"
     value = f"({expression})" if expression else identifier(row_name)
-    kept = f" WHERE ({where})" if where else ""
+    kept = f" WHERE {' AND '.join(f'({condition})' for condition in where)}" if where else ""
     return RowQuery(
         f"SELECT {value} AS {VALUE if expression else ROW} FROM {TABLE}{kept}",
         pa.schema([field for field in schema if field.name in read]),
         row_name,
         pa.schema([pa.field(VALUE if expression else ROW, dtype)]),
-        " where ".join(filter(None, (expression, where))),
+        " where ".join(filter(None, (expression, " AND ".join(where)))),
     )
 
 
@@ -135,6 +136,8 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
             f"{kind} must have at most {MAX_TEXT_LENGTH} characters, got {len(text)}: "
             f"{_short(repr(text))}"
         )
+    if not are_paired(bare(text)):
+        raise RequestError(f"{kind} {_short(repr(text))} has a parenthesis without its partner")
     sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {_short(repr(text))}"
     try:
         query = check_query(sql, {TABLE: schema}, allow_unordered=True)

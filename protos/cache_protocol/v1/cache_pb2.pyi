@@ -693,7 +693,7 @@ Global___ReadTicket: typing_extensions.TypeAlias = ReadTicket
 @typing.final
 class RowExpression(google.protobuf.message.Message):
     """Values computed from rows of one shard, in their order: one column "value". Without an expression,
-    the rows that fulfil the condition: one column "row", uint32, counted from the first of these rows.
+    the rows that fulfil the conditions: one column "row", uint32, counted from the first of these rows.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -703,16 +703,18 @@ class RowExpression(google.protobuf.message.Message):
     WHERE_FIELD_NUMBER: builtins.int
     expression: builtins.str
     """SQL of one value a row"""
-    where: builtins.str
-    """SQL of a condition; empty: every row"""
     @property
     def rows(self) -> Global___RowRange: ...
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """SQL of conditions that a row must fulfil"""
+
     def __init__(
         self,
         *,
         rows: Global___RowRange | None = ...,
         expression: builtins.str = ...,
-        where: builtins.str = ...,
+        where: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["expression", b"expression", "rows", b"rows", "where", b"where"]) -> None: ...

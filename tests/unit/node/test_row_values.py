@@ -40,7 +40,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def selected(values: RowValues, rows: ResidentRows, start: int, stop: int, where: str) -> list[int]:
-    schema, (numbers,) = values.answer(rows, start, stop, "", where)
+    schema, (numbers,) = values.answer(rows, start, stop, "", (where,))
     assert schema == pa.schema([("row", pa.uint32())])
     found: list[int] = numbers.to_pylist()
     return found
@@ -56,10 +56,10 @@ def test_values_are_those_of_the_rows_asked_for_in_their_order(rows: ResidentRow
         "text": ["row 6", "row 7", "row 8"],
         "image[2]": [(3 * n + 1) % 251 for n in (6, 7, 8)],
     }.items():
-        schema, pieces = values.answer(rows, 6, 9, expression, "")
+        schema, pieces = values.answer(rows, 6, 9, expression, ())
         assert schema.names == ["value"]
         assert [v for piece in pieces for v in piece.to_pylist()] == expected
-    _, pieces = values.answer(rows, 5, 12, "row", "row % 3 = 0")
+    _, pieces = values.answer(rows, 5, 12, "row", ("row % 3 = 0", "row > 0"))
     assert [v for piece in pieces for v in piece.to_pylist()] == [6, 9]
 
 
@@ -84,9 +84,14 @@ def test_rows_of_a_condition_count_from_the_first_row_asked_for(
         (12, 15, NotReadyError),
     ],
 )
-@pytest.mark.parametrize(("expression", "where"), [("row", ""), ("", "row > 1")])
+@pytest.mark.parametrize(("expression", "where"), [("row", ()), ("", ("row > 1",))])
 def test_rows_of_several_shards_or_of_other_nodes_are_refused(
-    rows: ResidentRows, start: int, stop: int, error: type[Exception], expression: str, where: str
+    rows: ResidentRows,
+    start: int,
+    stop: int,
+    error: type[Exception],
+    expression: str,
+    where: tuple[str, ...],
 ) -> None:
     with pytest.raises(error):
         RowValues(lambda: None, at_once=1).answer(rows, start, stop, expression, where)
@@ -161,11 +166,11 @@ def test_answers_and_waiting_requests_are_bounded(
     values = RowValues(lambda: None, at_once=1)
     monkeypatch.setattr(row_values, "MAX_VALUE_BYTES", 32)
     with pytest.raises(RequestError, match="ask for fewer rows"):
-        values.answer(rows, 0, 5, "row", "")
+        values.answer(rows, 0, 5, "row", ())
 
     monkeypatch.setattr(row_values, "MAX_WAITING", 0)
     with pytest.raises(NotReadyError, match="0 other requests"):
-        values.answer(rows, 0, 5, "row", "")
+        values.answer(rows, 0, 5, "row", ())
 
 
 def test_dates_times_and_booleans_are_seen_as_in_the_source(tmp_path: Path) -> None:
