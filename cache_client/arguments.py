@@ -31,7 +31,7 @@ def argument_problems(
     problems: list[str] = []
     if not is_text(dataset) or not dataset:
         problems.append(f"dataset must be a name, got {dataset!r}")
-    if columns is not None and not _are_names(columns):
+    if columns is not None and not are_names(columns):
         problems.append(f"columns must be a list of names, got {columns!r}")
     elif isinstance(columns, Collection) and len(columns) == 0:
         problems.append(f"columns must name a column, or be omitted for all, got {columns!r}")
@@ -41,7 +41,7 @@ def argument_problems(
         problems += [
             f"stack {name!r} must be a list of columns, got {names!r}"
             for name, names in stack.items()
-            if not _are_names(names)
+            if not are_names(names)
         ]
     elif stack is not None:
         problems.append(f"stack must be a dict from name to columns, got {stack!r}")
@@ -86,7 +86,7 @@ def integer_or_problem(
     return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)
 
 
-def _are_names(value: object) -> bool:
+def are_names(value: object) -> bool:
     """Whether it is an ordered collection of strings.
 
     A single string would be read as its letters, and the order of a set differs from run to run.

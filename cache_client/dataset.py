@@ -66,7 +66,13 @@ from cache_client.reports import ReaderIdentity, Reporter
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
 from cache_client.views.columns import VersionNodes
-from cache_client.views.options import Assemble, JobView, ViewOptions, make_view
+from cache_client.views.options import (
+    Assemble,
+    JobView,
+    ViewOptions,
+    make_view,
+    view_problems,
+)
 from cache_client.views.view import Samples, View
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import (
@@ -199,6 +205,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         )  # fmt: skip
         if audit not in AUDIT_MODES:
             problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
+        problems += view_problems(view)
         named_job = checked(problems, lambda: find_job(job))
         if prefetch_batches is not None:
             integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MAX_PREFETCHED)
