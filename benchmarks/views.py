@@ -1,0 +1,181 @@
+"""What does a view of a job cost, beside the plain read of the same table?
+
+    python -m benchmarks.views [--rows N] [--quick]
+
+- Reading: shuffled epochs of 32 float32 columns and a label, in batches of 1024 rows, from files of
+  this machine: the plain read, and views of it. Rates are of the rows that are read.
+- Evaluating ``where``: a client asks the node for the rows that fulfil a condition, which the node
+  has not evaluated before. DataFusion counts the rows that fulfil the same condition, in the same
+  shard files and in Arrow files of one column after the other.
+
+What enters a ratio is measured in turn, A B C A B C; a ratio is the median of those of each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from datafusion import SessionConfig, SessionContext
+
+from benchmarks.common import (
+    Contender,
+    Timing,
+    measure,
+    memory_directory,
+    print_ratios,
+    print_table,
+    write_result,
+)
+from benchmarks.tables import FEATURES, ROW_BYTES, floats
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.plan import wait_for_plan
+from cache_client.ranks import find_credentials
+from cache_client.views.columns import VersionNodes, selected_rows
+from cache_protocol.storage.layout import Layout
+from cache_server import LocalCluster
+
+BATCH_SIZE = 1024
+PLAIN, FILTERED = "plain", "where keeps half"
+SPLIT = "split of half by row id"
+CACHE, SAME_FILES, COLUMNS = "cache: where", "DataFusion, shard files", "DataFusion, column files"
+TARGETS = {f"{FILTERED} / {PLAIN}": 0.7, f"{CACHE} / {SAME_FILES}": 0.5}
+
+
+def main() -> None:
+    """Measures, prints and writes the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=4_000_000, help="4 million are 544 MB")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="a look in seconds")
+    arguments = parser.parse_args()
+    rows: int = 400_000 if arguments.quick else arguments.rows
+    repeats: int = 2 if arguments.quick else arguments.repeats
+    torch.set_num_threads(1)
+    with (
+        memory_directory("cache-bench-") as directory,
+        LocalCluster(1, directory / "cache") as cluster,
+    ):
+        table = floats(rows)
+        CacheClient(cluster.endpoint).load(DatasetSpec("table", table))
+        reads = measure(list(readers(cluster.endpoint)), repeats=repeats)
+        asked = list(evaluations(cluster.endpoint, table, directory, rows))
+        filters = measure(asked, repeats=repeats)
+    timings: dict[str, Timing] = {**reads, **filters}
+    print_table(timings)
+    ratios = {
+        f"{view} / {PLAIN}": ratio_in_turn(reads[view], reads[PLAIN])
+        for view in reads
+        if view != PLAIN
+    } | {
+        f"{CACHE} / {other}": ratio_in_turn(filters[CACHE], filters[other])
+        for other in (SAME_FILES, COLUMNS)
+    }
+    print()
+    print_ratios(ratios, TARGETS)
+    path = write_result(
+        "views-quick" if arguments.quick else "views",
+        {
+            "rows": rows,
+            "row_bytes": ROW_BYTES,
+            "batch_size": BATCH_SIZE,
+            "timings": [timing.summary() for timing in timings.values()],
+            "ratios": ratios,
+            "targets": TARGETS,
+        },
+    )
+    print(f"\nwritten to {path}")
+
+
+def ratio_in_turn(ours: Timing, theirs: Timing) -> float:
+    """How many times as many rows a second ours reads: the median of the ratios of each turn."""
+    pairs = zip(ours.seconds, theirs.seconds, strict=True)
+    turns = statistics.median(their_s / our_s for our_s, their_s in pairs)
+    return turns * ours.num_rows / theirs.num_rows
+
+
+def readers(endpoint: str) -> Iterator[Contender]:
+    """The plain read of a table, and views of it."""
+    views: dict[str, dict[str, Any]] = {
+        PLAIN: {},
+        FILTERED: {"where": "f0 > 0"},
+        SPLIT: {"split": {"a": 0.5, "b": 0.5}, "part": "a"},
+    }
+    for name, view in views.items():
+        dataset = CacheIterableDataset(
+            "table",
+            endpoint=endpoint,
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            stack={"features": FEATURES},
+            **view,
+        )
+        rows = dataset.num_samples
+        yield Contender(name, epochs(dataset), rows, rows * ROW_BYTES, "exact global")
+
+
+def epochs(dataset: CacheIterableDataset) -> Callable[[], int]:
+    """Reads the next epoch at each call; rows that came."""
+    numbers = itertools.count()
+
+    def run() -> int:
+        dataset.set_epoch(next(numbers))
+        return sum(len(batch["label"]) for batch in dataset)
+
+    return run
+
+
+def evaluations(endpoint: str, table: Path, directory: Path, num_rows: int) -> Iterator[Contender]:
+    """One condition on two columns, evaluated by the cache and by DataFusion."""
+    num_bytes = num_rows * 2 * 4
+    credentials = find_credentials(endpoint)
+    shards = wait_for_plan(endpoint, "table", (), 60, credentials)
+    version = VersionNodes(endpoint, shards, credentials)
+    fresh = itertools.count(1)  # what was evaluated before is not evaluated again
+
+    def cache() -> int:
+        selected_rows(version, [f"f0 > 0 AND f1 < {1 + next(fresh) / 1e6}"])
+        return num_rows
+
+    yield Contender(CACHE, cache, num_rows, num_bytes)
+    files = sorted((directory / "cache").rglob("shard-*.arrow"))
+    with pa.memory_map(str(files[0])) as file:
+        layout = Layout.of_stored(pa.ipc.open_file(file).schema)
+    (index, first), (_, second) = layout.place("f0"), layout.place("f1")
+    packed = layout.columns[index].field.name
+    stored = counting(files[0].parent, f"{packed}[{first + 1}]", f"{packed}[{second + 1}]")
+    yield Contender(SAME_FILES, stored, num_rows, num_bytes)
+    columns = directory / "columns"
+    columns.mkdir()
+    for path in sorted(table.glob("*.parquet")):
+        rows = pq.read_table(path).combine_chunks()
+        with pa.ipc.new_file(str(columns / f"{path.stem}.arrow"), rows.schema) as writer:
+            writer.write_table(rows)
+    yield Contender(COLUMNS, counting(columns, "f0", "f1"), num_rows, num_bytes)
+
+
+def counting(folder: Path, first: str, second: str) -> Callable[[], int]:
+    """Counts rows with DataFusion, on all processors; answers how many it looked at."""
+    cores = len(os.sched_getaffinity(0))
+    context = SessionContext(SessionConfig().with_target_partitions(cores))
+    context.register_arrow("t", f"{folder.absolute().as_uri()}/", file_extension=".arrow")
+    (total,) = context.sql("SELECT count(*) AS rows FROM t").to_pylist()
+
+    def run() -> int:
+        query = f"SELECT count(*) FROM t WHERE {first} > 0 AND {second} < 1.0"
+        context.sql(query).collect()
+        return int(total["rows"])
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
