@@ -6,8 +6,10 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -288,6 +290,20 @@ def test_ranks_that_mpirun_starts_read_different_rows(nodes: LocalCluster) -> No
     assert [rank[:2] for rank in ranks] == [(0, 2), (1, 2)]
     assert sum(rank[2] for rank in ranks) == 60_175
     assert ranks[0][3] != ranks[1][3]
+
+
+def test_no_user_is_in_both_parts_of_a_split_by_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["split_by_user.py", "--epochs", "2"])
+    runpy.run_path(str(EXAMPLES / "split_by_user.py"), run_name="__main__")
+
+    output = capsys.readouterr().out
+    first, second = losses(output)
+    assert second < first
+    assert output.endswith("\n0 users on both sides\n")
+    train, val = (int(rows) for rows in re.findall(r"(\d+) rows of", output))
+    assert 6.5 < train / val < 9.5
 
 
 def test_the_table_of_the_examples_names_every_file() -> None:

@@ -27,6 +27,7 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
+    "cache_client/views/splits.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
     "cache_server/auth/principals.py",
