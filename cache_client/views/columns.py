@@ -21,7 +21,6 @@ from cache_client.background_task import CALL_TIMEOUT_S
 from cache_client.connections import Connection
 from cache_client.grpc_guard.call_threads import CallThreads
 from cache_client.routing import ShardMap
-from cache_client.window_sizes import has_plain, row_bytes
 from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
@@ -33,7 +32,7 @@ from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 _ROWS_AT_ONCE = 4 * 1024 * 1024  # of one answer
-_BYTES_AT_ONCE = 64 * 1024 * 1024  # likewise, where rows differ in size
+_BYTES_AT_ONCE = 128 * 1024 * 1024  # likewise, of its rows as they are stored
 _REQUESTS_A_NODE, _MAX_REQUESTS = 2, 32  # at the same time
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 # Only the coordinator can say for good that a version is gone: a node may have just started.
@@ -77,9 +76,8 @@ def row_values(
         StaleVersionError: the version is gone.
     """
     shards = version.shards
-    step = _ROWS_AT_ONCE
-    if has_plain(shards.layout):
-        step = min(step, max(1, _BYTES_AT_ONCE // row_bytes(shards)))
+    stored_bytes = max(1, shards.num_bytes // max(1, shards.num_rows))  # of a row
+    step = min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // stored_bytes))
     parts = [
         (shard, range(at, min(at + step, rows.stop)))
         for shard, rows in enumerate(_shard_ranges(shards))

@@ -24,7 +24,7 @@ from cache_server.shards.sql_types import sql_schema
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql.row_queries import RowQuery, check_row_query, run_row_query
 
-MAX_VALUE_BYTES = 256 * 1024 * 1024  # of one answer
+MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests
 _LOT_BYTES = 16 * 1024 * 1024
 _UNLIMITED_BYTES = 1024 * 1024 * 1024  # kept by a node without a memory limit

@@ -383,6 +383,26 @@ def test_do_get_of_no_rows_is_an_empty_table_of_the_right_schema(served: Served)
         assert table.schema.equals(served.info.schema)
 
 
+def computed(start: int, stop: int, expression: str, *where: str) -> dict[str, object]:
+    """Of a ticket: values computed from these rows."""
+    rows = pb.RowRange(start=start, stop=stop)
+    return {"expression": pb.RowExpression(rows=rows, expression=expression, where=where)}
+
+
+def test_do_get_computes_values_of_rows_and_finds_the_rows_of_conditions(served: Served) -> None:
+    def ask(*asked: object) -> pa.Table:
+        ticket = served.ticket(0, 0, **computed(*asked))  # type: ignore[arg-type]
+        return served.flight.do_get(flight.Ticket(ticket.SerializeToString()), TIMEOUT).read_all()
+
+    values = ask(300, 400, "label * 10 + row % 2", "a > 160", "text <> 'row 399'")
+    assert values.column_names == ["value"]
+    assert values.column(0).to_pylist() == [n % 7 * 10 + n % 2 for n in range(321, 399)]
+    numbers = ask(300, 400, "", "row % 50 = 7")
+    assert numbers.schema == pa.schema([("row", pa.uint32())])
+    assert numbers.column(0).to_pylist() == [7, 57]
+    assert ask(300, 400, "", "row < 0").num_rows == 0
+
+
 # -- DoExchange ------------------------------------------------------------------------------------
 
 
@@ -682,6 +702,26 @@ BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
     "rows backwards": (
         lambda s: s.ticket(20, 10).SerializeToString(),
         Bad(InvalidRowsError, ("[20, 10)",)),
+    ),
+    "values of rows of two shards": (
+        lambda s: s.ticket(0, 0, **computed(200, 300, "row")).SerializeToString(),
+        Bad(InvalidRowsError, ("[200, 300)", "one shard")),
+    ),
+    "values of rows that do not exist": (
+        lambda s: s.ticket(0, 0, **computed(2**63, 2**64 - 1, "row")).SerializeToString(),
+        Bad(InvalidRowsError, (f"[{2**63}, {2**64 - 1})",)),
+    ),
+    "neither an expression nor a condition": (
+        lambda s: s.ticket(0, 0, **computed(0, 9, "")).SerializeToString(),
+        Bad(RequestError, ("neither",)),
+    ),
+    "an aggregate of values": (
+        lambda s: s.ticket(0, 0, **computed(0, 9, "", "sum(row) > 1")).SerializeToString(),
+        Bad(RequestError, ("where 'sum(row) > 1'", "an aggregate")),
+    ),
+    "a division by zero": (
+        lambda s: s.ticket(0, 0, **computed(0, 9, "1 / row")).SerializeToString(),
+        Bad(RequestError, ("'1 / row'", "Divide by zero")),
     ),
 }
 

@@ -221,8 +221,8 @@ def test_drafts_count_towards_the_limit_until_they_end(cache_dir: Path) -> None:
         ):
             pass
         with store.draft(KEY, 1, LAYOUT, 100):
-            pass
-        assert files_of(store) == []
+            assert store.free_bytes() == size - 1
+        assert files_of(store) == [] and store.free_bytes() == 2 * size - 1
 
 
 def test_a_draft_for_which_there_is_no_room_is_a_named_load_error(
@@ -556,6 +556,7 @@ def test_what_is_stored_counts_towards_the_limit_until_it_is_dropped(cache_dir: 
 
         store.seal(KEY, 1, batch)
         assert indices(store) == [1]
+        assert store.free_bytes() == int(1.5 * batch.nbytes) - store.stored_bytes
 
 
 def test_adopted_shards_count_towards_the_limit(cache_dir: Path) -> None:
