@@ -1,0 +1,116 @@
+"""Rows of one group, such as a session or a sensor, as one sample. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_client.permutation import Int64Array
+from cache_client.views.view import Numbers, Samples, joined_ranges
+
+_MAX_INT32 = 2**31 - 1
+
+
+def group_table(
+    row_ids: Int64Array, keys: pa.Array, times: pa.Array | None
+) -> tuple[npt.NDArray[np.integer[Any]], Int64Array]:
+    """Groups rows by a key.
+
+    Groups are in the order in which they first appear in the rows. Rows without a key are a group,
+    as in SQL. The rows of a group are in the order of their times; those of one time, and those
+    without one, which are last, in the order of row ids.
+
+    Args:
+        row_ids: ascending, shape ``(k,)``.
+        keys: of these rows; any type that Arrow can make a dictionary of.
+        times: of these rows; any type that Arrow can sort. None: in the order of row ids.
+
+    Returns:
+        The row ids of all groups, one group after the other; int32 if all fit, else int64. And the
+        offsets of the groups among them, shape ``(groups + 1,)``.
+    """
+    encoded = pc.dictionary_encode(keys, null_encoding="encode")
+    groups = encoded.indices.to_numpy()
+    if times is None:
+        order = np.argsort(groups, kind="stable")
+    else:
+        by_time = pc.array_sort_indices(times).to_numpy().astype(np.int64)
+        order = by_time[np.argsort(groups[by_time], kind="stable")]
+    counts = np.bincount(groups, minlength=len(encoded.dictionary))
+    small = int(row_ids.max(initial=0)) <= _MAX_INT32
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return row_ids[order].astype(np.int32 if small else np.int64), offsets
+
+
+@dataclass(frozen=True)
+class GroupsView:
+    """Slot i has the rows of group i; with a window, those of the i-th window.
+
+    Windows begin every ``stride`` rows of a group, and those that are not full are left out. They
+    are numbered group by group.
+
+    Its memory is 4 or 8 bytes a row and 8 bytes a group, and 8 more with a window.
+
+    Args:
+        row_ids, offsets: as `group_table` makes them.
+        window: pair of length and stride in rows, each at least 1; None: whole groups.
+        identity: which rows are grouped, and how.
+
+    Thread-safety: immutable.
+    """
+
+    row_ids: Numbers
+    offsets: Int64Array
+    window: tuple[int, int] | None
+    identity: str
+    orders_rows: bool = field(init=False, default=False)
+    _window_ends: Int64Array | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ends = None
+        if self.window is not None:
+            length, stride = self.window
+            counts = (np.diff(self.offsets) - length) // stride + 1
+            ends = np.cumsum(np.maximum(counts, 0))
+        object.__setattr__(self, "_window_ends", ends)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the row ids, and of the offsets of groups and windows."""
+        windows = 0 if self._window_ends is None else self._window_ends.nbytes
+        return self.row_ids.values.nbytes + self.offsets.nbytes + windows
+
+    @property
+    def rows_per_slot(self) -> float:
+        """Rows of a window, or of a group on average."""
+        if self.window is not None:
+            return float(self.window[0])
+        return len(self.row_ids) / max(1, len(self.offsets) - 1)
+
+    def num_slots(self, epoch: int) -> int:
+        """Windows, or groups."""
+        ends = self._window_ends
+        if ends is None:
+            return len(self.offsets) - 1
+        return int(ends[-1]) if len(ends) else 0
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of each window or group."""
+        offsets, ends = self.offsets, self._window_ends
+        if ends is None or self.window is None:
+            starts = offsets[slots]
+            lengths = offsets[slots + 1] - starts
+        else:
+            length, stride = self.window
+            groups = np.searchsorted(ends, slots, side="right")
+            of_group = offsets[groups + 1] - offsets[groups]
+            first_slots = ends[groups] - ((of_group - length) // stride + 1)
+            starts = offsets[groups] + (slots - first_slots) * stride
+            lengths = np.full(len(slots), length)
+        rows = self.row_ids.values[joined_ranges(starts, lengths)]
+        return Samples(rows.astype(np.int64), lengths)
