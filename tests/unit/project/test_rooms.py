@@ -150,7 +150,15 @@ _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordination", "local", "node", "plan", "rpc", "server", "web")
-_KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
+_KNOW_THE_READER = (
+    "client",
+    "convert",
+    "dataset",
+    "joined_reader",
+    "plan",
+    "random_access",
+    "source",
+)
 _RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),
