@@ -16,6 +16,7 @@ import torch
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.audit import AUDIT_MODES, AuditMode
 from cache_client.device import find_device
+from cache_client.images import ImageMode, decode_problems
 from cache_client.order import EpochOrder, StepPlan
 from cache_client.parallel_groups import rank_in_group, rank_in_mesh
 from cache_client.plan import wait_for_plan
@@ -64,8 +65,9 @@ class CacheIterableDataset(RankBatches):
         columns: to read, in this order; default: all.
         stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
         stack_dtype: of every stack; default: the smallest that holds its columns, as in numpy.
-        batch_format: ``torch``, ``numpy`` (dicts) or ``arrow`` (a RecordBatch). A DataLoader makes
-            tensors of arrays, unless its ``collate_fn`` returns what it is given.
+        batch_format: ``torch``, ``numpy``, ``jax`` (dicts), ``arrow`` (a RecordBatch) or ``polars``
+            (a DataFrame). A DataLoader makes tensors of arrays, unless its ``collate_fn`` returns
+            what it is given. No ``jax`` and no ``polars`` in DataLoader workers.
         shuffle: a new permutation of all rows in every epoch.
         shuffle_block_size: permute blocks of so many consecutive rows, and rows inside windows of
             blocks, instead of all rows; for datasets on disk.
@@ -98,6 +100,8 @@ class CacheIterableDataset(RankBatches):
         audit: whether a digest is kept of the rows that this rank was given, for `cachectl audit`.
             ``reports``: the cache has it. ``states``: `state_dict` has it, too; then the states of
             the ranks differ, and an audit needs all of them. It costs 1 to 2 ns of CPU time a row.
+        decode: binary column -> ``rgb``, ``gray`` or ``unchanged``: its encoded images become
+            uint8 pixels, see `cache_client.images`.
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
@@ -143,6 +147,7 @@ class CacheIterableDataset(RankBatches):
         copy: bool = True,
         job: str | None = None,
         audit: AuditMode = "off",
+        decode: Mapping[str, ImageMode] | None = None,
         skip_steps: Mapping[int, Iterable[int]] | None = None,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
@@ -154,6 +159,7 @@ class CacheIterableDataset(RankBatches):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
+        problems += decode_problems(decode, batch_format)
         if audit not in AUDIT_MODES:
             problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
         named_job = checked(problems, lambda: find_job(job))
@@ -224,6 +230,7 @@ class CacheIterableDataset(RankBatches):
             view, VersionNodes(where, shards, credentials, self._deadline_s, self.rank)
         )
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
+        self._decode = decode
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
         names = self._converter().names  # refuses bad arguments here

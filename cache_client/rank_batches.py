@@ -23,12 +23,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.arguments import BatchFormat
 from cache_client.audit import AuditMode, Words, step_digests
+from cache_client.batch_formats import with_column
 from cache_client.callers import refuse_callers, refuse_random_split
-from cache_client.convert import Converter, with_mask
+from cache_client.convert import Converter
 from cache_client.counts import SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.images import ImageMode
 from cache_client.loader import CacheLoader, make_loader
 from cache_client.loader_iterators import batches_taken_ahead
 from cache_client.observer import Observer, SharedDigests
@@ -107,6 +109,7 @@ class RankBatches(IterableDataset[Any]):
     _stack: Mapping[str, Sequence[str]] | None
     _stack_dtype: torch.dtype | str | None
     _batch_format: BatchFormat
+    _decode: Mapping[str, ImageMode] | None
     _copy: bool
     _job: str
     _job_is_named: bool
@@ -416,7 +419,8 @@ class RankBatches(IterableDataset[Any]):
                     batch = assemble(rows, window.samples.slots(start, stop))
                     if self._pad_mask is not None:
                         padded = this.plan.num_padded(next(step), self.rank)
-                        batch = with_mask(batch, self._pad_mask, size, padded)
+                        mask = np.arange(size) < size - padded
+                        batch = with_column(batch, self._pad_mask, mask, self._batch_format)
                     yield batch if transform is None else transform(batch)
 
     def _begin_pass(self) -> Pass:
@@ -512,6 +516,7 @@ class RankBatches(IterableDataset[Any]):
             self._batch_format,
             copy=self._copy,
             stack_dtype=self._stack_dtype,
+            decode=self._decode,
         )
 
     def _assembler(self) -> Assemble:
@@ -555,15 +560,11 @@ class RankBatches(IterableDataset[Any]):
         kept: dict[int, tuple[tuple[int, int], ...]] = {}
         for epoch, start, stop in state.skipped:
             kept[epoch] = (*kept.get(epoch, ()), (start, stop))
-        num_slots = self._view.num_slots(state.epoch)
-        before = EpochOrder(num_slots, shuffle=False, skipped=kept.get(state.epoch, ()))
-        consumed = state.rows_consumed
-        if consumed:
-            consumed = int(before.in_epoch(np.array([consumed - 1]))[0]) + 1
+        consumed = slots_consumed(state, self._view.num_slots(state.epoch))
         late = [
             run
             for run in self._skipped.get(state.epoch, ())
-            if run not in before.skipped and run[0] < consumed
+            if run not in kept.get(state.epoch, ()) and run[0] < consumed
         ]
         if late:
             raise ConfigError(
@@ -621,6 +622,14 @@ class RankBatches(IterableDataset[Any]):
         duplicate = type(self).__new__(type(self))
         duplicate.__dict__.update(self.__getstate__(), _cursor=copy.deepcopy(self._cursor))
         return duplicate
+
+
+def slots_consumed(state: OrderState, num_slots: int) -> int:
+    """The slots of its epoch up to the position of a state, with those that it leaves out."""
+    skipped = tuple((start, stop) for epoch, start, stop in state.skipped if epoch == state.epoch)
+    order = EpochOrder(num_slots, shuffle=False, skipped=skipped)
+    consumed = state.rows_consumed
+    return int(order.in_epoch(np.array([consumed - 1]))[0]) + 1 if consumed else 0
 
 
 class _Window(NamedTuple):

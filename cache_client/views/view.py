@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_client.permutation import Int64Array
+
+IntArray = npt.NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Samples:
         lengths: rows of each slot; int64, shape ``(slots,)``. None: each slot has one row.
         skipped: for packed lists: values of the first row of each slot that do not belong to it;
             int64, shape ``(slots,)``.
+        sources: in a mixture, the number of the source of each slot; shape ``(slots,)``.
     """
 
     row_ids: Int64Array
     lengths: Int64Array | None = None
     skipped: Int64Array | None = None
+    sources: IntArray | None = None
 
     def rows_of_steps(self, slots_of_steps: list[int]) -> list[int]:
         """Rows of each step, for steps of so many slots."""
@@ -42,10 +47,11 @@ class Samples:
         return rows
 
     def slots(self, start: int, stop: int) -> Samples:
-        """Lengths and skipped values of slots ``[start, stop)``, without their row ids."""
+        """What is known of slots ``[start, stop)``, without their row ids."""
         lengths = None if self.lengths is None else self.lengths[start:stop]
         skipped = None if self.skipped is None else self.skipped[start:stop]
-        return Samples(self.row_ids[:0], lengths, skipped)
+        sources = None if self.sources is None else self.sources[start:stop]
+        return Samples(self.row_ids[:0], lengths, skipped, sources)
 
 
 class View(Protocol):

@@ -27,6 +27,7 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
+    "cache_client/views/mixture.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
     "cache_server/auth/principals.py",
@@ -101,6 +102,7 @@ PURE_IMPORTS = (
     *(
         "cache_client.order",
         "cache_client.permutation",
+        "cache_client.views.view",
         "cache_server.source.pinned",
         "cache_server.sql.quoting",
     ),
