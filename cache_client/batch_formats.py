@@ -69,7 +69,7 @@ def to_jax(name: str, value: Any) -> Any:
         return [to_jax(name, entry) for entry in value]
     if not isinstance(value, np.ndarray):
         return value
-    if value.dtype.itemsize == 8 and not jax.config.read("jax_enable_x64"):
+    if value.dtype.itemsize == 8 and not getattr(jax.config, "jax_enable_x64"):  # noqa: B009
         value = _narrow(name, value)
     return jax.numpy.from_dlpack(np.ascontiguousarray(value))
 
