@@ -28,7 +28,6 @@ from cache_client.ranks import (
     find_rank,
     find_ready_deadline_s,
 )
-from cache_client.reader import Reader
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
 from cache_client.views.options import ViewOptions, make_view
@@ -118,6 +117,8 @@ class CacheIterableDataset(RankBatches):
 
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
     """
+
+    _source: Source
 
     def __init__(
         self,
@@ -255,11 +256,6 @@ class CacheIterableDataset(RankBatches):
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return f"{self._source.shards.fingerprint}-{digest}"
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the whole dataset, all ranks together."""
-        return self._source.shards.num_rows
-
     def __repr__(self) -> str:
         parts = {
             "fingerprint": self.fingerprint,
@@ -274,10 +270,3 @@ class CacheIterableDataset(RankBatches):
         }
         rest = ", ".join(f"{name}={value!r}" for name, value in parts.items())
         return f"{type(self).__name__}({self.name!r}, {rest})"
-
-    def _open_reader(self) -> Reader:
-        return self._source.open_reader(
-            replica_offset=self.rank,
-            rows_per_message=self._sizes.rows_per_message(),
-            counts=self._observer.counts,
-        )

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cache_client.arguments import BatchFormat, integer_or_problem
 from cache_client.batch_formats import with_column
 from cache_client.dataset import CacheIterableDataset
-from cache_client.joined_reader import JoinedReader
+from cache_client.joined_reader import JoinedSource
 from cache_client.order import EpochOrder, read_state
 from cache_client.permutation import checked_integer
-from cache_client.rank_batches import RankBatches, RowReader, slots_consumed
+from cache_client.rank_batches import RankBatches, slots_consumed
 from cache_client.rows import Rows
 from cache_client.views.mixture import (
     DRAWS,
@@ -96,6 +95,8 @@ class CacheMixture(RankBatches):
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
     """
 
+    _source: JoinedSource
+
     def __init__(
         self,
         sources: Mapping[str, tuple[CacheIterableDataset, float]],
@@ -136,7 +137,8 @@ class CacheMixture(RankBatches):
         self.shuffle = any(dataset.shuffle for dataset in datasets.values())
         self.shuffle_block_size = None
         self.seed = operator.index(seed)
-        self._sources = {name: dataset._source for name, dataset in datasets.items()}
+        self._names = tuple(datasets)
+        self._source = JoinedSource([dataset._source for dataset in datasets.values()])
         self._layout = first._layout
         self._nodes = tuple(dict.fromkeys(n for d in datasets.values() for n in d._nodes))
         self._version_name = "+".join(dataset._version_name for dataset in datasets.values())
@@ -172,14 +174,9 @@ class CacheMixture(RankBatches):
             first._job_view.assembler, tuple(datasets), source_column, self._batch_format
         )
         self._job_view = JobView(view, named)
-        shards = [source.shards for source in self._sources.values()]
         self._sizes = replace(
             first._sizes,
-            shards=replace(
-                shards[0],
-                num_rows=sum(each.num_rows for each in shards),
-                num_bytes=sum(each.num_bytes for each in shards),
-            ),
+            shards=self._source.shards,
             batch_size=max(1, round(self.batch_size * view.rows_per_slot)),
         )
         self._prepare(skip_steps)
@@ -192,17 +189,12 @@ class CacheMixture(RankBatches):
         return hashlib.sha256(self._view.identity.encode()).hexdigest()[:32]
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the versions of all sources."""
-        return sum(source.shards.num_rows for source in self._sources.values())
-
-    @property
     def weights(self) -> dict[str, float]:
         """The share of each source in the rows of the next pass, at its begin."""
         epoch, offset = self._cursor.planned()
         of_slot = self._mixing.weights(self._mixing.epoch_start(epoch) + offset)
         return {
-            name: weight / sum(of_slot) for name, weight in zip(self._sources, of_slot, strict=True)
+            name: weight / sum(of_slot) for name, weight in zip(self._names, of_slot, strict=True)
         }
 
     def rows_of_sources(self, epoch: int) -> dict[str, range]:
@@ -218,7 +210,7 @@ class CacheMixture(RankBatches):
         mixing = self._mixing
         starts = mixing.counts(mixing.epoch_start(epoch))
         stops = mixing.counts(mixing.epoch_start(epoch + 1))
-        return dict(zip(self._sources, map(range, starts, stops), strict=True))
+        return dict(zip(self._names, map(range, starts, stops), strict=True))
 
     def __repr__(self) -> str:
         parts = {
@@ -233,7 +225,7 @@ class CacheMixture(RankBatches):
             "epoch": self.epoch,
         }
         rest = ", ".join(f"{name}={value!r}" for name, value in parts.items())
-        return f"{type(self).__name__}({list(self._sources)}, {rest})"
+        return f"{type(self).__name__}({list(self._names)}, {rest})"
 
     # -- states --------------------------------------------------------------------------------
 
@@ -284,7 +276,7 @@ class CacheMixture(RankBatches):
             state = read_state(rest)
             if state.fingerprint != self.fingerprint:
                 return self._mixing  # such a state is refused
-            told = MixtureState.from_dict(written, len(self._sources))
+            told = MixtureState.from_dict(written, len(self._names))
             stop = self._planned.stop
             if isinstance(stop, int):
                 if told.epoch_slots != (self._steps or 0) * told.rows_per_step:
@@ -303,21 +295,6 @@ class CacheMixture(RankBatches):
             raise ConfigError(f"bad state: {error}") from None
 
     # -- reading -------------------------------------------------------------------------------
-
-    @contextmanager
-    def _open_reader(self) -> Iterator[RowReader]:
-        with ExitStack() as stack:
-            readers = [
-                stack.enter_context(
-                    source.open_reader(
-                        replica_offset=self.rank,
-                        rows_per_message=self._sizes.rows_per_message(),
-                        counts=self._observer.counts,
-                    )
-                )
-                for source in self._sources.values()
-            ]
-            yield JoinedReader(self._layout, readers, self._mixture_view.first_rows)
 
     @property
     def _mixture_view(self) -> MixtureView:

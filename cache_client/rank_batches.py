@@ -12,7 +12,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Protocol, Self
@@ -26,7 +26,7 @@ from cache_client.audit import AuditMode, Words, step_digests
 from cache_client.batch_formats import with_column
 from cache_client.callers import refuse_callers, refuse_random_split
 from cache_client.convert import Converter
-from cache_client.counts import SharedCounts
+from cache_client.counts import ReadCounts, SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
@@ -48,7 +48,7 @@ from cache_client.passes import Pass, Passes
 from cache_client.permutation import Int64Array, checked_integer
 from cache_client.ranks import Rank, find_initialised_rank
 from cache_client.reports import ReaderIdentity, Reporter
-from cache_client.routing import NodeRef
+from cache_client.routing import NodeRef, ShardMap
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
 from cache_client.views.options import Assemble, JobView
@@ -77,12 +77,28 @@ class RowReader(Protocol):
     def close(self) -> None:
         """Closes every connection; running fetches fail."""
 
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class RowSource(Protocol):
+    """Opens readers of what is read."""
+
+    @property
+    def shards(self) -> ShardMap:
+        """The version, or several joined."""
+
+    def open_reader(
+        self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
+    ) -> RowReader:
+        """A reader for one pass; see `cache_client.reader`."""
+
 
 class RankBatches(IterableDataset[Any]):
     """The batches of one rank; base of `CacheIterableDataset` and `CacheMixture`.
 
-    A subclass sets the attributes below and calls `_prepare`. It says what the fingerprint is, how
-    many rows there are, and how a reader is opened.
+    A subclass sets the attributes below and calls `_prepare`. It says what the fingerprint is.
 
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
     """
@@ -104,6 +120,7 @@ class RankBatches(IterableDataset[Any]):
     _deadline_s: float
     _job_view: JobView
     _layout: Layout
+    _source: RowSource
     _nodes: tuple[NodeRef, ...]
     _version_name: str
     _stack: Mapping[str, Sequence[str]] | None
@@ -132,12 +149,8 @@ class RankBatches(IterableDataset[Any]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all versions that are read, all ranks together."""
-        raise NotImplementedError
-
-    def _open_reader(self) -> AbstractContextManager[RowReader]:
-        """A reader for one pass."""
-        raise NotImplementedError
+        """Rows of the whole dataset, of a mixture those of all sources; all ranks together."""
+        return self._source.shards.num_rows
 
     @property
     def num_samples(self) -> int:
@@ -365,7 +378,11 @@ class RankBatches(IterableDataset[Any]):
             this.ahead = batches_taken_ahead()
         check_pass(this, self._cursor, self._version_name, shuffle=self.shuffle)
         process = os.getpid()
-        with self._open_reader() as reader:
+        with self._source.open_reader(
+            replica_offset=self.rank,
+            rows_per_message=self._sizes.rows_per_message(),
+            counts=self._observer.counts,
+        ) as reader:
             batches = self._batches(this, reader)
             if self._device is not None:
                 batches = on_device(batches, self._device, interrupt=reader.close)

@@ -42,10 +42,10 @@ class Source:
     ) -> None:
         self.endpoint = endpoint
         self.shards = shards
-        self._columns = columns
+        self.columns = columns
         self._credentials = credentials
         self._deadline_s = deadline_s
-        self._local = local
+        self.local = local
         self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
         self._process_health: tuple[int, NodeHealth] | None = None  # likewise
 
@@ -56,7 +56,7 @@ class Source:
         return Reader(
             self.endpoint,
             self.shards,
-            columns=self._columns,
+            columns=self.columns,
             replica_offset=replica_offset,
             rows_per_message=rows_per_message,
             deadline_s=self._deadline_s,
@@ -68,10 +68,10 @@ class Source:
 
     def _local_shards(self) -> LocalShards | None:
         """The mapped files, shared by the passes of a process: first reads of a map are slow."""
-        if not self._local:
+        if not self.local:
             return None
         if self._process_shards is None or self._process_shards[0] != os.getpid():
-            self._process_shards = (os.getpid(), LocalShards(self.shards, self._columns))
+            self._process_shards = (os.getpid(), LocalShards(self.shards, self.columns))
         return self._process_shards[1]
 
     def _node_health(self) -> NodeHealth:

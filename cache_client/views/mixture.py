@@ -13,9 +13,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from cache_client.order import EpochOrder
 from cache_client.permutation import MAX_ROWS, Int64Array, Permutation, checked_integer
 from cache_client.views.view import IntArray, Samples, View
 from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import pool_matrix
 
 Draw = Literal["stratified", "random"]
 Stop = Literal["first_exhausted", "all_exhausted"]
@@ -36,6 +38,7 @@ MAX_PATTERN: Final = 65_536
 BLOCK_SLOTS: Final = 4_096
 """Slots whose sources are permuted among themselves where the draw is random."""
 
+_CHUNK_SLOTS: Final = 15_000  # the arrays of one chunk stay in the processor's cache
 _STREAM_DRAWS: Final = 3
 
 
@@ -433,17 +436,54 @@ class MixtureView:
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots, with the source of each."""
+        if len(slots) <= _CHUNK_SLOTS:
+            return self._chunk(slots, epoch)
+        chunks = [slice(at, at + _CHUNK_SLOTS) for at in range(0, len(slots), _CHUNK_SLOTS)]
+        parts = (self._chunk(slots[chunk], epoch) for chunk in chunks)
+        first = next(parts)
+        if first.lengths is not None:
+            return _joined([first, *parts])
+        # From Arrow's pool: fresh pages would cost as much as all the rest.
+        row_ids = pool_matrix(1, len(slots), np.dtype(np.int64))[0]
+        sources = pool_matrix(1, len(slots), np.dtype(np.int16))[0]
+        for chunk, part in zip(chunks, chain([first], parts), strict=True):
+            row_ids[chunk], sources[chunk] = part.row_ids, part.sources
+        return Samples(row_ids, sources=sources)
+
+    def _chunk(self, slots: Int64Array, epoch: int) -> Samples:
         sources, rows = self.mixing.locate(slots, epoch)
         parts: list[tuple[Int64Array, Samples]] = []
-        for number, source in enumerate(self.sources):
+        for number in range(len(self.sources)):
             places = np.flatnonzero(sources == number)
-            passes, in_pass = np.divmod(rows[places], self.mixing.rows[number])
+            if not len(places):
+                continue
+            in_run, size = rows[places], self.mixing.rows[number]
+            first, last = int(in_run.min()) // size, int(in_run.max()) // size
+            in_run -= first * size
+            if first == last:
+                parts.append((places, self._samples(number, in_run, first)))
+                continue
+            passes = in_run // size
             for each in np.unique(passes).tolist():
                 own = passes == each
-                found = source.samples(in_pass[own], each)
-                joined = replace(found, row_ids=found.row_ids + self.first_rows[number])
-                parts.append((places[own], joined))
+                found = self._samples(number, in_run[own] - each * size, first + each)
+                parts.append((places[own], found))
         return _in_slots(sources, parts)
+
+    def _samples(self, number: int, slots: Int64Array, of_pass: int) -> Samples:
+        """Samples of one pass over a source, with joined row ids."""
+        found = self.sources[number].samples(slots, of_pass)
+        return replace(found, row_ids=found.row_ids + self.first_rows[number])
+
+
+def _joined(parts: Sequence[Samples]) -> Samples:
+    """Samples of consecutive slots; either all parts have lengths, or none has."""
+
+    def join(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else np.concatenate(values)
+
+    return Samples(**{each.name: join(each.name) for each in fields(Samples)})
 
 
 def _in_slots(sources: IntArray, parts: Sequence[tuple[Int64Array, Samples]]) -> Samples:
@@ -453,24 +493,24 @@ def _in_slots(sources: IntArray, parts: Sequence[tuple[Int64Array, Samples]]) ->
         sources: of each slot.
         parts: places among the slots, and their samples.
     """
-    if all(part.lengths is None for _, part in parts):
+    if parts[0][1].lengths is None:
         row_ids = np.empty(len(sources), np.int64)
         for places, part in parts:
             row_ids[places] = part.row_ids
         return Samples(row_ids, sources=sources)
-    lengths = np.ones(len(sources), np.int64)
+    lengths = np.empty(len(sources), np.int64)
     skipped = np.zeros(len(sources), np.int64)
     for places, part in parts:
-        if part.lengths is not None:
-            lengths[places] = part.lengths
+        assert part.lengths is not None
+        lengths[places] = part.lengths
         if part.skipped is not None:
             skipped[places] = part.skipped
-    starts = np.cumsum(lengths) - lengths
+    starts = lengths.cumsum() - lengths
     row_ids = np.empty(int(lengths.sum()), np.int64)
     for places, part in parts:
         own = lengths[places]
-        within = np.arange(len(part.row_ids)) - np.repeat(np.cumsum(own) - own, own)
-        row_ids[np.repeat(starts[places], own) + within] = part.row_ids
+        within = np.arange(len(part.row_ids)) - (own.cumsum() - own).repeat(own)
+        row_ids[starts[places].repeat(own) + within] = part.row_ids
     has_skipped = any(part.skipped is not None for _, part in parts)
     return Samples(row_ids, lengths, skipped if has_skipped else None, sources)
 
