@@ -13,13 +13,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_client.order import EpochOrder
 from cache_client.permutation import MAX_ROWS, Int64Array, Permutation, checked_integer
@@ -38,8 +38,9 @@ MAX_PATTERN: Final = 65_536
 BLOCK_SLOTS: Final = 4_096
 """Slots whose sources are permuted among themselves where the draw is random."""
 
-_CHUNK_SLOTS: Final = 15_000  # the arrays of one chunk stay in the processor's cache
+_CHUNK_SLOTS: Final = 15_000  # of which the arrays stay in the processor's cache
 _STREAM_DRAWS: Final = 3
+_Integer = TypeVar("_Integer", bound=np.signedinteger)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -436,65 +437,63 @@ class MixtureView:
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots, with the source of each."""
-        if len(slots) <= _CHUNK_SLOTS:
-            return self._chunk(slots, epoch)
-        chunks = [slice(at, at + _CHUNK_SLOTS) for at in range(0, len(slots), _CHUNK_SLOTS)]
-        parts = (self._chunk(slots[chunk], epoch) for chunk in chunks)
-        first = next(parts)
-        if first.lengths is not None:
-            return _joined([first, *parts])
-        # From Arrow's pool: fresh pages would cost as much as all the rest.
-        row_ids = pool_matrix(1, len(slots), np.dtype(np.int64))[0]
-        sources = pool_matrix(1, len(slots), np.dtype(np.int16))[0]
-        for chunk, part in zip(chunks, chain([first], parts), strict=True):
-            row_ids[chunk], sources[chunk] = part.row_ids, part.sources
-        return Samples(row_ids, sources=sources)
-
-    def _chunk(self, slots: Int64Array, epoch: int) -> Samples:
-        sources, rows = self.mixing.locate(slots, epoch)
+        sources, rows = _pool(len(slots), np.int16), _pool(len(slots), np.int64)
+        chunks = range(0, len(slots), _CHUNK_SLOTS)
+        for at in chunks:
+            chunk = slice(at, at + _CHUNK_SLOTS)
+            sources[chunk], rows[chunk] = self.mixing.locate(slots[chunk], epoch)
         parts: list[tuple[Int64Array, Samples]] = []
-        for number in range(len(self.sources)):
-            places = np.flatnonzero(sources == number)
-            if not len(places):
-                continue
-            in_run, size = rows[places], self.mixing.rows[number]
-            first, last = int(in_run.min()) // size, int(in_run.max()) // size
-            in_run -= first * size
-            if first == last:
-                parts.append((places, self._samples(number, in_run, first)))
-                continue
-            passes = in_run // size
-            for each in np.unique(passes).tolist():
-                own = passes == each
-                found = self._samples(number, in_run[own] - each * size, first + each)
-                parts.append((places[own], found))
+        for number, size in enumerate(self.mixing.rows):
+            places, in_run = _pool(len(slots), np.int64), _pool(len(slots), np.int64)
+            count = 0
+            for at in chunks:
+                found = np.flatnonzero(sources[at : at + _CHUNK_SLOTS] == number)
+                own = slice(count, count := count + len(found))
+                np.add(found, at, out=places[own])
+                np.take(rows[at : at + _CHUNK_SLOTS], found, out=in_run[own], mode="clip")
+            if count:
+                parts += self._passes(number, places[:count], in_run[:count], size)
         return _in_slots(sources, parts)
+
+    def _passes(
+        self, number: int, places: Int64Array, in_run: Int64Array, size: int
+    ) -> list[tuple[Int64Array, Samples]]:
+        """Places and samples of one source, apart for each pass over it."""
+        first, last = int(in_run.min()) // size, int(in_run.max()) // size
+        in_run -= first * size
+        if first == last:
+            return [(places, self._samples(number, in_run, first))]
+        passes = in_run // size
+        in_run -= passes * size
+        return [
+            (places[own], self._samples(number, in_run[own], first + each))
+            for each in np.unique(passes).tolist()
+            for own in [np.flatnonzero(passes == each)]
+        ]
 
     def _samples(self, number: int, slots: Int64Array, of_pass: int) -> Samples:
         """Samples of one pass over a source, with joined row ids."""
         found = self.sources[number].samples(slots, of_pass)
-        return replace(found, row_ids=found.row_ids + self.first_rows[number])
+        row_ids = _pool(len(found.row_ids), np.int64)
+        np.add(found.row_ids, self.first_rows[number], out=row_ids)
+        return replace(found, row_ids=row_ids)
 
 
-def _joined(parts: Sequence[Samples]) -> Samples:
-    """Samples of consecutive slots; either all parts have lengths, or none has."""
-
-    def join(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        return None if values[0] is None else np.concatenate(values)
-
-    return Samples(**{each.name: join(each.name) for each in fields(Samples)})
+def _pool(size: int, dtype: type[_Integer]) -> npt.NDArray[_Integer]:
+    """An uninitialised array in Arrow's pool: fresh pages would cost as much as their use."""
+    array: npt.NDArray[_Integer] = pool_matrix(1, size, np.dtype(dtype))[0]
+    return array
 
 
 def _in_slots(sources: IntArray, parts: Sequence[tuple[Int64Array, Samples]]) -> Samples:
-    """Samples of several sources, in the order of the slots.
+    """Samples of several sources, in the order of the slots; all have lengths, or none has.
 
     Args:
         sources: of each slot.
         parts: places among the slots, and their samples.
     """
-    if parts[0][1].lengths is None:
-        row_ids = np.empty(len(sources), np.int64)
+    if not parts or parts[0][1].lengths is None:
+        row_ids = _pool(len(sources), np.int64)
         for places, part in parts:
             row_ids[places] = part.row_ids
         return Samples(row_ids, sources=sources)
