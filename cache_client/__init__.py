@@ -2,6 +2,7 @@
 
     CacheClient              loads, lists and drops datasets
     CacheIterableDataset     reads a dataset in a training loop
+    CacheMixture             reads several datasets in given proportions
     CacheDataset             reads rows by number, for samplers and libraries with their own order
 
 The datasets and the loader need torch. They are imported at their first use: `CacheClient` and
@@ -18,6 +19,7 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     DatasetNotFoundError,
+    InvalidImageError,
     InvalidRowsError,
     InvalidTextError,
     InvalidTicketError,
@@ -36,12 +38,14 @@ from cache_protocol.wire.load_progress import LoadReport
 if TYPE_CHECKING:
     from cache_client.dataset import CacheIterableDataset
     from cache_client.loader import CacheLoader
+    from cache_client.mixture import CacheMixture
     from cache_client.random_access import CacheDataset
 
 _NEED_TORCH = {
     "CacheDataset": "random_access",
     "CacheIterableDataset": "dataset",
     "CacheLoader": "loader",
+    "CacheMixture": "mixture",
 }
 
 __all__ = [
@@ -50,10 +54,12 @@ __all__ = [
     "CacheError",
     "CacheIterableDataset",
     "CacheLoader",
+    "CacheMixture",
     "ConfigError",
     "DatasetInfo",
     "DatasetNotFoundError",
     "DatasetSpec",
+    "InvalidImageError",
     "InvalidRowsError",
     "InvalidTextError",
     "InvalidTicketError",

@@ -12,7 +12,7 @@ from cache_client.permutation import checked_integer
 from cache_protocol.errors import checked
 from cache_protocol.spec.values import as_number, is_text
 
-BatchFormat = Literal["torch", "numpy", "arrow"]
+BatchFormat = Literal["torch", "numpy", "arrow", "jax", "polars"]
 _BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 
 

@@ -21,6 +21,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cache_client.arguments import BatchFormat
+from cache_client.batch_formats import check_package, refuse_workers, to_jax, to_polars
+from cache_client.images import ImageDecoder, ImageMode
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
@@ -53,9 +55,10 @@ class Converter:
             dtypes become the smallest dtype that holds them all. 64-bit integers with floats become
             float64, which is exact up to 2**53.
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
-            RecordBatch).
+            RecordBatch), ``jax`` (a dict of JAX arrays) or ``polars`` (a DataFrame).
         stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
         copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
+        decode: binary columns with encoded images -> how to decode them, see `ImageDecoder`.
 
     Raises:
         ConfigError: names a column that is unknown, used twice, or cannot be stacked. Integers
@@ -70,7 +73,9 @@ class Converter:
         *,
         copy: bool = True,
         stack_dtype: object = None,
+        decode: Mapping[str, ImageMode] | None = None,
     ) -> None:
+        check_package(batch_format)
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
         dtype = None if stack_dtype is None else _number_dtype(stack_dtype)
         _check_stacks(layout, stacks, batch_format, dtype)
@@ -84,6 +89,7 @@ class Converter:
         }
         views = {name: view for name, view in views.items() if name not in cast}
         getters = _getters(layout, stacks, views, dtype)
+        getters |= _image_getters(layout, decode or {}, channels_first=batch_format == "torch")
         self._names = list(getters)
         self._bools = _bool_names(layout, stacks, cast=dtype is not None)
         self._copied = _scalars(layout, views) if copy else []
@@ -99,8 +105,11 @@ class Converter:
 
     def __call__(self, rows: Rows) -> Any:
         """The batch of these rows; tensors share their memory."""
+        refuse_workers(self._batch_format)
         if self._batch_format == "arrow":
             return rows.to_batch()
+        if self._batch_format == "polars":
+            return to_polars(rows.to_batch(), self._bools)
         batch: dict[str, Any] = dict.fromkeys(self._names)
         as_torch = self._batch_format == "torch"
         together = as_torch and bool(self._copied) and get_worker_info() is not None
@@ -119,12 +128,15 @@ class Converter:
             batch[name] = convert(get(rows))
         for name in self._bools:
             batch[name] = _as_bools(batch[name])
+        if self._batch_format == "jax":
+            return {name: to_jax(name, value) for name, value in batch.items()}
         return batch
 
     @property
     def names(self) -> list[str]:
         """The names in a batch, in order."""
-        return self._layout.logical.names if self._batch_format == "arrow" else self._names
+        is_table = self._batch_format in ("arrow", "polars")
+        return self._layout.logical.names if is_table else self._names
 
     def _convert_value(self) -> Callable[[Any], Any]:
         if self._batch_format == "torch":
@@ -134,23 +146,16 @@ class Converter:
         return _contiguous if get_worker_info() is not None else lambda value: value
 
 
-def with_mask(batch: Any, name: str, num_rows: int, num_padded: int) -> Any:
-    """The batch with a boolean column that is False for its last ``num_padded`` rows."""
-    mask = np.arange(num_rows) < num_rows - num_padded
-    if isinstance(batch, pa.RecordBatch):
-        return batch.append_column(name, pa.array(mask))
-    arrays = any(isinstance(value, np.ndarray) for value in batch.values())
-    return {**batch, name: mask if arrays else torch.from_numpy(mask)}
-
-
 def _check_stacks(
     layout: Layout,
     stacks: Mapping[str, Sequence[str]],
     batch_format: BatchFormat,
     dtype: np.dtype[np.generic] | None,
 ) -> None:
-    if stacks and batch_format == "arrow":
-        raise ConfigError("stack cannot be used with batch_format='arrow': it makes tensors")
+    if stacks and batch_format in ("arrow", "polars"):
+        raise ConfigError(
+            f"stack cannot be used with batch_format={batch_format!r}: it makes tensors"
+        )
     used: set[str] = set()
     for name, columns in stacks.items():
         if not columns:
@@ -328,6 +333,33 @@ def _column_getter(layout: Layout, name: str) -> _Getter:
         shape = column.shape
         return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
     return lambda rows: _values_of(name, rows.arrays[index])
+
+
+def _image_getters(
+    layout: Layout, decode: Mapping[str, ImageMode], *, channels_first: bool
+) -> dict[str, _Getter]:
+    getters: dict[str, _Getter] = {}
+    for name, mode in decode.items():
+        if name not in layout.logical.names:
+            raise ConfigError(
+                f"decode: no column {name!r}; columns: {', '.join(layout.logical.names)}"
+            )
+        dtype = layout.logical.field(name).type
+        if not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
+            raise ConfigError(f"decode: column {name!r} is a {dtype}, and images are binary")
+        getters[name] = _image_getter(
+            layout.place(name)[0], ImageDecoder(name, mode, channels_first=channels_first)
+        )
+    return getters
+
+
+def _image_getter(index: int, images: ImageDecoder) -> _Getter:
+    def get(rows: Rows) -> Any:
+        found = images(rows.arrays[index])
+        is_list = isinstance(found, list) and get_worker_info() is not None
+        return ListColumn(found) if is_list else found
+
+    return get
 
 
 def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:

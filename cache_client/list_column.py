@@ -6,6 +6,7 @@ have thousands of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -25,25 +26,28 @@ class ListColumn(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensors = [value for value in self if isinstance(value, torch.Tensor)]
-        kinds = {(tensor.dtype, tensor.device, tensor.shape[1:]) for tensor in tensors}
+        kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
         # The training loop may have put anything here.
-        if len(kinds) != 1 or not all(t.dim() and not t.requires_grad for t in tensors):
+        if len(kinds) != 1 or any(tensor.requires_grad for tensor in tensors):
             return list, (list(self),)
-        lengths = [len(value) if isinstance(value, torch.Tensor) else None for value in self]
+        shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in self]
         others = [value for value in self if not isinstance(value, torch.Tensor)]
-        return cut, (torch.cat(tensors), lengths, others)
+        return cut, (torch.cat([tensor.reshape(-1) for tensor in tensors]), shapes, others)
 
 
-def cut(values: torch.Tensor, lengths: Sequence[int | None], others: Sequence[Any]) -> list[Any]:
+def cut(
+    values: torch.Tensor, shapes: Sequence[tuple[int, ...] | None], others: Sequence[Any]
+) -> list[Any]:
     """Cuts one joined tensor into rows.
 
     Args:
-        values: ``[sum of lengths, ...]``; the rows share its storage.
-        lengths: of each row; None for a row that is in ``others``.
+        values: of all rows, joined; the rows share its storage.
+        shapes: of each row; None for a row that is in ``others``.
         others: the rows that are no tensors, in order.
     """
     # `data`, because torch would count an in-place change of one row as a change of all.
-    sizes = [length for length in lengths if length is not None]
-    rows = iter([row.data for row in torch.split_with_sizes(values, sizes)])
+    found = [shape for shape in shapes if shape is not None]
+    rows = torch.split_with_sizes(values, [math.prod(shape) for shape in found])
+    shaped = iter([row.data.view(shape) for row, shape in zip(rows, found, strict=True)])
     rest = iter(others)
-    return [next(rest if length is None else rows) for length in lengths]
+    return [next(rest if shape is None else shaped) for shape in shapes]

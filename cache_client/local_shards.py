@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from cache_client.routing import ShardFile, ShardMap
 from cache_protocol.errors import CacheError
+from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
 from cache_protocol.storage.shard_files import (
@@ -43,7 +44,7 @@ class ShardFileLostError(CacheError):
 
 
 class LocalShards:
-    """The shards of one version whose files this process can read. Thread-safe.
+    """The shards whose files this process can read, of one or more versions. Thread-safe.
 
     A file is mapped read-only when its first row is asked for, and stays mapped as long as this
     object lives. So its rows can be read even after the node drops them.
@@ -65,6 +66,7 @@ class LocalShards:
         self._lock = threading.Lock()
         self._table: MappedTable | None = None
         self._selection: Selection | None = None
+        self._layout: Layout | None = None  # of the files
         self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
         manifests = _Manifests()
         num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
@@ -143,9 +145,12 @@ class LocalShards:
             mapped = MappedShard(sealed, path)
             if mapped.file.size != sealed.num_bytes:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
+            if self._layout is not None and mapped.layout.schema != self._layout.schema:
+                raise ValueError("other columns than in the other shards")
             if mapped.batch.num_rows != sealed.num_rows:
                 raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
             if self._table is None:
+                self._layout = mapped.layout
                 selection = self._selection = Selection(mapped.layout, self._columns)
                 self._table = MappedTable(
                     mapped.layout,

@@ -21,6 +21,7 @@ from cache_client.arguments import BatchFormat, argument_problems
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.grpc_guard.call_threads import CallThreads
+from cache_client.images import ImageMode, decode_problems
 from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials, find_endpoint, find_ready_deadline_s
@@ -64,8 +65,10 @@ class CacheDataset(Dataset[Any]):
         columns: to read, in this order; default: all.
         stack: new name -> columns; one tensor (``[n]`` in a row, ``[B, n]`` in a batch) replaces
             each group of columns.
-        batch_format: ``torch``, ``numpy`` or ``arrow`` (batches are RecordBatches). A DataLoader
-            turns arrays into tensors, unless its ``collate_fn`` returns them unchanged.
+        batch_format: ``torch``, ``numpy``, ``jax``, ``arrow`` (batches are RecordBatches) or
+            ``polars`` (DataFrames). A DataLoader turns arrays into tensors, unless its
+            ``collate_fn`` returns them unchanged. No ``jax`` and no ``polars`` in its workers.
+        decode: as in `CacheIterableDataset`.
         transform: applied to each row, or to the batch of `fetch`, in the reading process.
         deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
             the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
@@ -91,6 +94,7 @@ class CacheDataset(Dataset[Any]):
         columns: Sequence[str] | None = None,
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
+        decode: Mapping[str, ImageMode] | None = None,
         transform: Callable[[Any], Any] | None = None,
         deadline_s: float = 60.0,
         local: bool = True,
@@ -102,6 +106,7 @@ class CacheDataset(Dataset[Any]):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local,
         )  # fmt: skip
+        problems += decode_problems(decode, batch_format)
         where = checked(problems, lambda: find_endpoint(endpoint))
         credentials = checked(
             problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
@@ -114,6 +119,7 @@ class CacheDataset(Dataset[Any]):
         self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format = batch_format
+        self._decode = decode
         self._transform = transform
         self._deadline_s = float(deadline_s)
         self._local = local
@@ -123,7 +129,9 @@ class CacheDataset(Dataset[Any]):
 
     def _prepare(self) -> None:
         """Sets what each process makes anew."""
-        self._convert = Converter(self._shards.layout, self._stack, self._batch_format)
+        self._convert = Converter(
+            self._shards.layout, self._stack, self._batch_format, decode=self._decode
+        )
         self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
         self._readers: dict[int, _ProcessReader] = {}  # by process id; see `_process_reader`
 
@@ -172,6 +180,7 @@ class CacheDataset(Dataset[Any]):
             "columns": self._shards.logical.names,
             "stack": {name: list(names) for name, names in self._stack.items()} or None,
             "batch_format": self._batch_format,
+            "decode": self._decode,
             "transform": None if self._transform is None else transform,
         }
         rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
@@ -319,6 +328,9 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch, without a copy."""
     if isinstance(batch, pa.RecordBatch):
         rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    if not isinstance(batch, dict):
+        rows = batch.to_dicts()  # of polars
         return rows
     columns = (v.unbind(0) if isinstance(v, torch.Tensor) else v for v in batch.values())
     return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]

@@ -36,7 +36,7 @@ from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.rows import Answer, Rows, in_order
 from cache_protocol.errors import CacheError, NodeUnavailableError
-from cache_protocol.storage.row_index import Ids
+from cache_protocol.storage.row_index import Ids, Indices
 from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -138,10 +138,19 @@ class Reader:
             RequestError: a node refused the request for good, or the coordinator does not know the
                 dataset.
         """
+        return in_order(self._layout, len(row_ids), self.answers(row_ids))
+
+    def answers(self, row_ids: Ids, positions: Indices | None = None) -> list[Answer]:
+        """As `fetch`, before the answers are brought in order.
+
+        Args:
+            row_ids: of this version.
+            positions: of the rows in a window with other rows; None: they are the window.
+        """
         self._lease.renew_if_due()
         self._probe.start_if_due()
         answers: list[Answer] = []
-        missing: list[Part] = self._router.route(row_ids)
+        missing: list[Part] = self._router.route(row_ids, positions)
         last_error = ""
         deadline = time.monotonic() + self._deadline_s
         attempts = Retrying(
@@ -167,7 +176,7 @@ class Reader:
                 f"node {', '.join(nodes)} did not bring its rows of dataset "
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {last_error}"
             ) from None
-        return in_order(self._layout, len(row_ids), answers)
+        return answers
 
     def keep_lease(self) -> None:
         """Renews the lease in the background when it is due.

@@ -46,13 +46,8 @@ class ReaderIdentity:
     job: str
     dataset: str
     fingerprint: str
-    num_rows: int
     rank: int
     world_size: int
-    seed: int
-    shuffle: bool
-    shuffle_block_size: int | None
-    pad: bool
 
     def record(self, number: int, this: Pass, trail: Trail) -> AuditRecord:
         """The audit record of a pass."""
@@ -61,17 +56,17 @@ class ReaderIdentity:
             number=number,
             dataset=self.dataset,
             fingerprint=self.fingerprint,
-            num_rows=self.num_rows,
-            seed=self.seed,
-            shuffle=self.shuffle,
-            shuffle_block_size=self.shuffle_block_size,
+            num_rows=this.order.num_rows,
+            seed=this.order.seed,
+            shuffle=this.order.shuffle,
+            shuffle_block_size=this.order.shuffle_block_size,
             epoch=this.epoch,
             rows_consumed=this.plan.rows_consumed,
             rank=self.rank,
             world_size=self.world_size,
             batch_size=this.plan.batch_size,
             drop_last=this.plan.drop_last,
-            pad=self.pad,
+            pad=this.plan.pad,
             skipped=this.order.skipped,
             steps=trail.steps,
             rows=trail.rows,

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
 
 from cache_client.order import EpochOrder
 from cache_client.permutation import Int64Array
+
+IntArray = npt.NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class Samples:
             int64, shape ``(slots,)``.
         shares: whether the first row of a slot is the last one of the slot before, which
             ``row_ids`` then has once; bool, shape ``(slots,)``. None: nowhere.
+        sources: in a mixture, the number of the source of each slot; shape ``(slots,)``.
     """
 
     row_ids: Int64Array
     lengths: Int64Array | None = None
     skipped: Int64Array | None = None
-    shares: NDArray[np.bool_] | None = None
+    shares: npt.NDArray[np.bool_] | None = None
+    sources: IntArray | None = None
 
     @property
     def firsts(self) -> Int64Array:
@@ -70,7 +74,8 @@ class Samples:
         lengths = None if self.lengths is None else self.lengths[start:stop]
         skipped = None if self.skipped is None else self.skipped[start:stop]
         shares = None if self.shares is None else self.shares[start:stop]
-        return Samples(self.row_ids[:0], lengths, skipped, shares)
+        sources = None if self.sources is None else self.sources[start:stop]
+        return Samples(self.row_ids[:0], lengths, skipped, shares, sources)
 
 
 class Numbers(Protocol):
@@ -80,7 +85,7 @@ class Numbers(Protocol):
         values: shape ``(n,)``.
     """
 
-    values: NDArray[np.integer[Any]]
+    values: npt.NDArray[np.integer[Any]]
 
     def __len__(self) -> int: ...
 

@@ -6,6 +6,7 @@
         DatasetNotFoundError
         InvalidRowsError          row ids or a row range outside the dataset
         InvalidTicketError        a ticket or a command that cannot be parsed
+        InvalidImageError         a column with bytes that are no image; names column and row
         InvalidTextError          a string column with bytes that are no UTF-8; names column and row
         UnauthenticatedError      no token, or one that the cache does not accept
         PermissionDeniedError     the caller lacks the role, or the dataset is not theirs
@@ -66,6 +67,13 @@ class InvalidTicketError(RequestError):
 
 class InvalidTextError(RequestError):
     """A string column holds bytes that are no UTF-8; the message names column and row.
+
+    Only clients raise it, so it has no code.
+    """
+
+
+class InvalidImageError(RequestError):
+    """A column to decode holds bytes that are no image; the message names column and row.
 
     Only clients raise it, so it has no code.
     """

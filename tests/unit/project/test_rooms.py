@@ -31,6 +31,7 @@ PURE_MODULES = (
     "cache_client/views/groups.py",
     "cache_client/views/length_buckets.py",
     "cache_client/views/packing.py",
+    "cache_client/views/mixture.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
     "cache_server/auth/principals.py",
@@ -155,7 +156,15 @@ _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordination", "local", "node", "plan", "rpc", "server", "web")
-_KNOW_THE_READER = ("client", "convert", "dataset", "plan", "random_access")
+_KNOW_THE_READER = (
+    "client",
+    "convert",
+    "dataset",
+    "joined_reader",
+    "plan",
+    "random_access",
+    "source",
+)
 _RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),

@@ -66,6 +66,7 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
 
     assert names == {
         *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError"),
+        "InvalidImageError",
         "InvalidTextError",
         *("UnauthenticatedError", "PermissionDeniedError"),
     }

@@ -1,0 +1,588 @@
+"""A mixture: which source each slot reads, and which of its rows. Pure.
+
+The slots of all epochs lie on one axis, the *run*. `Mixing` gives each slot of the run a source,
+and counts the rows that each source has given before it. So a source goes through its rows in
+passes that do not depend on the epochs of the mixture: row number p of its part of the run is in
+pass ``p // rows``. Epochs only cut the run.
+
+Any slot is computed alone. Weights may change on the way: a change keeps the counts at its slot.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_client.order import EpochOrder
+from cache_client.permutation import MAX_ROWS, Int64Array, Permutation, checked_integer
+from cache_client.views.view import IntArray, Samples, View
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import pool_matrix
+
+Draw = Literal["stratified", "random"]
+Stop = Literal["first_exhausted", "all_exhausted"]
+DRAWS: Final = ("stratified", "random")
+STOPS: Final = ("first_exhausted", "all_exhausted")
+
+MAX_PATTERN: Final = 65_536
+"""Most slots of a pattern. Weights that need more are rounded to the nearest that do not."""
+
+BLOCK_SLOTS: Final = 4_096
+"""Slots whose sources are permuted among themselves where the draw is random."""
+
+_CHUNK_SLOTS: Final = 15_000  # of which the arrays stay in the processor's cache
+_STREAM_DRAWS: Final = 3
+_Integer = TypeVar("_Integer", bound=np.signedinteger)
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights as whole numbers without a common divisor, whose sum is at most `MAX_PATTERN`.
+
+    Decimals count as they are written: 0.7 and 0.3 become 7 and 3. Where the sum would be larger,
+    the result has the sum that makes the largest relative error of a weight smallest.
+
+    Raises:
+        ValueError: a weight is negative or no finite number, or all are 0; quotes it.
+    """
+    exact = [_fraction(weight) for weight in weights]
+    if not any(exact):
+        raise ValueError(f"weights must not all be 0, got {list(weights)!r}")
+    scale = math.lcm(*(each.denominator for each in exact))
+    whole = [int(each * scale) for each in exact]
+    divisor = math.gcd(*whole)
+    whole = [each // divisor for each in whole]
+    if sum(whole) > MAX_PATTERN:
+        whole = _rounded([each / sum(whole) for each in whole])
+    return tuple(whole)
+
+
+def _fraction(weight: object) -> Fraction:
+    if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool):
+        number = float(weight)
+        if math.isfinite(number) and number >= 0:
+            return Fraction(int(weight)) if number == int(weight) else Fraction(repr(number))
+    raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
+
+
+def _rounded(shares: Sequence[float]) -> list[int]:
+    """Whole numbers in nearly these proportions, each at least 1 where the share is not 0."""
+    positive = np.array([share for share in shares if share > 0])
+    sizes = np.arange(MAX_PATTERN // 2, MAX_PATTERN + 1 - len(positive))
+    tried = np.maximum(1, np.rint(positive * sizes[:, None])).astype(np.int64)
+    errors = np.abs(tried / tried.sum(1, keepdims=True) / positive - 1).max(1)
+    best = tried[errors.argmin()]
+    left = iter(best.tolist())
+    return [next(left) if share > 0 else 0 for share in shares]
+
+
+class Pattern:
+    """Divides slots among sources by whole weights n: each run of ``sum(n)`` slots is the same.
+
+    Of the first i slots, source s has the floor or the ceiling of ``i * n[s] / sum(n)``. Each slot
+    goes to the source whose next row is due first, among those that are not ahead. This rule,
+    earliest deadline first, meets all deadlines of jobs of one slot, if anything does. Tijdeman
+    proved that something does, for any weights ("The chairman assignment problem", 1980).
+
+    Args:
+        weights: as `whole_weights` returns them.
+
+    Attributes:
+        num_bytes: of the tables, at most 2 MiB.
+
+    Thread-safety: immutable.
+    """
+
+    def __init__(self, weights: tuple[int, ...]) -> None:
+        self.weights = weights
+        self.size = sum(weights)
+        self._sources = np.array(_by_deadline(weights), np.int16)
+        self._slots_of = [np.flatnonzero(self._sources == s) for s in range(len(weights))]
+        self._before = np.empty(self.size, np.int64)
+        for slots in self._slots_of:
+            self._before[slots] = np.arange(len(slots))
+        self._weights = np.array(weights, np.int64)
+        self.num_bytes = self._sources.nbytes + 2 * self._before.nbytes
+
+    def locate(self, slots: Int64Array) -> tuple[IntArray, Int64Array]:
+        """The source of each slot, and how many earlier slots have the same source."""
+        rounds = slots // self.size
+        within = slots - rounds * self.size
+        sources = np.take(self._sources, within)
+        rounds *= np.take(self._weights, sources)
+        rounds += np.take(self._before, within)
+        return sources, rounds
+
+    def counts(self, slots: int) -> tuple[int, ...]:
+        """How many of the first ``slots`` slots each source has."""
+        rounds, rest = divmod(slots, self.size)
+        return tuple(
+            rounds * weight + int(np.searchsorted(own, rest))
+            for weight, own in zip(self.weights, self._slots_of, strict=True)
+        )
+
+    def slots_until(self, source: int, rows: int) -> int | None:
+        """The fewest slots of which ``rows`` (at least 1) are of a source; None: never."""
+        if not self.weights[source]:
+            return None
+        rounds, rest = divmod(rows - 1, self.weights[source])
+        return rounds * self.size + int(self._slots_of[source][rest]) + 1
+
+
+def _by_deadline(weights: Sequence[int]) -> list[int]:
+    """The source of each slot of one round."""
+    size = sum(weights)
+    released: list[list[int]] = [[] for _ in range(size + 1)]
+    released[0] = [source for source, weight in enumerate(weights) if weight]
+    counts = [0] * len(weights)
+    due: list[tuple[int, int]] = []
+    found = []
+    for slot in range(size):
+        for source in released[slot]:
+            deadline = -(-(counts[source] + 1) * size // weights[source])
+            heapq.heappush(due, (deadline, source))
+        _, source = heapq.heappop(due)
+        found.append(source)
+        counts[source] += 1
+        # The first slot before which fewer rows than its share are given.
+        released[max(slot + 1, counts[source] * size // weights[source])].append(source)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _pattern(weights: tuple[int, ...]) -> Pattern:
+    return Pattern(weights)
+
+
+class Change(NamedTuple):
+    """Weights that count from a slot of the run on.
+
+    Attributes:
+        slot: of the run.
+        weights: of each source, whole.
+        counts: rows that each source has given before the slot.
+    """
+
+    slot: int
+    weights: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Slots of epochs -> sources and the rows of their passes.
+
+    Epoch e ends where ``stop`` says: with ``first_exhausted`` at the slot where a source is the
+    first to have given all rows of e + 1 passes, with ``all_exhausted`` where the last one has. A
+    number is the slots of each epoch.
+
+    ``stratified`` draws by `Pattern`. ``random`` permutes the sources of every `BLOCK_SLOTS`
+    consecutive slots among themselves, by the seed. So at the ends of blocks the proportions are as
+    exact. Blocks begin anew at epochs and changes.
+
+    Args:
+        rows: of one pass over each source, at least 1.
+        stop: where an epoch ends.
+        draw: how slots get their sources.
+        seed: of the random draw.
+        changes: ascending by slot, the first at 0; see `mixing`.
+
+    Raises:
+        ConfigError: ``all_exhausted`` with a source whose last weight is 0.
+
+    Thread-safety: immutable.
+    """
+
+    rows: tuple[int, ...]
+    stop: Stop | int
+    draw: Draw
+    seed: int
+    changes: tuple[Change, ...]
+
+    def __post_init__(self) -> None:
+        self.epoch_start(1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the patterns."""
+        return sum(_pattern(change.weights).num_bytes for change in self.changes)
+
+    def changed(self, slot: int, weights: tuple[int, ...]) -> Mixing:
+        """With other weights from a slot of the run on, and without all later changes."""
+        kept = tuple(change for change in self.changes if change.slot < slot)
+        new = Change(slot, weights, self.counts(slot) if kept else (0,) * len(weights))
+        return replace(self, changes=(*kept, new))
+
+    def resumed(self, slot: int, planned: Mixing) -> Mixing:
+        """With the weights of ``planned`` from a slot of the run on."""
+        found = replace(self, stop=1).changed(slot, planned.weights(slot))
+        for change in planned.changes:
+            if change.slot > slot:
+                found = found.changed(change.slot, change.weights)
+        return replace(found, stop=self.stop)
+
+    def counts(self, slot: int) -> tuple[int, ...]:
+        """Rows that each source has given before a slot of the run."""
+        change = [each for each in self.changes if each.slot <= slot][-1]
+        within = _pattern(change.weights).counts(slot - change.slot)
+        return tuple(a + b for a, b in zip(change.counts, within, strict=True))
+
+    def weights(self, slot: int) -> tuple[int, ...]:
+        """The weights that count at a slot of the run."""
+        return [each for each in self.changes if each.slot <= slot][-1].weights
+
+    def epoch_start(self, epoch: int) -> int:
+        """The first slot of an epoch on the run.
+
+        Raises:
+            ConfigError: the epoch never begins, or after more than 2**62 slots.
+        """
+        if not epoch:
+            return 0
+        if isinstance(self.stop, int):
+            found: list[int | None] = [epoch * self.stop]
+        else:
+            found = [self._slots_until(s, epoch * rows) for s, rows in enumerate(self.rows)]
+        if self.stop == "all_exhausted" and None in found:
+            raise ConfigError(
+                f"an epoch never ends: source {found.index(None)} has weight 0 from a step on, and "
+                "stop='all_exhausted' waits for its last row"
+            )
+        ends = [slots for slots in found if slots is not None]
+        start = min(ends) if self.stop == "first_exhausted" else max(ends)
+        if start > MAX_ROWS:
+            raise ConfigError(f"epoch {epoch} begins after {start} rows, more than 2**62")
+        return start
+
+    def num_slots(self, epoch: int) -> int:
+        """Slots of an epoch."""
+        return self.epoch_start(epoch + 1) - self.epoch_start(epoch)
+
+    def _slots_until(self, source: int, rows: int) -> int | None:
+        change = [each for each in self.changes if each.counts[source] < rows][-1]
+        left = rows - change.counts[source]
+        slots = _pattern(change.weights).slots_until(source, left)
+        return None if slots is None else change.slot + slots
+
+    def locate(self, slots: Int64Array, epoch: int) -> tuple[IntArray, Int64Array]:
+        """The source of each slot of an epoch, and which row of its part of the run it reads."""
+        start, stop = self.epoch_start(epoch), self.epoch_start(epoch + 1)
+        in_run = slots + start
+        sources = np.empty(len(slots), np.int16)
+        rows = np.empty(len(slots), np.int64)
+        ends = [*(change.slot for change in self.changes[1:]), MAX_ROWS]
+        for number, (change, end) in enumerate(zip(self.changes, ends, strict=True)):
+            first, last = max(start, change.slot), min(stop, end)
+            if first >= last:
+                continue
+            is_whole = (first, last) == (start, stop)
+            here = slice(None) if is_whole else (in_run >= first) & (in_run < last)
+            part = in_run[here] - first
+            if self.draw == "random":
+                part = _permuted(part, last - first, seed=self.seed, epoch=epoch, change=number)
+            part += first - change.slot
+            sources[here], found = _pattern(change.weights).locate(part)
+            found += np.take(np.array(change.counts, np.int64), sources[here])
+            rows[here] = found
+        return sources, rows
+
+    def change_slot(self, slot: int, epoch: int) -> int:
+        """The first slot of the run from which on weights can change, if those before are read."""
+        if self.draw == "stratified":
+            return slot
+        ends = [*(each.slot for each in self.changes if each.slot > slot), MAX_ROWS]
+        last = max(each.slot for each in self.changes if each.slot <= slot)
+        first, end = max(last, self.epoch_start(epoch)), min(ends[0], self.epoch_start(epoch + 1))
+        blocks = -(-(slot - first) // BLOCK_SLOTS)
+        return min(first + blocks * BLOCK_SLOTS, end)
+
+
+def mixing(
+    rows: Sequence[int],
+    weights: Sequence[tuple[int, tuple[int, ...]]],
+    *,
+    stop: Stop | int,
+    draw: Draw = "stratified",
+    seed: int = 0,
+) -> Mixing:
+    """A `Mixing` of pairs of slots and weights, ascending, the first at slot 0.
+
+    Raises:
+        ConfigError: as `Mixing`.
+    """
+    (_, first), *later = weights
+    # An epoch may end only thanks to a later change, so the stop is checked last.
+    found = Mixing(tuple(rows), 1, draw, seed, (Change(0, first, (0,) * len(first)),))
+    for slot, changed in later:
+        found = found.changed(slot, changed)
+    return replace(found, stop=stop)
+
+
+def _permuted(
+    slots: Int64Array, num_slots: int, *, seed: int, epoch: int, change: int
+) -> Int64Array:
+    """Slots in ``[0, num_slots)``, permuted inside blocks; a new array."""
+    key = {"seed": seed, "epoch": epoch, "stream": _STREAM_DRAWS + change}
+    blocks = slots // BLOCK_SLOTS
+    starts = blocks * BLOCK_SLOTS
+    whole = num_slots // BLOCK_SLOTS
+    found = np.empty_like(slots)
+    in_whole = blocks < whole
+    regular = Permutation(BLOCK_SLOTS, **key)
+    found[in_whole] = regular.apply((slots - starts)[in_whole], blocks[in_whole])
+    if not in_whole.all():
+        last = Permutation(num_slots - whole * BLOCK_SLOTS, **key)
+        found[~in_whole] = last.apply((slots - starts)[~in_whole], blocks[~in_whole])
+    found += starts
+    return found
+
+
+# -- the view --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MixedSource:
+    """One source of a mixture.
+
+    Attributes:
+        name: in the mixture.
+        fingerprint: of its version and its view.
+        num_rows: of its version.
+        view: its slots -> rows.
+        shuffle, shuffle_block_size, seed: of its passes, as in `EpochOrder`.
+    """
+
+    name: str
+    fingerprint: str
+    num_rows: int
+    view: View
+    shuffle: bool
+    shuffle_block_size: int | None
+    seed: int
+
+    def samples(self, slots: Int64Array, number: int) -> Samples:
+        """The rows of slots of one pass."""
+        if self.shuffle and not self.view.orders_rows:
+            slots = _order(
+                self.view.num_slots(number), self.shuffle_block_size, self.seed, number
+            ).row_ids(slots)
+        return self.view.samples(slots, number)
+
+    @property
+    def identity(self) -> str:
+        """What decides which row a slot of a pass has."""
+        order = f"shuffle={self.shuffle} block={self.shuffle_block_size} seed={self.seed}"
+        return f"{self.name!r} {self.fingerprint} {order}"
+
+
+@lru_cache(maxsize=256)
+def _order(num_slots: int, block_size: int | None, seed: int, epoch: int) -> EpochOrder:
+    return EpochOrder(
+        num_slots, shuffle=True, shuffle_block_size=block_size, seed=seed, epoch=epoch
+    )
+
+
+@dataclass(frozen=True)
+class MixtureView:
+    """The slots of a mixture -> rows of its sources.
+
+    The row ids of the sources are joined: those of a source begin where the version of the source
+    before it ends.
+
+    Args:
+        sources: at least one; passes over each have the same number of slots.
+        mixing: slots -> sources.
+    """
+
+    sources: tuple[MixedSource, ...]
+    mixing: Mixing
+    first_rows: tuple[int, ...] = field(init=False)
+    orders_rows: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        ends = np.cumsum([0, *(source.num_rows for source in self.sources)])
+        object.__setattr__(self, "first_rows", tuple(ends[:-1].tolist()))
+
+    @property
+    def identity(self) -> str:
+        """The sources, and how they are drawn; not their weights, which may change."""
+        mixing = self.mixing
+        stop = "slots" if isinstance(mixing.stop, int) else mixing.stop
+        seed = f" seed={mixing.seed}" if mixing.draw == "random" else ""
+        sources = "; ".join(source.identity for source in self.sources)
+        return f"mixture {mixing.draw}{seed} {stop}: {sources}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tables and of those of the sources."""
+        return self.mixing.num_bytes + sum(source.view.num_bytes for source in self.sources)
+
+    @property
+    def rows_per_slot(self) -> float:
+        """Mean number of rows in a slot, by the last weights."""
+        weights = self.mixing.changes[-1].weights
+        rows = [source.view.rows_per_slot for source in self.sources]
+        return float(np.average(rows, weights=weights))
+
+    def num_slots(self, epoch: int) -> int:
+        """Slots of an epoch."""
+        return self.mixing.num_slots(epoch)
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of slots, with the source of each."""
+        sources, rows = _pool(len(slots), np.int16), _pool(len(slots), np.int64)
+        chunks = range(0, len(slots), _CHUNK_SLOTS)
+        for at in chunks:
+            chunk = slice(at, at + _CHUNK_SLOTS)
+            sources[chunk], rows[chunk] = self.mixing.locate(slots[chunk], epoch)
+        parts: list[tuple[Int64Array, Samples]] = []
+        for number, size in enumerate(self.mixing.rows):
+            places, in_run = _pool(len(slots), np.int64), _pool(len(slots), np.int64)
+            count = 0
+            for at in chunks:
+                found = np.flatnonzero(sources[at : at + _CHUNK_SLOTS] == number)
+                own = slice(count, count := count + len(found))
+                np.add(found, at, out=places[own])
+                np.take(rows[at : at + _CHUNK_SLOTS], found, out=in_run[own], mode="clip")
+            if count:
+                parts += self._passes(number, places[:count], in_run[:count], size)
+        return _in_slots(sources, parts)
+
+    def _passes(
+        self, number: int, places: Int64Array, in_run: Int64Array, size: int
+    ) -> list[tuple[Int64Array, Samples]]:
+        """Places and samples of one source, apart for each pass over it."""
+        first, last = int(in_run.min()) // size, int(in_run.max()) // size
+        in_run -= first * size
+        if first == last:
+            return [(places, self._samples(number, in_run, first))]
+        passes = in_run // size
+        in_run -= passes * size
+        return [
+            (places[own], self._samples(number, in_run[own], first + each))
+            for each in np.unique(passes).tolist()
+            for own in [np.flatnonzero(passes == each)]
+        ]
+
+    def _samples(self, number: int, slots: Int64Array, of_pass: int) -> Samples:
+        """Samples of one pass over a source, with joined row ids."""
+        found = self.sources[number].samples(slots, of_pass)
+        row_ids = _pool(len(found.row_ids), np.int64)
+        np.add(found.row_ids, self.first_rows[number], out=row_ids)
+        return replace(found, row_ids=row_ids)
+
+
+def _pool(size: int, dtype: type[_Integer]) -> npt.NDArray[_Integer]:
+    """An uninitialised array in Arrow's pool: fresh pages would cost as much as their use."""
+    array: npt.NDArray[_Integer] = pool_matrix(1, size, np.dtype(dtype))[0]
+    return array
+
+
+def _in_slots(sources: IntArray, parts: Sequence[tuple[Int64Array, Samples]]) -> Samples:
+    """Samples of several sources, in the order of the slots; all have lengths, or none has.
+
+    Args:
+        sources: of each slot.
+        parts: places among the slots, and their samples.
+    """
+    if not parts or parts[0][1].lengths is None:
+        row_ids = _pool(len(sources), np.int64)
+        for places, part in parts:
+            row_ids[places] = part.row_ids
+        return Samples(row_ids, sources=sources)
+    lengths = np.empty(len(sources), np.int64)
+    skipped = np.zeros(len(sources), np.int64)
+    for places, part in parts:
+        assert part.lengths is not None
+        lengths[places] = part.lengths
+        if part.skipped is not None:
+            skipped[places] = part.skipped
+    starts = lengths.cumsum() - lengths
+    row_ids = np.empty(int(lengths.sum()), np.int64)
+    for places, part in parts:
+        own = lengths[places]
+        within = np.arange(len(part.row_ids)) - (own.cumsum() - own).repeat(own)
+        row_ids[starts[places].repeat(own) + within] = part.row_ids
+    has_skipped = any(part.skipped is not None for _, part in parts)
+    return Samples(row_ids, lengths, skipped if has_skipped else None, sources)
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MixtureState:
+    """What a state of a mixture has beside the position: a few numbers for each change of weights.
+
+    Attributes:
+        plan: pairs of steps and weights, as the job gave them.
+        rows_per_step: of the job that wrote the plan.
+        epoch_slots: of each epoch, where ``stop`` is a number of steps.
+        changes: of its `Mixing`.
+    """
+
+    plan: tuple[tuple[int, tuple[int, ...]], ...]
+    rows_per_step: int
+    epoch_slots: int | None
+    changes: tuple[Change, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state as JSON types."""
+        return {
+            "plan": [[step, list(weights)] for step, weights in self.plan],
+            "rows_per_step": self.rows_per_step,
+            "epoch_slots": self.epoch_slots,
+            "changes": [[c.slot, list(c.weights), list(c.counts)] for c in self.changes],
+        }
+
+    @classmethod
+    def from_dict(cls, mapping: Any, num_sources: int) -> MixtureState:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            ValueError: it is no such state; quotes it.
+        """
+        try:
+            plan = tuple(
+                (checked_integer("step", step, 0), _numbers(weights, num_sources))
+                for step, weights in mapping["plan"]
+            )
+            changes = tuple(
+                Change(
+                    checked_integer("slot", slot, 0, MAX_ROWS),
+                    _numbers(weights, num_sources),
+                    _numbers(counts, num_sources),
+                )
+                for slot, weights, counts in mapping["changes"]
+            )
+            slots = mapping["epoch_slots"]
+            found = cls(
+                plan,
+                checked_integer("rows_per_step", mapping["rows_per_step"], 1),
+                None if slots is None else checked_integer("epoch_slots", slots, 1),
+                changes,
+            )
+            ascending = [change.slot for change in changes]
+            if not changes or ascending[0] or ascending != sorted(set(ascending)):
+                raise ValueError(f"changes must ascend from slot 0, got {ascending}")
+            if any(sum(change.counts) != change.slot for change in changes):
+                raise ValueError(f"counts must add up to the slot of their change, got {changes}")
+            if any(not 0 < sum(change.weights) <= MAX_PATTERN for change in changes):
+                raise ValueError(f"weights must have a sum of 1 to {MAX_PATTERN}, got {changes}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"mixture: {error}") from None
+        return found
+
+
+def _numbers(values: Sequence[object], size: int) -> tuple[int, ...]:
+    found = tuple(checked_integer("weight or count", value, 0) for value in values)
+    if len(found) != size:
+        raise ValueError(f"one number for each of {size} sources, got {values!r}")
+    return found
