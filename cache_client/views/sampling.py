@@ -1,0 +1,276 @@
+"""Weights, classes, epoch lengths: rows that come more or less often than once. Pure.
+
+All of them compute the row of a slot by random access. Each epoch goes on where the one before has
+ended, so that a class, or a short epoch, leaves no row out for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_client.permutation import Int64Array, Permutation
+from cache_client.views.view import Samples, Shuffle, View
+
+# Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
+_WEIGHT_BITS: Final = 31
+_MAX_SUM_BITS: Final = 61
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+# Streams of `Permutation` and of random words; `cache_client.order` has others.
+_STREAM_CLASSES, _STREAM_CLASS_ROWS, _STREAM_WEIGHTS = 16, 17, 18
+
+
+@dataclass(frozen=True)
+class EpochRowsView:
+    """Epochs of another length than the table: the passes over the rows are joined, and then cut.
+
+    Slot i of epoch e is place ``t = e * epoch_rows + i`` of all passes: row ``t mod n`` in the
+    order of pass ``t // n``. So no row is repeated before all n were read.
+
+    Args:
+        inner: rows, one a slot.
+        epoch_rows: slots of an epoch, at least 1.
+        shuffle: of each pass.
+    """
+
+    inner: View
+    epoch_rows: int
+    shuffle: Shuffle
+    orders_rows: bool = True
+    rows_per_slot: float = 1.0
+
+    @property
+    def identity(self) -> str:
+        """Of the inner view, and the length."""
+        return f"{self.inner.identity} epoch_rows={self.epoch_rows}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the inner view."""
+        return self.inner.num_bytes
+
+    def num_slots(self, epoch: int) -> int:
+        """``epoch_rows``; 0 where there is no row."""
+        return self.epoch_rows if self.inner.num_slots(epoch) else 0
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of slots."""
+        size = self.inner.num_slots(epoch)
+        passes, at = np.divmod(slots + epoch * self.epoch_rows, max(size, 1))
+        for number in np.unique(passes).tolist():
+            of_pass = passes == number
+            at[of_pass] = self.shuffle.order(self.inner, number).row_ids(at[of_pass])
+        return self.inner.samples(at, epoch)
+
+
+@dataclass(frozen=True)
+class BalancedView:
+    """Each class equally often, in every run of as many slots as there are classes.
+
+    The classes are permuted in each run. A class takes its rows in a permuted order, and all of
+    them before one is repeated, over epochs too.
+
+    Args:
+        inner: rows, one a slot.
+        labels: class of each slot of the inner view, from 0 up to the number of classes; int,
+            shape ``(n,)``. It is not kept.
+        name: of the label, for the identity.
+        epoch_rows: slots of an epoch; the rest of a division by the number of classes is left out.
+        shuffle: whether classes and rows are permuted.
+    """
+
+    inner: View
+    labels: npt.NDArray[np.integer] = field(repr=False)
+    name: str
+    epoch_rows: int
+    shuffle: Shuffle
+    orders_rows: bool = True
+    rows_per_slot: float = 1.0
+    _rows: npt.NDArray[np.unsignedinteger] = field(init=False, repr=False, compare=False)
+    _starts: Int64Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = len(self.labels)
+        order = np.argsort(self.labels, kind="stable")
+        counts = np.bincount(self.labels) if size else np.empty(0, np.int64)
+        object.__setattr__(self, "_starts", np.concatenate([[0], np.cumsum(counts)]))
+        object.__setattr__(self, "_rows", order.astype(np.uint32 if size < 2**32 else np.uint64))
+        object.__setattr__(self, "labels", self.labels[:0])
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self._starts) - 1
+
+    @property
+    def identity(self) -> str:
+        """Of the inner view, the label and the length."""
+        return f"{self.inner.identity} per_class={self.name!r} epoch_rows={self.epoch_rows}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Four bytes a row, and those of the inner view."""
+        return self.inner.num_bytes + self._rows.nbytes + self._starts.nbytes
+
+    def num_slots(self, epoch: int) -> int:
+        """The largest multiple of the number of classes that is at most ``epoch_rows``."""
+        return self._cycles * self.num_classes
+
+    @property
+    def _cycles(self) -> int:
+        return self.epoch_rows // self.num_classes if self.num_classes else 0
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of slots."""
+        cycles, classes = np.divmod(slots, max(self.num_classes, 1))
+        cycles += epoch * self._cycles
+        if self.shuffle.shuffle and len(slots):
+            order = Permutation(
+                self.num_classes, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASSES
+            )
+            classes = order.apply(classes, cycles)
+        sizes = np.diff(self._starts)[classes]
+        passes, at = np.divmod(cycles, sizes)
+        if self.shuffle.shuffle:
+            at = self._permuted(at, passes, classes, sizes)
+        return self.inner.samples(self._rows[self._starts[classes] + at].astype(np.int64), epoch)
+
+    def _permuted(
+        self, at: Int64Array, passes: Int64Array, classes: Int64Array, sizes: Int64Array
+    ) -> Int64Array:
+        """Permutes places inside classes; classes of one size share a keyed permutation."""
+        tweaks = passes * self.num_classes + classes
+        for size in np.unique(sizes).tolist():
+            of_size = sizes == size
+            order = Permutation(size, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASS_ROWS)
+            at[of_size] = order.apply(at[of_size], tweaks[of_size])
+        return at
+
+
+@dataclass(frozen=True)
+class WeightedView:
+    """Rows as often as their weights say.
+
+    With replacement, each slot draws a row anew, with a probability that is proportional to its
+    weight. Without, an epoch takes each row at most once: systematic sampling (Madow, 1949), which
+    makes the probability that an epoch has a row exactly proportional to its weight. The rows lie
+    side by side on a line, in a permuted order and as long as their weights. The epoch takes the
+    rows at ``epoch_rows`` points of equal distance; the first point is random.
+
+    Args:
+        inner: rows, one a slot.
+        weights: of each slot of the inner view; float64, finite, at least 0, not all 0; shape
+            ``(n,)``. It is not kept. Ratios are exact to 2**-31 of the largest weight.
+        name: of the weights, for the identity.
+        replacement: whether an epoch may take a row again.
+        epoch_rows: slots of an epoch; None: n with replacement, else as many as possible.
+        seed: of the draws.
+
+    Raises:
+        ValueError: without replacement, the largest weight would be taken more than once.
+    """
+
+    inner: View
+    weights: npt.NDArray[np.float64] = field(repr=False)
+    name: str
+    replacement: bool
+    epoch_rows: int | None
+    seed: int
+    rows_per_slot: float = 1.0
+    _ends: Int64Array = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        weights, size = _whole_weights(self.weights), len(self.weights)
+        object.__setattr__(self, "weights", self.weights[:0])
+        if not size:
+            object.__setattr__(self, "epoch_rows", 0)
+            object.__setattr__(self, "_ends", weights)
+            return
+        if not self.replacement:
+            weights = weights[self._row_order(size).apply(np.arange(size))]
+        most = int(weights.sum()) // int(weights.max())
+        if self.epoch_rows is None:
+            object.__setattr__(self, "epoch_rows", size if self.replacement else most)
+        elif not self.replacement and self.epoch_rows > most:
+            raise ValueError(
+                f"epoch_rows={self.epoch_rows} would take the row of the largest weight more than "
+                f"once: give at most {most}, or replacement=True"
+            )
+        object.__setattr__(self, "_ends", np.cumsum(weights))
+
+    def _row_order(self, size: int) -> Permutation:
+        return Permutation(size, seed=self.seed, epoch=0, stream=_STREAM_WEIGHTS)
+
+    @property
+    def identity(self) -> str:
+        """Of the inner view, the weights and how they are used."""
+        return (
+            f"{self.inner.identity} weights={self.name!r} replacement={self.replacement} "
+            f"epoch_rows={self.epoch_rows}"
+        )
+
+    @property
+    def orders_rows(self) -> bool:
+        """With replacement: a draw has no order."""
+        return self.replacement
+
+    @property
+    def num_bytes(self) -> int:
+        """Eight bytes a row, and those of the inner view."""
+        return self.inner.num_bytes + self._ends.nbytes
+
+    def num_slots(self, epoch: int) -> int:
+        """``epoch_rows``; 0 where there is no row."""
+        return self.epoch_rows or 0
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of slots."""
+        if not len(slots):
+            return self.inner.samples(slots, epoch)
+        total = int(self._ends[-1])
+        if self.replacement:
+            points = (_uniform(slots, self.seed, epoch) * total).astype(np.int64)
+            np.minimum(points, total - 1, out=points)
+        else:
+            assert self.epoch_rows
+            # floor((slot * total + first) / epoch_rows), whose product would not fit 64 bits
+            distance, rest = divmod(total, self.epoch_rows)
+            first = int(_uniform(np.zeros(1, np.int64), self.seed, epoch)[0] * total)
+            points = slots * distance + (slots * rest + first) // self.epoch_rows
+        at = np.searchsorted(self._ends, points, side="right")
+        if not self.replacement:
+            at = self._row_order(len(self._ends)).apply(at)
+        return self.inner.samples(at, epoch)
+
+
+def _whole_weights(weights: npt.NDArray[np.float64]) -> Int64Array:
+    """Weights as whole numbers, whose sums are exact; those above 0 stay above 0."""
+    if not len(weights):
+        return np.empty(0, np.int64)
+    largest = float(weights.max())
+    bits = min(_WEIGHT_BITS, _MAX_SUM_BITS - len(weights).bit_length())
+    if largest >= 2.0**bits or not np.array_equal(weights, np.floor(weights)):
+        weights = np.where(weights > 0, np.maximum(weights / largest * 2.0**bits, 1.0), 0.0)
+    whole: Int64Array = np.rint(weights).astype(np.int64)
+    return whole
+
+
+def _uniform(slots: Int64Array, seed: int, epoch: int) -> npt.NDArray[np.float64]:
+    """A random number in [0, 1) for each slot: the splitmix64 generator, at any place of its run.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+    """
+    text = f"weights seed={seed} epoch={epoch}"
+    key = hashlib.blake2b(text.encode("ascii"), digest_size=8).digest()
+    words = (slots.astype(np.uint64) + np.uint64(1)) * _ODD + np.frombuffer(key, "<u8")
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    numbers: npt.NDArray[np.float64] = (words >> np.uint64(11)) * 2.0**-53
+    return numbers

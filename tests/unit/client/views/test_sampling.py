@@ -1,0 +1,176 @@
+"""Weights, classes and epoch lengths: each slot by random access, exactly as a short loop says."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from cache_client.order import EpochOrder, StepPlan
+from cache_client.views.sampling import BalancedView, EpochRowsView, WeightedView
+from cache_client.views.view import PlainView, Shuffle
+
+
+def rows(view, epoch=0):
+    """All rows of an epoch, in the order of the slots."""
+    return view.samples(np.arange(view.num_slots(epoch)), epoch).row_ids.tolist()
+
+
+def in_pieces(view, epoch, size, rng):
+    """The same, from slots in another order and a few at a time."""
+    slots = rng.permutation(view.num_slots(epoch))
+    found = np.empty(len(slots), np.int64)
+    for start in range(0, len(slots), size):
+        piece = slots[start : start + size]
+        found[piece] = view.samples(piece, epoch).row_ids
+    return found.tolist()
+
+
+# -- epochs of another length ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_rows", "epoch_rows"), [(1, 4), (2, 3), (7, 20), (64, 5), (257, 300)])
+@pytest.mark.parametrize("shuffle", [Shuffle(False), Shuffle(True, None, 3), Shuffle(True, 4, 3)])
+def test_epochs_of_another_length_are_the_passes_cut_anew(num_rows, epoch_rows, shuffle):
+    view = EpochRowsView(PlainView(num_rows), epoch_rows, shuffle)
+    epochs = [rows(view, epoch) for epoch in range(4)]
+    joined = [row for epoch in epochs for row in epoch]
+    assert all(len(epoch) == epoch_rows for epoch in epochs)
+    for number, start in enumerate(range(0, len(joined), num_rows)):
+        order = shuffle.order(PlainView(num_rows), number)
+        expected = order.row_ids(np.arange(num_rows)).tolist()
+        assert joined[start : start + num_rows] == expected[: len(joined) - start]
+    assert in_pieces(view, 2, 7, np.random.default_rng(0)) == epochs[2]
+
+
+def test_an_epoch_as_long_as_the_table_is_the_plain_one():
+    view = EpochRowsView(PlainView(100), 100, Shuffle(True, None, 5))
+    plain = EpochOrder(100, shuffle=True, seed=5, epoch=3)
+    assert rows(view, 3) == plain.row_ids(np.arange(100)).tolist()
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_again(seed):
+    rng = np.random.default_rng(seed)
+    num_classes = int(rng.integers(1, 12))
+    labels = np.concatenate([np.arange(num_classes), rng.integers(0, num_classes, 60)])
+    rng.shuffle(labels)
+    shuffle = Shuffle(bool(seed % 2), None, seed)
+    epoch_rows = int(rng.integers(num_classes, 200))
+    view = BalancedView(PlainView(len(labels)), labels, "label", epoch_rows, shuffle)
+
+    epochs = [rows(view, epoch) for epoch in range(5)]
+    assert {len(epoch) for epoch in epochs} == {epoch_rows - epoch_rows % num_classes}
+    joined = [row for epoch in epochs for row in epoch]
+    for start in range(0, len(joined), num_classes):
+        run = labels[joined[start : start + num_classes]]
+        assert sorted(run.tolist()) == list(range(num_classes))
+    for label in range(num_classes):
+        of_class = [row for row in joined if labels[row] == label]
+        size = int((labels == label).sum())
+        for start in range(0, len(of_class), size):
+            one_pass = of_class[start : start + size]
+            assert len(set(one_pass)) == len(one_pass)
+    assert in_pieces(view, 3, 9, rng) == epochs[3]
+
+
+def test_every_rank_gets_every_class_where_a_batch_has_one_row():
+    labels = np.arange(64) % 2
+    view = BalancedView(PlainView(64), labels, "label", 64, Shuffle(True, None, 1))
+    plan, all_rows = StepPlan(64, 2, 1), rows(view)
+    for rank in range(2):
+        taken = [labels[all_rows[plan.positions(step, rank).start]] for step in range(32)]
+        assert set(taken) == {0, 1}
+
+
+def test_classes_without_a_row_make_an_empty_epoch():
+    view = BalancedView(PlainView(0), np.empty(0, np.int64), "label", 10, Shuffle(True))
+    assert view.num_slots(0) == 0
+    assert rows(view) == []
+
+
+def test_epochs_differ_and_depend_on_the_seed():
+    labels = np.arange(60) % 3
+    views = [
+        BalancedView(PlainView(60), labels, "label", 60, Shuffle(True, None, s)) for s in (1, 2)
+    ]
+    assert rows(views[0], 0) != rows(views[0], 1)
+    assert rows(views[0], 0) != rows(views[1], 0)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_replacement_an_epoch_takes_no_row_twice_and_no_row_of_weight_0(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 400))
+    weights = rng.random(size) if seed % 2 else rng.integers(0, 9, size).astype(float)
+    weights[rng.random(size) < 0.2] = 0.0
+    weights[rng.integers(size)] = 1.0
+    view = WeightedView(PlainView(size), weights.copy(), "w", False, None, seed)
+    for epoch in range(4):
+        taken = rows(view, epoch)
+        assert len(set(taken)) == len(taken) == view.num_slots(epoch) >= 1
+        assert weights[taken].all()
+        assert in_pieces(view, epoch, 7, rng) == taken
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 1 / 3, 1e-300, 1e300])
+def test_equal_weights_without_replacement_give_every_row_once(weight):
+    view = WeightedView(PlainView(1000), np.full(1000, weight), "w", False, None, 0)
+    assert sorted(rows(view, 7)) == list(range(1000))
+
+
+def test_the_largest_weight_limits_an_epoch_without_replacement():
+    weights = np.array([1.0, 2.0, 5.0])
+    with pytest.raises(ValueError, match=r"epoch_rows=2 .* give at most 1, or replacement=True"):
+        WeightedView(PlainView(3), weights, "w", False, 2, 0)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_rows_come_as_often_as_their_weights_say(replacement):
+    weights = np.array([0.0, 1.0, 2.0, 3.0, 0.5, 3.5])
+    epoch_rows = 1000 if replacement else 2
+    view = WeightedView(PlainView(6), weights.copy(), "w", replacement, epoch_rows, 4)
+    epochs = 40 if replacement else 4000
+    counts = Counter(row for epoch in range(epochs) for row in rows(view, epoch))
+    shares = np.array([counts[row] for row in range(6)]) / (epochs * epoch_rows)
+    # Four standard deviations of a share of 0.35 in 8,000 draws.
+    assert np.abs(shares - weights / weights.sum()).max() < 0.0213
+
+
+def test_draws_depend_on_slot_epoch_and_seed_alone():
+    weights = np.array([3.0, 0.0, 1.0, 4.0])
+    views = [WeightedView(PlainView(4), weights.copy(), "w", True, 100, s) for s in (1, 1, 2)]
+    taken = rows(views[0], 2)
+    assert taken == rows(views[1], 2) == in_pieces(views[0], 2, 13, np.random.default_rng(0))
+    assert set(taken) == {0, 2, 3}
+    assert taken != rows(views[0], 3)
+    assert taken != rows(views[2], 2)
+
+
+def test_views_do_not_keep_what_they_are_made_from():
+    size = 100_000
+    weighted = WeightedView(PlainView(size), np.ones(size), "w", True, None, 0)
+    assert (len(weighted.weights), weighted.num_bytes) == (0, 8 * size)
+    balanced = BalancedView(PlainView(size), np.zeros(size, np.int32), "l", size, Shuffle(True))
+    assert len(balanced.labels) == 0
+    assert balanced.num_bytes == 4 * size + 16
+
+
+def test_what_differs_has_another_identity():
+    plain, shuffle = PlainView(4), Shuffle(True)
+    weights = np.ones(4)
+    identities = [
+        EpochRowsView(plain, 3, shuffle).identity,
+        EpochRowsView(plain, 4, shuffle).identity,
+        BalancedView(plain, np.zeros(4, np.int64), "a", 4, shuffle).identity,
+        BalancedView(plain, np.zeros(4, np.int64), "b", 4, shuffle).identity,
+        WeightedView(plain, weights, "a", True, None, 0).identity,
+        WeightedView(plain, weights, "a", False, None, 0).identity,
+        WeightedView(plain, weights, "b", True, None, 0).identity,
+    ]
+    assert len(set(identities)) == len(identities)
