@@ -130,7 +130,8 @@ def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]
     kind = found.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise ConfigError(f"{option} must give numbers, got {kind}")
-    weights = found.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False).copy()
+    filled = found.cast(pa.float64()).fill_null(np.nan)
+    weights: np.ndarray[Any, np.dtype[np.float64]] = filled.to_numpy(zero_copy_only=False).copy()
     bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
     if len(bad):
         raise ConfigError(

@@ -1,0 +1,377 @@
+"""Columns that a batch gets by row number: codes of a vocabulary, columns of another dataset.
+
+They are looked up where rows arrive, whether from nodes or from files, before batches are made. So
+they need no memory in shards, and strings and keys need not travel. The client keeps four bytes a
+row for each, the vocabularies, and the rows of the other datasets once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_client.permutation import Int64Array
+from cache_client.rows import Rows
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import Layout, pool_matrix
+
+Int32Array = npt.NDArray[np.int32]
+
+UNKNOWN: Final = 0
+"""The code of nulls, and of values that a vocabulary lacks."""
+_MAX_CODES: Final = 2**31 - 1
+
+
+class Vocabulary:
+    """The values of a column, and their codes 1, 2, ...; 0 stands for all others.
+
+    Give it to later jobs, and to the code that serves the model, so that codes stay the same when
+    the table grows: ``codes={"city": vocabulary}``. `values` can be saved with the model.
+
+    Args:
+        values: in the order of their codes, without repetitions and nulls.
+
+    Raises:
+        ConfigError: a value is null or comes twice; quotes it.
+
+    Thread-safety: immutable.
+    """
+
+    def __init__(self, values: Iterable[Any] | pa.Array) -> None:
+        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        counts = pc.value_counts(array)
+        for entry in counts.filter(pc.greater(counts.field("counts"), 1)):
+            raise ConfigError(f"a vocabulary has each value once, got {entry['values'].as_py()!r}")
+        if array.null_count:
+            raise ConfigError("a vocabulary has no null: nulls have code 0")
+        self.values: pa.Array = array
+
+    def __len__(self) -> int:
+        """Number of codes, with 0: the rows of an embedding table."""
+        return len(self.values) + 1
+
+    def __repr__(self) -> str:
+        return f"<Vocabulary of {len(self.values)} values>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.values.equals(other.values)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def digest(self) -> str:
+        """A short text that tells vocabularies apart."""
+        hashed = hashlib.blake2b(digest_size=8)
+        for value in self.values.to_pylist():
+            hashed.update(repr(value).encode() + b"\n")
+        return hashed.hexdigest()
+
+    def encode(self, values: Iterable[Any] | pa.Array) -> Int32Array:
+        """The code of each value; int32, shape ``(k,)``.
+
+        Raises:
+            ConfigError: the values are of another type; quotes both.
+        """
+        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        if array.type != self.values.type:
+            try:
+                array = array.cast(self.values.type)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                raise ConfigError(
+                    f"a vocabulary of {self.values.type} has no codes for {array.type}"
+                ) from None
+        found = pc.fill_null(pc.index_in(array, self.values), UNKNOWN - 1)
+        codes: Int32Array = found.to_numpy(zero_copy_only=False).astype(np.int32, copy=False) + 1
+        return codes
+
+    def decode(self, codes: npt.ArrayLike) -> list[Any]:
+        """The value of each code; None for 0."""
+        indices = pa.array(np.asarray(codes, np.int64) - 1)
+        decoded: list[Any] = self.values.take(
+            pc.if_else(pc.less(indices, 0), None, indices)
+        ).to_pylist()
+        return decoded
+
+
+@dataclass(frozen=True)
+class Frequent:
+    """A vocabulary by frequency: code 1 is the value that most rows have.
+
+    Values that are equally frequent are sorted.
+
+    Args:
+        max_size: the most values with a code of their own; the others are unknown.
+        min_count: rows that a value must have at least for a code of its own.
+    """
+
+    max_size: int = _MAX_CODES
+    min_count: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_size", "min_count"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def sorted_vocabulary(found: pa.ChunkedArray) -> Vocabulary:
+    """All values of a column, in ascending order."""
+    values = pc.drop_null(pc.unique(found))
+    return Vocabulary(values.take(pc.sort_indices(values)))
+
+
+def frequent_vocabulary(found: pa.ChunkedArray, frequent: Frequent) -> Vocabulary:
+    """The most frequent values of a column."""
+    counts = pc.value_counts(pc.drop_null(found))
+    table = pa.table({"value": counts.field("values"), "count": counts.field("counts")})
+    table = table.filter(pc.greater_equal(table["count"], frequent.min_count))
+    order = pc.sort_indices(table, [("count", "descending"), ("value", "ascending")])
+    return Vocabulary(table["value"].take(order[: frequent.max_size]).combine_chunks())
+
+
+def hash_codes(found: pa.ChunkedArray, num_buckets: int) -> Int32Array:
+    """The bucket of each value, from 0: the first 8 bytes of the MD5 of its text, modulo buckets.
+
+    The text is UTF-8, the bytes are a big-endian unsigned integer. A null has bucket 0.
+    """
+    encoded = found.dictionary_encode().unify_dictionaries()
+    if not encoded.num_chunks:
+        return np.empty(0, np.int32)
+    values = encoded.chunk(0).dictionary.cast(pa.string()).to_pylist()
+    buckets = np.array([bucket_of(value, num_buckets) for value in values], np.int32)
+    codes = [
+        np.append(buckets, np.int32(0))[
+            pc.fill_null(chunk.indices, len(buckets)).to_numpy(zero_copy_only=False)
+        ]
+        for chunk in encoded.chunks
+    ]
+    return np.concatenate(codes)
+
+
+def bucket_of(text: str, num_buckets: int) -> int:
+    """The bucket of one text; see `hash_codes`."""
+    digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big") % num_buckets
+
+
+class Lookup(Protocol):
+    """Columns by row number. Immutable."""
+
+    @property
+    def identity(self) -> str:
+        """What it looks up, as a short text."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its tables."""
+
+    @property
+    def fields(self) -> Sequence[pa.Field]:
+        """The columns, of storage types."""
+
+    def values(self, row_ids: Int64Array) -> dict[str, Any]:
+        """For each column: ``(k,)`` or ``(k, n)`` numbers, or an Arrow array."""
+
+
+@dataclass(frozen=True)
+class CodesLookup:
+    """The codes of a column.
+
+    Args:
+        column: its name; the codes have it, too.
+        codes: of each row of the version; int32.
+        vocabulary: None for buckets.
+        rule: how codes were made, for the identity.
+    """
+
+    column: str
+    codes: Int32Array = field(repr=False)
+    vocabulary: Vocabulary | None
+    rule: str
+
+    @property
+    def identity(self) -> str:
+        """The column and its vocabulary."""
+        return f" codes({self.column!r}, {self.rule})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Four bytes a row, and the vocabulary."""
+        values = 0 if self.vocabulary is None else int(self.vocabulary.values.nbytes)
+        return self.codes.nbytes + values
+
+    @property
+    def fields(self) -> Sequence[pa.Field]:
+        """One column of int32."""
+        return (pa.field(self.column, pa.int32(), nullable=False),)
+
+    def values(self, row_ids: Int64Array) -> dict[str, Any]:
+        """The codes of rows."""
+        return {self.column: self.codes[row_ids]}
+
+
+@dataclass(frozen=True)
+class JoinLookup:
+    """Columns of another dataset, by the value of a key.
+
+    Args:
+        key: column of this dataset.
+        dataset: name of the other one.
+        fingerprint: of its version.
+        index: its row for each row of this version; int32, -1 for none.
+        table: all its rows, without the key.
+    """
+
+    key: str
+    dataset: str
+    fingerprint: str
+    index: Int32Array = field(repr=False)
+    table: Rows = field(repr=False)
+
+    @property
+    def identity(self) -> str:
+        """The key, and the version of the other dataset."""
+        names = self.table.layout.logical.names
+        return f" join({self.key!r}, {self.dataset!r}, {self.fingerprint}, {names})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Four bytes a row, and the rows of the other dataset."""
+        stored = (*self.table.matrices.values(), *self.table.arrays.values())
+        return self.index.nbytes + sum(int(column.nbytes) for column in stored)
+
+    @property
+    def fields(self) -> Sequence[pa.Field]:
+        """Those of the other dataset."""
+        return tuple(self.table.layout.logical)
+
+    def values(self, row_ids: Int64Array) -> dict[str, Any]:
+        """The columns for rows."""
+        at = self.index[row_ids]
+        found: dict[str, Any] = {}
+        for index, column in enumerate(self.table.layout.columns):
+            if column.kind == "plain":
+                found[column.names[0]] = self.table.arrays[index].take(pa.array(at))
+                continue
+            taken = self.table.matrices[index][at]
+            if column.kind == "matrix":
+                found[column.names[0]] = taken
+            else:
+                found.update(zip(column.names, taken.T, strict=True))
+        return found
+
+
+def join_index(key: str, keys: pa.ChunkedArray, dataset: str, others: pa.Array) -> Int32Array:
+    """For each key, the row of the other dataset that has it; -1 for none.
+
+    Raises:
+        ConfigError: the other dataset has a key twice, or keys of another type; quotes it.
+    """
+    if others.type != keys.type:
+        try:
+            others = others.cast(keys.type)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise ConfigError(
+                f"join: {key!r} is {keys.type}, and {others.type} in {dataset!r}"
+            ) from None
+    counts = pc.value_counts(others)
+    twice = counts.filter(pc.greater(counts.field("counts"), 1))
+    if len(twice):
+        raise ConfigError(
+            f"join: dataset {dataset!r} has {key}={twice[0]['values'].as_py()!r} in "
+            f"{twice[0]['counts'].as_py()} rows: a key must have one row"
+        )
+    parts = [pc.fill_null(pc.index_in(chunk, others), -1).to_numpy() for chunk in keys.chunks]
+    return np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32, copy=False)
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """All columns that a job looks up.
+
+    Args:
+        layout: of the rows that are read.
+        lookups: in the order in which their columns follow.
+        hidden: columns that are read and not shown.
+
+    Raises:
+        ConfigError: two columns have one name; quotes it.
+    """
+
+    read: Layout
+    lookups: tuple[Lookup, ...]
+    hidden: frozenset[str] = frozenset()
+    layout: Layout = field(init=False)
+
+    def __post_init__(self) -> None:
+        read = [each for each in self.read.logical if each.name not in self.hidden]
+        fields = [*read, *(each for one in self.lookups for each in one.fields)]
+        names = [each.name for each in fields]
+        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if twice:
+            raise ConfigError(
+                f"join: column {twice[0]!r} is there already: name the columns of the other "
+                "dataset that you want, or leave out yours by columns"
+            )
+        object.__setattr__(self, "layout", Layout(pa.schema(fields)))
+
+    @property
+    def identity(self) -> str:
+        """Of all lookups; "" without any."""
+        return "".join(one.identity for one in self.lookups)
+
+    def extend(self, pieces: Sequence[Rows], row_ids: Int64Array) -> list[Rows]:
+        """The rows with the columns that are looked up.
+
+        Args:
+            pieces: the rows, in order.
+            row_ids: of all of them.
+        """
+        extended, stop = [], 0
+        for piece in pieces:
+            start, stop = stop, stop + piece.num_rows
+            found: dict[str, Any] = {}
+            for lookup in self.lookups:
+                found |= lookup.values(row_ids[start:stop])
+            extended.append(self._joined(piece, found))
+        return extended
+
+    def _joined(self, piece: Rows, found: dict[str, Any]) -> Rows:
+        matrices: dict[int, npt.NDArray[np.generic]] = {}
+        arrays: dict[int, pa.Array] = {}
+        for index, column in enumerate(self.layout.columns):
+            name = column.names[0]
+            if column.kind == "plain":
+                arrays[index] = found[name] if name in found else self._read(piece.arrays, name)
+                continue
+            if name not in found and column.names == self._stored_beside(name):
+                matrices[index] = self._read(piece.matrices, name)
+                continue
+            if column.kind == "matrix":
+                matrices[index] = found[name]
+                continue
+            assert column.dtype is not None
+            joined = pool_matrix(piece.num_rows, column.width, column.dtype)
+            for at, each in enumerate(column.names):
+                joined[:, at] = found[each] if each in found else self._scalar(piece, each)
+            matrices[index] = joined
+        return Rows(self.layout, matrices, arrays, piece.num_rows)
+
+    def _stored_beside(self, name: str) -> tuple[str, ...]:
+        return self.read.columns[self.read.place(name)[0]].names
+
+    def _read(self, stored: dict[int, Any], name: str) -> Any:
+        return stored[self.read.place(name)[0]]
+
+    def _scalar(self, piece: Rows, name: str) -> npt.NDArray[np.generic]:
+        index, at = self.read.place(name)
+        column: npt.NDArray[np.generic] = piece.matrices[index][:, at]
+        return column
