@@ -27,6 +27,7 @@ from cache_client.views.lookups import (
     join_index,
     sorted_vocabulary,
 )
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import View
 from cache_protocol.errors import ConfigError
 
@@ -169,7 +170,7 @@ def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:
     if pt.is_nested(kind):
         raise ConfigError(f"codes need single values, and column {column!r} is {kind}")
     if isinstance(rule, int):
-        return CodesLookup(column, hash_codes(found, rule), None, f"{rule} buckets")
+        return CodesLookup(column, SharedArray(hash_codes(found, rule)), None, f"{rule} buckets")
     if isinstance(rule, Vocabulary):
         vocabulary = rule
     elif isinstance(rule, Frequent):
@@ -178,7 +179,7 @@ def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:
         vocabulary = sorted_vocabulary(found)
     parts = [vocabulary.encode(chunk) for chunk in found.chunks]
     codes = np.concatenate([np.empty(0, np.int32), *parts])
-    return CodesLookup(column, codes, vocabulary, vocabulary.digest)
+    return CodesLookup(column, SharedArray(codes), vocabulary, vocabulary.digest)
 
 
 def _join(
@@ -198,7 +199,7 @@ def _join(
             "out by where"
         )
     return JoinLookup(
-        key, joined.dataset, other.shards.fingerprint, index, _all_rows(other, version)
+        key, joined.dataset, other.shards.fingerprint, SharedArray(index), _all_rows(other, version)
     )
 
 

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from cache_client.permutation import Int64Array
 from cache_client.rows import Rows
+from cache_client.views.shared_array import SharedArray
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, pool_matrix
 
@@ -193,7 +194,7 @@ class CodesLookup:
     """
 
     column: str
-    codes: Int32Array = field(repr=False)
+    codes: SharedArray = field(repr=False)
     vocabulary: Vocabulary | None
     rule: str
 
@@ -206,7 +207,7 @@ class CodesLookup:
     def num_bytes(self) -> int:
         """Four bytes a row, and the vocabulary."""
         values = 0 if self.vocabulary is None else int(self.vocabulary.values.nbytes)
-        return self.codes.nbytes + values
+        return self.codes.values.nbytes + values
 
     @property
     def fields(self) -> Sequence[pa.Field]:
@@ -215,7 +216,7 @@ class CodesLookup:
 
     def values(self, row_ids: Int64Array) -> dict[str, Any]:
         """The codes of rows."""
-        return {self.column: self.codes[row_ids]}
+        return {self.column: self.codes.values[row_ids]}
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class JoinLookup:
     key: str
     dataset: str
     fingerprint: str
-    index: Int32Array = field(repr=False)
+    index: SharedArray = field(repr=False)
     table: Rows = field(repr=False)
 
     @property
@@ -246,7 +247,7 @@ class JoinLookup:
     def num_bytes(self) -> int:
         """Four bytes a row, and the rows of the other dataset."""
         stored = (*self.table.matrices.values(), *self.table.arrays.values())
-        return self.index.nbytes + sum(int(column.nbytes) for column in stored)
+        return self.index.values.nbytes + sum(int(column.nbytes) for column in stored)
 
     @property
     def fields(self) -> Sequence[pa.Field]:
@@ -255,7 +256,7 @@ class JoinLookup:
 
     def values(self, row_ids: Int64Array) -> dict[str, Any]:
         """The columns for rows."""
-        at = self.index[row_ids]
+        at = self.index.values[row_ids]
         found: dict[str, Any] = {}
         for index, column in enumerate(self.table.layout.columns):
             if column.kind == "plain":

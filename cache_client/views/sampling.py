@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.permutation import Int64Array, Permutation
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Samples, Shuffle, View
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
@@ -90,7 +91,7 @@ class BalancedView:
     shuffle: Shuffle
     orders_rows: bool = True
     rows_per_slot: float = 1.0
-    _rows: npt.NDArray[np.unsignedinteger] = field(init=False, repr=False, compare=False)
+    _rows: SharedArray = field(init=False, repr=False, compare=False)
     _starts: Int64Array = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +99,8 @@ class BalancedView:
         order = np.argsort(self.labels, kind="stable")
         counts = np.bincount(self.labels) if size else np.empty(0, np.int64)
         object.__setattr__(self, "_starts", np.concatenate([[0], np.cumsum(counts)]))
-        object.__setattr__(self, "_rows", order.astype(np.uint32 if size < 2**32 else np.uint64))
+        rows = SharedArray(order.astype(np.uint32 if size < 2**32 else np.uint64))
+        object.__setattr__(self, "_rows", rows)
         object.__setattr__(self, "labels", self.labels[:0])
 
     @property
@@ -114,7 +116,7 @@ class BalancedView:
     @property
     def num_bytes(self) -> int:
         """Four bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self._rows.nbytes + self._starts.nbytes
+        return self.inner.num_bytes + self._rows.values.nbytes + self._starts.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """The largest multiple of the number of classes that is at most ``epoch_rows``."""
@@ -137,7 +139,9 @@ class BalancedView:
         passes, at = np.divmod(cycles, sizes)
         if self.shuffle.shuffle:
             at = self._permuted(at, passes, classes, sizes)
-        return self.inner.samples(self._rows[self._starts[classes] + at].astype(np.int64), epoch)
+        return self.inner.samples(
+            self._rows.values[self._starts[classes] + at].astype(np.int64), epoch
+        )
 
     def _permuted(
         self, at: Int64Array, passes: Int64Array, classes: Int64Array, sizes: Int64Array
@@ -181,14 +185,14 @@ class WeightedView:
     epoch_rows: int | None
     seed: int
     rows_per_slot: float = 1.0
-    _ends: Int64Array = field(init=False, repr=False, compare=False)
+    _ends: SharedArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         weights, size = _whole_weights(self.weights), len(self.weights)
         object.__setattr__(self, "weights", self.weights[:0])
         if not size:
             object.__setattr__(self, "epoch_rows", 0)
-            object.__setattr__(self, "_ends", weights)
+            object.__setattr__(self, "_ends", SharedArray(weights))
             return
         if not self.replacement:
             weights = weights[self._row_order(size).apply(np.arange(size))]
@@ -200,7 +204,7 @@ class WeightedView:
                 f"epoch_rows={self.epoch_rows} would take the row of the largest weight more than "
                 f"once: give at most {most}, or replacement=True"
             )
-        object.__setattr__(self, "_ends", np.cumsum(weights))
+        object.__setattr__(self, "_ends", SharedArray(np.cumsum(weights)))
 
     def _row_order(self, size: int) -> Permutation:
         return Permutation(size, seed=self.seed, epoch=0, stream=_STREAM_WEIGHTS)
@@ -221,7 +225,7 @@ class WeightedView:
     @property
     def num_bytes(self) -> int:
         """Eight bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self._ends.nbytes
+        return self.inner.num_bytes + self._ends.values.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """``epoch_rows``; 0 where there is no row."""
@@ -231,7 +235,7 @@ class WeightedView:
         """The rows of slots."""
         if not len(slots):
             return self.inner.samples(slots, epoch)
-        total = int(self._ends[-1])
+        total = int(self._ends.values[-1])
         if self.replacement:
             points = (_uniform(slots, self.seed, epoch) * total).astype(np.int64)
             np.minimum(points, total - 1, out=points)
@@ -241,7 +245,7 @@ class WeightedView:
             distance, rest = divmod(total, self.epoch_rows)
             first = int(_uniform(np.zeros(1, np.int64), self.seed, epoch)[0] * total)
             points = slots * distance + (slots * rest + first) // self.epoch_rows
-        at = np.searchsorted(self._ends, points, side="right")
+        at = np.searchsorted(self._ends.values, points, side="right")
         if not self.replacement:
             at = self._row_order(len(self._ends)).apply(at)
         return self.inner.samples(at, epoch)

@@ -20,6 +20,7 @@ from cache_client.views.lookups import (
     join_index,
     sorted_vocabulary,
 )
+from cache_client.views.shared_array import SharedArray
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout
 
@@ -128,8 +129,8 @@ def test_looked_up_columns_join_those_of_their_type():
     lookups = Lookups(
         rows.layout,
         (
-            CodesLookup("city", codes, None, "20 buckets"),
-            JoinLookup("user", "users", "f", index, rows_of(users)),
+            CodesLookup("city", SharedArray(codes), None, "20 buckets"),
+            JoinLookup("user", "users", "f", SharedArray(index), rows_of(users)),
         ),
     )
     ids = np.array([7, 3, 19, 0, 4, 4])
@@ -156,7 +157,7 @@ def test_a_batch_of_codes_alone_does_not_show_the_column_that_is_read():
     rows = rows_of({"city": pa.array(["a", "b"])})
     lookups = Lookups(
         rows.layout,
-        (CodesLookup("city", np.array([1, 2], np.int32), None, ""),),
+        (CodesLookup("city", SharedArray(np.array([1, 2], np.int32)), None, ""),),
         frozenset({"city"}),
     )
     (extended,) = lookups.extend([rows], np.array([1, 0]))
@@ -165,7 +166,8 @@ def test_a_batch_of_codes_alone_does_not_show_the_column_that_is_read():
 
 def test_two_columns_of_one_name_are_refused():
     rows = rows_of({"age": np.zeros(2)})
-    join = JoinLookup("user", "users", "f", np.zeros(2, np.int32), rows_of({"age": np.zeros(1)}))
+    index = SharedArray(np.zeros(2, np.int32))
+    join = JoinLookup("user", "users", "f", index, rows_of({"age": np.zeros(1)}))
     with pytest.raises(ConfigError, match="join: column 'age' is there already"):
         Lookups(rows.layout, (join,))
 
