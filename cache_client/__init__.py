@@ -40,12 +40,17 @@ if TYPE_CHECKING:
     from cache_client.loader import CacheLoader
     from cache_client.mixture import CacheMixture
     from cache_client.random_access import CacheDataset
+    from cache_client.views.lookup_options import Join
+    from cache_client.views.lookups import Frequent, Vocabulary
 
-_NEED_TORCH = {
+_AT_FIRST_USE = {
     "CacheDataset": "random_access",
     "CacheIterableDataset": "dataset",
     "CacheLoader": "loader",
     "CacheMixture": "mixture",
+    "Frequent": "views.lookups",
+    "Join": "views.lookup_options",
+    "Vocabulary": "views.lookups",
 }
 
 __all__ = [
@@ -59,10 +64,12 @@ __all__ = [
     "DatasetInfo",
     "DatasetNotFoundError",
     "DatasetSpec",
+    "Frequent",
     "InvalidImageError",
     "InvalidRowsError",
     "InvalidTextError",
     "InvalidTicketError",
+    "Join",
     "LoadError",
     "LoadForecast",
     "LoadReport",
@@ -76,14 +83,15 @@ __all__ = [
     "StaleVersionError",
     "TableForecast",
     "UnauthenticatedError",
+    "Vocabulary",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEED_TORCH:
+    if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(f"{__name__}.{_NEED_TORCH[name]}")
+        module = import_module(f"{__name__}.{_AT_FIRST_USE[name]}")
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, name, "client")) from None
     return getattr(module, name)

@@ -30,8 +30,9 @@ from cache_client.ranks import (
 )
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
-from cache_client.views.options import ViewOptions, make_view, read_columns, view_problems
-from cache_client.views.view import Shuffle, View
+from cache_client.views.lookups import Vocabulary
+from cache_client.views.options import ViewOptions, make_view, read_plan, view_problems
+from cache_client.views.view import Shuffle
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import ConfigError, checked
 
@@ -222,19 +223,25 @@ class CacheIterableDataset(RankBatches):
         self._device = target
         self._deadline_s = float(deadline_s)
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
-        chosen = read_columns(view, () if columns is None else tuple(columns))
-        shards = wait_for_plan(where, dataset, chosen, ready_deadline_s, credentials)
+        shards, chosen, hidden = read_plan(
+            view,
+            () if columns is None else tuple(columns),
+            lambda names: wait_for_plan(where, dataset, names, ready_deadline_s, credentials),
+        )
         self._source = Source(
             where, shards, chosen, credentials, deadline_s=self._deadline_s, local=local
         )
-        self._layout, self._nodes = shards.layout, shards.nodes
         self._version_name = shards.dataset
         self._job_view = make_view(
             view,
             VersionNodes(where, shards, credentials, self._deadline_s, self.rank),
             Shuffle(shuffle, self.shuffle_block_size, self.seed),
             batch_format,
+            hidden=hidden,
+            ready_deadline_s=ready_deadline_s,
         )
+        lookups, self._nodes = self._job_view.lookups, shards.nodes
+        self._layout = shards.layout if lookups is None else lookups.layout
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         self._decode = decode
         # Copies to a device are contiguous anyway.
@@ -255,17 +262,25 @@ class CacheIterableDataset(RankBatches):
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the version; with a view, of both."""
-        identity = self._view.identity
+        identity = self._job_view.identity
         if not identity:
             return self._source.shards.fingerprint
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return f"{self._source.shards.fingerprint}-{digest}"
 
+    def vocabulary(self, column: str) -> Vocabulary:
+        """The vocabulary of a column of ``codes``.
+
+        Raises:
+            ConfigError: the column has no codes, or is hashed to buckets.
+        """
+        return self._job_view.vocabulary(column)
+
     def __repr__(self) -> str:
         parts = {
             "fingerprint": self.fingerprint,
             "num_rows": self.num_rows,
-            "columns": self._source.shards.logical.names,
+            "columns": self._layout.logical.names,
             "batch_size": self.batch_size,
             "rank": self.rank,
             "world_size": self.world_size,

@@ -406,6 +406,8 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
             problems.append(f"source {name!r} has no rows")
         elif len(sizes) > 1:
             problems.append(f"source {name!r} has another number of samples in each epoch")
+        if dataset._job_view.lookups is not None:
+            problems.append(f"source {name!r} has codes or join, which a mixture does not read")
         if dataset._skipped:
             problems.append(f"source {name!r} has skip_steps: give it to the mixture")
     return problems

@@ -158,6 +158,11 @@ class RankBatches(IterableDataset[Any]):
         return self._view.num_slots(self._cursor.epoch)
 
     @property
+    def view(self) -> View:
+        """Which rows each sample has; it also knows its memory, ``num_bytes``."""
+        return self._job_view.view
+
+    @property
     def epoch(self) -> int:
         """Epoch of the next pass, the one after it where a loaded state leaves none of it."""
         epoch, offset = self._cursor.planned()
@@ -413,7 +418,7 @@ class RankBatches(IterableDataset[Any]):
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
             lambda window: _fetch_window(
-                reader, this, self._view, self.rank, window, audits=audits
+                reader, this, self._job_view, self.rank, window, audits=audits
             ),
             step_windows(steps, per_window),
             depth=self._sizes.windows_ahead(per_window),
@@ -461,7 +466,7 @@ class RankBatches(IterableDataset[Any]):
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""
         this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
-        shuffle = self.shuffle and not self._view.orders_rows
+        shuffle = self.shuffle and not self._view.orders_rows  # such a view shuffles itself
         this.order = EpochOrder(
             self._view.num_slots(start.epoch),
             shuffle=shuffle,
@@ -669,7 +674,7 @@ class _Window(NamedTuple):
 
 
 def _fetch_window(
-    reader: RowReader, this: Pass, view: View, rank: int, window: range, *, audits: bool
+    reader: RowReader, this: Pass, job_view: JobView, rank: int, window: range, *, audits: bool
 ) -> _Window:
     """Fetches a run of steps.
 
@@ -680,7 +685,10 @@ def _fetch_window(
     try:
         slots = this.order.row_ids(positions)
         digests = step_digests(slots, sizes) if audits else None
-        samples = view.samples(slots, this.epoch)
-        return _Window(reader.fetch(samples.row_ids), samples, sizes, digests)
+        samples = job_view.view.samples(slots, this.epoch).shared(sizes)
+        pieces = reader.fetch(samples.row_ids)
+        if job_view.lookups is not None:
+            pieces = job_view.lookups.extend(pieces, samples.row_ids)
+        return _Window(pieces, samples, sizes, digests)
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None

@@ -511,7 +511,7 @@ def _in_slots(sources: IntArray, parts: Sequence[tuple[Int64Array, Samples]]) ->
         within = np.arange(len(part.row_ids)) - (own.cumsum() - own).repeat(own)
         row_ids[starts[places].repeat(own) + within] = part.row_ids
     has_skipped = any(part.skipped is not None for _, part in parts)
-    return Samples(row_ids, lengths, skipped if has_skipped else None, sources)
+    return Samples(row_ids, lengths, skipped if has_skipped else None, sources=sources)
 
 
 # -- states ----------------------------------------------------------------------------------------

@@ -8,8 +8,17 @@ from functools import partial
 from typing import Any
 
 from cache_client.arguments import BatchFormat
+from cache_client.routing import ShardMap
 from cache_client.rows import Rows
 from cache_client.views.columns import VersionNodes, row_values
+from cache_client.views.lookup_options import (
+    LookupOptions,
+    columns_to_read,
+    lookup_problems,
+    make_lookups,
+)
+from cache_client.views.lookups import CodesLookup, Lookups, Vocabulary
+from cache_client.views.sampling_options import SamplingOptions, make_sampling, sampling_problems
 from cache_client.views.selection import SelectionOptions, make_selection, selection_problems
 from cache_client.views.sequences import (
     SequenceOptions,
@@ -18,15 +27,17 @@ from cache_client.views.sequences import (
     sequence_problems,
 )
 from cache_client.views.view import NO_SHUFFLE, Samples, Shuffle, View
+from cache_protocol.errors import ConfigError
 
 Assemble = Callable[[Rows, Samples], Any]
 """Makes the batch of one step from its rows; the samples have no row ids."""
 
 
-class ViewOptions(SelectionOptions, SequenceOptions, total=False):
+class ViewOptions(SelectionOptions, SamplingOptions, SequenceOptions, LookupOptions, total=False):
     """What a job reads of a dataset, other than each row once.
 
-    See `SelectionOptions` and `SequenceOptions`; sequences are made of the rows of a selection.
+    `SelectionOptions` choose rows. `SamplingOptions` say how often each comes. `SequenceOptions`
+    make samples of several of these. `LookupOptions` add columns to each row that is read.
     """
 
 
@@ -37,10 +48,28 @@ class JobView:
     Attributes:
         view: slots -> rows.
         assembler: converter of plain rows -> what makes batches; None: the converter itself.
+        lookups: columns that are added to the rows; None: none.
     """
 
     view: View
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
+    lookups: Lookups | None = None
+
+    @property
+    def identity(self) -> str:
+        """What tells the batches of two jobs of one version apart; "" for the plain read."""
+        return self.view.identity + ("" if self.lookups is None else self.lookups.identity)
+
+    def vocabulary(self, column: str) -> Vocabulary:
+        """The vocabulary of a column that becomes codes.
+
+        Raises:
+            ConfigError: it does not, or is hashed to buckets.
+        """
+        for each in () if self.lookups is None else self.lookups.lookups:
+            if isinstance(each, CodesLookup) and each.column == column and each.vocabulary:
+                return each.vocabulary
+        raise ConfigError(f"there are no codes of {column!r} with a vocabulary: name it in codes")
 
 
 def view_problems(
@@ -58,17 +87,36 @@ def view_problems(
         for name in options
         if name not in ViewOptions.__annotations__
     ]
-    problems += selection_problems(options)
+    problems += selection_problems(options) + sampling_problems(options) + lookup_problems(options)
+    problems += [
+        f"group_by and {name} exclude each other: a group has all its rows"
+        for name in ("weights", "per_class", "epoch_rows")
+        if "group_by" in options and name in options
+    ]
     return problems + sequence_problems(options, batch_format=batch_format, stacks=stacks)
 
 
-def read_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tuple[str, ...]:
-    """The columns that a job reads, of those that it asks for; empty: all.
+def read_plan(
+    options: Mapping[str, Any],
+    columns: tuple[str, ...],
+    plan: Callable[[tuple[str, ...]], ShardMap],
+) -> tuple[ShardMap, tuple[str, ...], frozenset[str]]:
+    """The shard map of the columns that a job reads, these columns, and those not shown.
+
+    Args:
+        options: without problems.
+        columns: that the caller asks for; empty: all.
+        plan: columns -> shard map.
 
     Raises:
-        ConfigError: the view has other columns than those asked for.
+        ConfigError: the options have other columns than those asked for.
+        CacheError: as ``plan``.
     """
-    return sequence_columns(options, columns)
+    columns, hidden = sequence_columns(options, columns), frozenset[str]()
+    if options.keys() & LookupOptions.__annotations__.keys():
+        names = plan(()).layout.logical.names
+        columns, hidden = columns_to_read(options, names, columns)
+    return plan(columns), columns, hidden
 
 
 def make_view(
@@ -76,6 +124,9 @@ def make_view(
     version: VersionNodes,
     shuffle: Shuffle = NO_SHUFFLE,
     batch_format: BatchFormat = "torch",
+    *,
+    hidden: frozenset[str] = frozenset(),
+    ready_deadline_s: float = 60.0,
 ) -> JobView:
     """The view that the options ask for.
 
@@ -84,16 +135,21 @@ def make_view(
         version: to read; nodes compute what a view needs of the values of rows.
         shuffle: of the job.
         batch_format: of the job.
+        hidden: columns that are read and not shown.
+        ready_deadline_s: how long to wait for a joined dataset that loads.
 
     Raises:
         ConfigError: quotes every bad option.
     """
+    selection = make_selection(options, version)
+    values = partial(row_values, version)
     view, assembler = make_sequences(
         options,
-        make_selection(options, version),
+        make_sampling(options, selection, shuffle=shuffle, values=values),
         version.shards.layout,
         shuffle=shuffle,
         batch_format=batch_format,
-        values=partial(row_values, version),
+        values=values,
     )
-    return JobView(view, assembler)
+    lookups = make_lookups(options, version, selection, hidden, ready_deadline_s=ready_deadline_s)
+    return JobView(view, assembler, lookups)

@@ -59,7 +59,7 @@ class Samples:
         shares[np.cumsum([0, *slots_of_steps[:-1]])] = False
         kept = np.ones(len(self.row_ids), np.bool_)
         kept[firsts[shares]] = False
-        return Samples(self.row_ids[kept], self.lengths, self.skipped, shares)
+        return Samples(self.row_ids[kept], self.lengths, self.skipped, shares, self.sources)
 
     def rows_of_steps(self, slots_of_steps: list[int]) -> list[int]:
         """Rows of each step, for steps of so many slots."""
