@@ -306,6 +306,16 @@ def test_no_user_is_in_both_parts_of_a_split_by_user(
     assert 6.5 < train / val < 9.5
 
 
+def test_balanced_classes_find_what_is_rare(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weighted_classes.py"])
+    runpy.run_path(str(EXAMPLES / "weighted_classes.py"), run_name="__main__")
+
+    as_they_are, balanced = map(int, re.findall(r"(\d+)% of the frauds", capsys.readouterr().out))
+    assert as_they_are + 50 < balanced
+
+
 def test_the_table_of_the_examples_names_every_file() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".ipynb", ".py", ".yaml")}

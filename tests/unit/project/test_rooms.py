@@ -31,6 +31,7 @@ PURE_MODULES = (
     "cache_client/views/groups.py",
     "cache_client/views/length_buckets.py",
     "cache_client/views/packing.py",
+    "cache_client/views/sampling.py",
     "cache_client/views/mixture.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
