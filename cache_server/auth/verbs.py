@@ -37,6 +37,7 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_HEALTH}Check": None,
     f"grpc {_HEALTH}List": None,
     f"grpc {_HEALTH}Watch": None,
+    "http /live": None,
     "http /ready": None,
     "http /": Role.READER,
     "http /metrics": Role.READER,

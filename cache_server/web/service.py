@@ -1,4 +1,4 @@
-"""The HTTP port of a node: ``/`` for people, ``/metrics`` for Prometheus, ``/ready`` for probes."""
+"""The HTTP port of a node: ``/`` for people, ``/metrics`` for Prometheus, the others for probes."""
 
 from __future__ import annotations
 
@@ -155,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         accept = self.headers.get("Accept", "")
         self._answer(HTTPStatus.OK, *exposition(self.server.status(viewer, ""), accept))
 
+    def _live(self, viewer: Viewer) -> None:
+        self._answer(HTTPStatus.OK, b"live\n", _TEXT)
+
     def _ready(self, viewer: Viewer) -> None:
         ready = self.server.is_ready()
         code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
@@ -205,6 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
 PATHS: Mapping[str, Callable[[_Handler, Viewer], None]] = {
     "/": _Handler._page,
     "/metrics": _Handler._metrics,
+    "/live": _Handler._live,
     "/ready": _Handler._ready,
 }
 """What answers each path; `cache_server.auth.verbs` has the role that it needs."""

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.wire.credentials import NO_CREDENTIALS
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.jwt_tokens import JwtSettings, JwtVerifier
+from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.token_file import parse_yaml
 
@@ -51,7 +53,7 @@ def test_the_file_of_an_issuer_is_one(tmp_path: Path) -> None:
     for path in re.findall(r"/var/run/\S+", text):
         text = text.replace(path, str(write(tmp_path / Path(path).name, "a-token")))
 
-    JwtVerifier(write(tmp_path / "jwt.yaml", text))
+    JwtVerifier.of_file(write(tmp_path / "jwt.yaml", text), NO_CREDENTIALS, Cluster())
     assert parse_yaml(text, JwtSettings).audience == "data-cache"
 
 
