@@ -34,7 +34,6 @@ _KEPT_VARIABLES = (
     *("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-_TOKEN = "CACHE_TOKEN"  # shared by the nodes and trainers of one run
 _MEMORY = "/dev/shm"
 _LOCK_PORT = 50_050  # the run that is bound to it owns the subnet 127.x.y.0/24
 _MAX_PODS = 250
@@ -75,11 +74,12 @@ def run_local(
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
         around = Surroundings(
             secrets=manifests.secrets,
-            environment={"PATH": path, _TOKEN: secrets.token_urlsafe(32), **kept},
+            environment={"PATH": path, **kept},
             extra_environment=extra_environment,
             ports=ports,
             hosts=hosts or {},
             find_program=lambda program: shutil.which(program, path=path),
+            token=secrets.token_urlsafe(32),
         )
 
         @contextmanager
@@ -100,7 +100,7 @@ def run_local(
 
 @contextmanager
 def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
-    """The directory of each emptyDir of a pod, and one for its other files.
+    """The directory of each volume of a pod, and one for its other files.
 
     They end with the pod: a container that restarts in place finds its files, a pod that replaces
     another starts with empty directories.

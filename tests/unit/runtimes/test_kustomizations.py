@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 CACHE = "torch-distributed-data-cache"
 SHARED = {
+    "ConfigMap/data-cache-auth",
     *("Namespace/data-cache-system", "NetworkPolicy/data-cache", "PodDisruptionBudget/data-cache"),
     *("Service/data-cache", "Service/data-cache-nodes", "ServiceAccount/data-cache"),
     "StatefulSet/data-cache",

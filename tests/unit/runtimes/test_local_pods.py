@@ -332,3 +332,20 @@ def test_a_job_waits_for_its_dependencies(
 ) -> None:
     job = {"name": "node", "dependsOn": [{"name": "cache", "status": status}]}
     assert policies.may_start(job, ready, succeeded) is starts
+
+
+def test_one_token_of_the_run_takes_the_place_of_those_of_a_cluster() -> None:
+    node = container("node", "serve")
+    node["args"] = ["--auth-pods=reader:*", "--service-account-dir=/api", "--num-nodes=1"]
+    node["env"] = env(CACHE_TOKEN_FILE="/var/run/secrets/data-cache/token")
+    made = planned(node, around=replace(AROUND, token="of-the-run"))
+    assert made.argv[-1] == "--num-nodes=1"
+    assert not any("auth" in argument or "account" in argument for argument in made.argv)
+    assert made.environment["CACHE_TOKEN"] == "of-the-run"
+    assert "CACHE_TOKEN_FILE" not in made.environment
+    node["env"] += env(CACHE_TOKEN="of-a-cache-outside")
+    outside = planned(node, around=replace(AROUND, token="of-the-run"))
+    assert outside.environment["CACHE_TOKEN"] == "of-a-cache-outside"
+    in_a_cluster = planned(node)
+    assert "--auth-pods=reader:*" in in_a_cluster.argv
+    assert "CACHE_TOKEN_FILE" in in_a_cluster.environment
