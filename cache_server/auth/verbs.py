@@ -39,6 +39,7 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_HEALTH}Watch": None,
     "http /live": None,
     "http /ready": None,
+    "http /metrics/node": None,  # names no dataset
     "http /": Role.READER,
     "http /metrics": Role.READER,
 }

@@ -24,7 +24,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator, Caller
-from cache_server.auth.principals import Viewer
+from cache_server.auth.principals import NOTHING, Viewer
 from cache_server.node.status import NodeStatus
 from cache_server.web.page import page
 
@@ -155,6 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         accept = self.headers.get("Accept", "")
         self._answer(HTTPStatus.OK, *exposition(self.server.status(viewer, ""), accept))
 
+    def _node_metrics(self, viewer: Viewer) -> None:
+        self._metrics(NOTHING)
+
     def _live(self, viewer: Viewer) -> None:
         self._answer(HTTPStatus.OK, b"live\n", _TEXT)
 
@@ -208,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
 PATHS: Mapping[str, Callable[[_Handler, Viewer], None]] = {
     "/": _Handler._page,
     "/metrics": _Handler._metrics,
+    "/metrics/node": _Handler._node_metrics,
     "/live": _Handler._live,
     "/ready": _Handler._ready,
 }

@@ -138,7 +138,7 @@ def test_other_paths_and_methods_are_refused_and_head_has_no_body(cluster: Local
     assert ask(page, "/nowhere") == (
         404,
         "text/plain; charset=utf-8",
-        "not found; paths: /, /metrics, /live, /ready\n",
+        "not found; paths: /, /metrics, /metrics/node, /live, /ready\n",
     )
     assert ask(page, "/ready?verbose=1")[0] == 200
     assert ask(page, "/", "HEAD")[::2] == (200, "")
