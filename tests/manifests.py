@@ -95,8 +95,11 @@ def fields_are_known(thing: Json) -> Iterator[str]:
     """The API server drops or refuses a field that the schema lacks.
 
     Runtimes by the models of kubeflow-trainer-api, by which the SDK also reads them: one that does
-    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client.
+    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client,
+    which has none of cert-manager.
     """
+    if thing["apiVersion"].startswith("cert-manager.io/"):
+        return
     if is_runtime(thing):
         model = getattr(trainer_models, f"TrainerV1alpha1{thing['kind']}")
         yield from _lost(thing, model.from_dict(thing).to_dict(), "$")
