@@ -117,7 +117,7 @@ def serve(
             metavar="<path>",
             help="Directory of token and ca.crt, for the public keys of the cluster.",
         ),
-    ] = SERVICE_ACCOUNT_DIR,
+    ] = Path(SERVICE_ACCOUNT_DIR),
     tls_cert: Annotated[
         str | None,
         typer.Option(

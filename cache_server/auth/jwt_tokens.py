@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import jwt
@@ -246,7 +246,7 @@ class _FetchedKeys:
     """The keys at an address, fetched at the first use, again every hour, and for unknown ones."""
 
     def __init__(
-        self, url: str, token: Credentials, ca: Path | None, *, is_cluster: bool = False
+        self, url: str, token: Credentials, ca: PurePath | None, *, is_cluster: bool = False
     ) -> None:
         self._url, self._token, self._ca = url, token, ca
         self._is_cluster = is_cluster

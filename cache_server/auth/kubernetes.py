@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 # What Kubernetes adds to the name of a pod of a Job; its alphabet has no vowels (apimachinery).
 _GENERATED = re.compile(r"-[bcdfghjklmnpqrstvwxz2456789]{5}$")
 
-SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+SERVICE_ACCOUNT_DIR = PurePath("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 class Cluster(NamedTuple):
@@ -22,10 +22,10 @@ class Cluster(NamedTuple):
     """
 
     address: str | None = None
-    directory: Path = SERVICE_ACCOUNT_DIR
+    directory: PurePath = SERVICE_ACCOUNT_DIR
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str], directory: Path) -> Cluster:
+    def from_env(cls, environ: Mapping[str, str], directory: PurePath) -> Cluster:
         """By the variables that a kubelet sets in every container."""
         host, port = (environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
         if not host or not port:

@@ -156,6 +156,7 @@ def test_a_node_is_ready_for_http_probes_once_it_has_joined(tmp_path: Path) -> N
 
     with node("waiting", "127.0.0.1:1") as waiting:  # where nobody listens
         assert ask(waiting.page, "/ready") == (503, "text/plain; charset=utf-8", "not ready\n")
+        assert ask(waiting.page, "/live") == (200, "text/plain; charset=utf-8", "live\n")
         assert "not reached yet" in ask(waiting.page)[2]
 
     with node("alone", None) as alone:

@@ -114,7 +114,8 @@ def processes(
         addresses[each.host] = each.address
         for port, free in around.ports.items():
             addresses[f"{each.host}:{port}"] = f"{each.address}:{free}"
-    with_names = _substitution(addresses, r"(?<![\w.-])", r"(?![\w-]|\.\w)")
+    # After a single slash stands a part of a path.
+    with_names = _substitution(addresses, r"(?<![\w.-])(?<![^/]/)(?<!^/)", r"(?![\w-]|\.\w)")
     found: dict[str, Process] = {}
     for container in containers(pod.job):
         where = f"{pod.name}/{container['name']}"

@@ -349,3 +349,13 @@ def test_one_token_of_the_run_takes_the_place_of_those_of_a_cluster() -> None:
     in_a_cluster = planned(node)
     assert "--auth-pods=reader:*" in in_a_cluster.argv
     assert "CACHE_TOKEN_FILE" in in_a_cluster.environment
+
+
+def test_a_name_of_a_pod_inside_a_path_stays_a_path() -> None:
+    around = replace(AROUND, hosts={"cache": "127.0.0.9"})
+    node = container("node", "serve")
+    node["args"] = ["/cache/a", "--file=/etc/cache/token", "grpc://cache:1", "cache/a"]
+    assert planned(node, around=around).argv[-4:] == (
+        *("/cache/a", "--file=/etc/cache/token"),
+        *("grpc://127.0.0.9:1", "127.0.0.9/a"),
+    )
