@@ -135,7 +135,5 @@ def test_each_namespace_has_its_own_datasets_in_the_shared_cache(
     }
     assert set(nobody.values()) == {"UnauthenticatedError"}
     sealed = [line for line in cluster.lines("data-cache-system") if "shard sealed" in line]
-    assert {line.partition("dataset=")[2].partition("/")[0] for line in sealed} == {
-        namespace,
-        other_namespace,
-    }
+    owners = {line.partition("dataset=")[2].partition("/")[0] for line in sealed}
+    assert owners >= {namespace, other_namespace}
