@@ -291,6 +291,8 @@ def test_pods_of_jobs_reach_each_other_in_a_namespace_that_denies_by_default(
     labels = shared["spec"]["template"]["metadata"]["labels"]
     (to_shared,) = (rule for rule in egress if "podSelector" in rule["to"][0] and "ports" in rule)
     assert to_shared["to"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+    # Names, and HTTPS for stores and the keys of tokens: as for the shared cache.
+    assert egress[-2:] == read(MANIFESTS / "shared/network-policy.yaml")["spec"]["egress"][-2:]
 
 
 def test_nodes_and_clients_of_the_shared_cache_use_tls_by_a_certificate_of_their_names(
