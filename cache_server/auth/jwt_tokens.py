@@ -127,8 +127,10 @@ class JwtVerifier:
         Raises:
             ConfigError: also for a bad rule, which it quotes; or if this node is in no pod.
         """
-        subject = f"system:serviceaccount:{PodClaims.of(_claims_of(own)).namespace}:*"
-        parsed = [_pod_rule(text, subject) for text in rules]
+        namespace = PodClaims.of(_claims_of(own)).namespace
+        if namespace is None:
+            raise ConfigError("the token of this node names no Kubernetes namespace")
+        parsed = [_pod_rule(text, f"system:serviceaccount:{namespace}:*") for text in rules]
         settings = JwtSettings(rules=tuple(parsed))
         return cls(lambda: settings, own, cluster)
 

@@ -143,6 +143,7 @@ def test_what_a_pod_lacks_is_named_at_the_start(
     lacks: list[tuple[dict[str, Any], str]] = [
         ({"own": Credentials("no-jwt"), "cluster": cluster}, "projected ServiceAccount token"),
         ({"own": None, "cluster": cluster}, "projected ServiceAccount token"),
+        ({"own": Credentials(token(**{"kubernetes.io": 7}))}, "no Kubernetes namespace"),
         ({"own": own, "cluster": Cluster.from_env({}, tmp_path)}, "this is no pod"),
         ({"own": own, "cluster": Cluster("https://h:1", tmp_path / "no")}, "no/token"),
     ]
