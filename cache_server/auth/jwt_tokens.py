@@ -257,20 +257,27 @@ class _FetchedKeys:
         self._fetched_at = self._tried_at = float("-inf")
 
     def find(self, kid: object) -> jwt.PyJWK:
-        with self._lock:
-            now = time.monotonic()
-            is_due = kid not in self._keys or now - self._fetched_at > _KEYS_LIVE_S
-            pause_s = _RETRY_S if self._keys else _FIRST_RETRY_S
-            if is_due and now - self._tried_at > pause_s:
-                self._tried_at = now
-                try:
-                    self._keys = _parse_keys(self._fetch())
-                    self._fetched_at = now
-                except (OSError, ValueError) as error:
-                    logger.error("keys not fetched url=%s reason=%s", self._url, error)
-            if not self._keys:
-                raise NodeUnavailableError(f"the keys at {self._url} were not fetched yet")
-            return _find(self._keys, kid)
+        # A caller with a known key does not wait for a fetch of another one.
+        if self._lock.acquire(blocking=kid not in self._keys):
+            try:
+                self._fetch_if_due(kid)
+            finally:
+                self._lock.release()
+        if not self._keys:
+            raise NodeUnavailableError(f"the keys at {self._url} were not fetched yet")
+        return _find(self._keys, kid)
+
+    def _fetch_if_due(self, kid: object) -> None:
+        now = time.monotonic()
+        is_due = kid not in self._keys or now - self._fetched_at > _KEYS_LIVE_S
+        pause_s = _RETRY_S if self._keys else _FIRST_RETRY_S
+        if is_due and now - self._tried_at > pause_s:
+            self._tried_at = now
+            try:
+                self._keys = _parse_keys(self._fetch())
+                self._fetched_at = now
+            except (OSError, ValueError) as error:
+                logger.error("keys not fetched url=%s reason=%s", self._url, error)
 
     def _fetch(self) -> str:
         request = urllib.request.Request(self._url, headers=dict(self._token.headers()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
@@ -14,6 +15,7 @@ import pytest
 
 from cache_protocol.errors import ConfigError, NodeUnavailableError, UnauthenticatedError
 from cache_protocol.wire.credentials import Credentials
+from cache_server.auth import jwt_tokens
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import Role
@@ -21,6 +23,7 @@ from cache_server.config import NodeConfig
 from tests.certificates import Authority
 from tests.store_stubs import Served
 from tests.unit.auth.test_authenticator import KEY, bearer, jwks
+from tests.waiting import wait_until
 
 RULES = ("node,writer:job-dataset-initializer-0-*", "writer:job-*", "reader:*")
 
@@ -29,9 +32,12 @@ class ApiServer(BaseHTTPRequestHandler):
     """Shows its keys to callers with a token of its own audience, as Kubernetes does."""
 
     asked = 0
+    answers = threading.Event()
+    answers.set()
 
     def do_GET(self) -> None:
         type(self).asked += 1
+        self.answers.wait(30)
         known = self.headers["Authorization"] == "Bearer of-the-api"
         found = known and self.path == "/openid/v1/jwks"
         self.send_response(200 if found else 401)
@@ -164,6 +170,26 @@ def test_while_the_api_server_does_not_answer_callers_may_try_again(
     found = Authenticator(own=own, pods=RULES, cluster=nowhere)
     with pytest.raises(NodeUnavailableError, match="not fetched yet"):
         found.authenticate(bearer(token()), "")
+
+
+def test_while_keys_are_fetched_again_callers_with_a_known_key_do_not_wait(
+    own: Credentials, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Authenticator(own=own, pods=RULES, cluster=cluster)
+    found.authenticate(bearer(token()), "")
+    for name in ("_KEYS_LIVE_S", "_RETRY_S"):
+        monkeypatch.setattr(jwt_tokens, name, 0.0)
+    asked = ApiServer.asked
+    ApiServer.answers.clear()
+    fetching = threading.Thread(target=found.authenticate, args=(bearer(token()), ""))
+    try:
+        fetching.start()
+        wait_until(lambda: ApiServer.asked > asked, 10, "the fetch")
+        assert found.authenticate(bearer(token()), "").namespace == "team-a"
+        assert fetching.is_alive()
+    finally:
+        ApiServer.answers.set()
+        fetching.join()
 
 
 def test_an_address_of_version_6_gets_brackets() -> None:
