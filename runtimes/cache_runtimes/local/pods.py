@@ -122,8 +122,7 @@ def processes(
         directories = _directories(container, volumes, where)
         with_paths = _substitution(directories, r"(?<![\w./-])", r"(?![\w.-])")
         env = _environment(pod, container, around.secrets, where)
-        if around.token is not None:
-            env.pop(_TOKEN_FILE, None)
+        if around.token is not None and _TOKEN_FILE not in env:
             env.setdefault(_TOKEN, around.token)
         if not container.get("command"):
             raise ConfigError(
@@ -154,6 +153,13 @@ def processes(
             directory=PurePath(with_paths(directory)) if directory else home,
         )
     return found
+
+
+def token_files(volume: Json, token: str) -> dict[str, str]:
+    """The content of each file of a volume that holds a token of the cluster, here ``token``."""
+    sources = (volume.get("projected") or {}).get("sources") or ()
+    tokens = (source.get("serviceAccountToken") for source in sources)
+    return {each["path"]: token for each in tokens if each is not None}
 
 
 def _no_proxy(

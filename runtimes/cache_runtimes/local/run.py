@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local.controller import Console, JobFailed, JobSetRun
 from cache_runtimes.local.manifests import Manifests
-from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes
+from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes, token_files
 from cache_runtimes.local.render import Json
 from cache_runtimes.local.supported import JOBSET, check_supported
 from cache_runtimes.local.trainer.info import TRAINER_PORT
@@ -72,6 +72,7 @@ def run_local(
         every_pod = pods(jobset, lambda number: f"{subnet}.{number + 2}")
         if len(every_pod) > _MAX_PODS:
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
+        token = secrets.token_urlsafe(32)
         around = Surroundings(
             secrets=manifests.secrets,
             environment={"PATH": path, **kept},
@@ -79,12 +80,12 @@ def run_local(
             ports=ports,
             hosts=hosts or {},
             find_program=lambda program: shutil.which(program, path=path),
-            token=secrets.token_urlsafe(32),
+            token=token,
         )
 
         @contextmanager
         def plan(pod: Pod) -> Iterator[Mapping[str, Process]]:
-            with _volumes(pod) as (volumes, home):
+            with _volumes(pod, token) as (volumes, home):
                 yield processes(pod, every_pod, volumes, around, home=home)
 
         for pod in every_pod:
@@ -99,7 +100,7 @@ def run_local(
 
 
 @contextmanager
-def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
+def _volumes(pod: Pod, token: str) -> Iterator[tuple[dict[str, Path], Path]]:
     """The directory of each volume of a pod, and one for its other files.
 
     They end with the pod: a container that restarts in place finds its files, a pod that replaces
@@ -115,7 +116,9 @@ def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
         found: dict[str, Path] = {}
         for volume in pod.spec.get("volumes") or ():
             in_memory = (volume.get("emptyDir") or {}).get("medium") == "Memory"
-            found[volume["name"]] = directory(_MEMORY if in_memory else None)
+            found[volume["name"]] = path = directory(_MEMORY if in_memory else None)
+            for name, content in token_files(volume, token).items():
+                (path / name).write_text(content)
         yield found, directory(None)
 
 
