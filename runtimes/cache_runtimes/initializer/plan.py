@@ -367,7 +367,7 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
             "--cache-dir=/cache",
             "--bind=$(POD_IP)",
             f"--auth-pods=node,writer:{names.cache}-*",
-            f"--auth-pods=writer:{names.train_job}-*",
+            f"--auth-pods=writer:{names.train_job}-node-0-*",
             "--auth-pods=reader:*",
             f"--service-account-dir={_API_DIR}",
             f"--advertise=$(POD_NAME).{names.cache}",

@@ -25,7 +25,7 @@ from tests.store_stubs import Served
 from tests.unit.auth.test_authenticator import KEY, bearer, jwks
 from tests.waiting import wait_until
 
-RULES = ("node,writer:job-dataset-initializer-0-*", "writer:job-*", "reader:*")
+RULES = ("node,writer:job-dataset-initializer-0-*", "writer:job-node-0-*", "reader:*")
 
 
 class ApiServer(BaseHTTPRequestHandler):
@@ -94,7 +94,10 @@ def test_pods_of_a_job_are_told_apart_and_those_of_other_namespaces_are_refused(
     found = Authenticator(own=own, pods=RULES, cluster=cluster)
     roles = {
         pod: found.authenticate(bearer(token(pod=pod)), "").roles
-        for pod in ("job-dataset-initializer-0-1-x7k2p", "job-node-0-0-x7k2p", "jo", None)
+        for pod in (
+            *("job-dataset-initializer-0-1-x7k2p", "job-node-0-0-x7k2p"),
+            *("job-2-node-0-0-x7k2p", None),  # of another job; of no pod
+        )
     }
     assert list(roles.values()) == [
         {Role.NODE, Role.WRITER},

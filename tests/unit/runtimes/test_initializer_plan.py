@@ -276,7 +276,7 @@ def test_the_cache_has_the_size_of_the_job() -> None:
         "--cache-dir=/cache",
         "--bind=$(POD_IP)",
         "--auth-pods=node,writer:train-1-cache-*",
-        "--auth-pods=writer:train-1-*",
+        "--auth-pods=writer:train-1-node-0-*",
         "--auth-pods=reader:*",
         "--service-account-dir=/var/run/secrets/kubernetes.io/serviceaccount",
         "--advertise=$(POD_NAME).train-1-cache",
