@@ -22,7 +22,7 @@ from cache_protocol.errors import NotReadyError, RequestError
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.sql_types import sql_schema
 from cache_server.shards.version_key import VersionKey
-from cache_server.sql.row_queries import RowQuery, check_row_query, run_row_query
+from cache_server.sql.row_queries import ROW_SCHEMA, RowQuery, check_row_query, run_row_query
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests
@@ -76,11 +76,11 @@ class RowValues:
             RequestError: it cannot be computed; says why.
             InvalidRowsError, NotReadyError: as for `ResidentRows.lots`; or too many requests wait.
         """
+        if not expression:
+            return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where))]
         with self._turn():
             query = check_row_query(expression, where, sql_schema(rows.layout.logical))
-            if expression:
-                return query.result, list(_bounded(_computed(query, rows, start, stop)))
-        return query.result, [pa.array(self._selected(query, rows, start, stop, where))]
+            return query.result, list(_bounded(_computed(query, rows, start, stop)))
 
     def forget(self, version: VersionKey) -> None:
         """Frees what is kept of a version."""
@@ -100,7 +100,7 @@ class RowValues:
                     kept -= _bytes_of(self._kept.pop(name))
 
     def _selected(
-        self, query: RowQuery, rows: ResidentRows, start: int, stop: int, where: tuple[str, ...]
+        self, rows: ResidentRows, start: int, stop: int, where: tuple[str, ...]
     ) -> RowNumbers:
         """The rows that fulfil conditions; computed once for each shard."""
         first, last = rows.shard_range(start, stop)
@@ -114,6 +114,7 @@ class RowValues:
         if mine:
             try:
                 with self._turn():
+                    query = check_row_query("", where, sql_schema(rows.layout.logical))
                     pieces = _computed(query, rows, first, last)
                     found.set_result(_joined([piece.to_numpy() for piece in pieces]))
             except BaseException as error:
