@@ -32,6 +32,7 @@ from cache_server.sql.session import (
 MAX_TEXT_LENGTH = 4096
 BATCH_ROWS = 32_768  # intermediate columns fit into the processor's caches
 VALUE, ROW = "value", "row"
+ROW_SCHEMA = pa.schema([pa.field(ROW, pa.uint32())])
 _WITHOUT_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
 
 
