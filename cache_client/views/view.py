@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cache_client.order import EpochOrder
 from cache_client.permutation import Int64Array
 
 
@@ -27,25 +29,52 @@ class Samples:
         lengths: rows of each slot; int64, shape ``(slots,)``. None: each slot has one row.
         skipped: for packed lists: values of the first row of each slot that do not belong to it;
             int64, shape ``(slots,)``.
+        shares: whether the first row of a slot is the last one of the slot before, which
+            ``row_ids`` then has once; bool, shape ``(slots,)``. None: nowhere.
     """
 
     row_ids: Int64Array
     lengths: Int64Array | None = None
     skipped: Int64Array | None = None
+    shares: NDArray[np.bool_] | None = None
+
+    @property
+    def firsts(self) -> Int64Array:
+        """Where the rows of each slot begin, among the rows of all; int64, shape ``(slots,)``."""
+        assert self.lengths is not None
+        ends = np.cumsum(self.lengths)
+        if self.shares is not None:
+            ends -= np.cumsum(self.shares)
+        return ends - self.lengths
+
+    def shared(self, slots_of_steps: list[int]) -> Samples:
+        """The same samples; a row that ends a slot and begins the next of a step is given once."""
+        if self.lengths is None or self.skipped is None or not len(self.lengths):
+            return self
+        firsts = self.firsts
+        shares = self.row_ids[firsts] == self.row_ids[firsts - 1]
+        shares[np.cumsum([0, *slots_of_steps[:-1]])] = False
+        kept = np.ones(len(self.row_ids), np.bool_)
+        kept[firsts[shares]] = False
+        return Samples(self.row_ids[kept], self.lengths, self.skipped, shares)
 
     def rows_of_steps(self, slots_of_steps: list[int]) -> list[int]:
         """Rows of each step, for steps of so many slots."""
         if self.lengths is None:
             return slots_of_steps
-        ends = np.concatenate([[0], np.cumsum(self.lengths)])[np.cumsum([0, *slots_of_steps])]
-        rows: list[int] = np.diff(ends).tolist()
+        firsts = np.append(self.firsts, len(self.row_ids))
+        rows: list[int] = np.diff(firsts[np.cumsum([0, *slots_of_steps])]).tolist()
         return rows
 
     def slots(self, start: int, stop: int) -> Samples:
-        """Lengths and skipped values of slots ``[start, stop)``, without their row ids."""
-        lengths = None if self.lengths is None else self.lengths[start:stop]
-        skipped = None if self.skipped is None else self.skipped[start:stop]
-        return Samples(self.row_ids[:0], lengths, skipped)
+        """What is known of slots ``[start, stop)``, without their row ids."""
+        return Samples(
+            self.row_ids[:0],
+            *(
+                None if each is None else each[start:stop]
+                for each in (self.lengths, self.skipped, self.shares)
+            ),
+        )
 
 
 class View(Protocol):
@@ -101,3 +130,29 @@ class PlainView:
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The slots themselves."""
         return Samples(slots)
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How a view that orders rows shuffles the slots of its inner view; see `EpochOrder`."""
+
+    shuffle: bool
+    shuffle_block_size: int | None = None
+    seed: int = 0
+
+    def order(self, inner: View, epoch: int) -> EpochOrder:
+        """The order of the inner view's slots, left as it is if that view orders them."""
+        shuffle = self.shuffle and not inner.orders_rows
+        return EpochOrder(
+            inner.num_slots(epoch),
+            shuffle=shuffle,
+            shuffle_block_size=self.shuffle_block_size if shuffle else None,
+            seed=self.seed,
+            epoch=epoch,
+        )
+
+
+def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
+    """The integers of half-open ranges, one range after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
