@@ -99,9 +99,7 @@ def places(offsets: Int64Array, samples: Samples, sequence_length: int) -> Place
     numbers = row - firsts[slot]
     numbers[is_padding] = -1
     runs = lengths[kept]
-    return Places(
-        starts, stops - starts, Segments(np.cumsum(runs) - runs, runs, numbers[kept])
-    )
+    return Places(starts, stops - starts, Segments(np.cumsum(runs) - runs, runs, numbers[kept]))
 
 
 @dataclass(frozen=True)

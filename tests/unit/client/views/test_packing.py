@@ -20,9 +20,7 @@ def reference(lengths, sequence_length, *, cut, order):
     stream = [[(row, token) for token in range(lengths[row])] for row in order]
     if cut:
         tokens = [token for document in stream for token in document]
-        return [
-            tokens[at : at + sequence_length] for at in range(0, len(tokens), sequence_length)
-        ]
+        return [tokens[at : at + sequence_length] for at in range(0, len(tokens), sequence_length)]
     sequences = [[]]
     for document in stream:
         for at in range(0, len(document), sequence_length):
@@ -46,9 +44,7 @@ def view_of(lengths, sequence_length, *, cut, shuffle=True, seed=3):
 def tokens_of(samples, lengths, sequence_length):
     """The tokens that the rows of each slot have, as lists of (row, token)."""
     found = []
-    for first, count, skipped in zip(
-        samples.firsts, samples.lengths, samples.skipped, strict=True
-    ):
+    for first, count, skipped in zip(samples.firsts, samples.lengths, samples.skipped, strict=True):
         rows = samples.row_ids[first : first + count].tolist()
         tokens = [(row, token) for row in rows for token in range(lengths[row])]
         found.append(tokens[skipped : skipped + sequence_length])
