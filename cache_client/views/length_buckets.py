@@ -120,4 +120,5 @@ def _evenly(rows: Int64Array, shift: int) -> Int64Array:
     for _ in range(bits):
         reversed_bits = np.concatenate([2 * reversed_bits, 2 * reversed_bits + 1])
     order = reversed_bits ^ (shift & ((1 << bits) - 1))
-    return rows[order[order < len(rows)]]
+    found: Int64Array = rows[order[order < len(rows)]]
+    return found

@@ -6,21 +6,19 @@ offsets of the documents, in a few numpy calls a batch. Knows neither nodes nor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 
 from cache_client.arguments import BatchFormat
 from cache_client.permutation import Int64Array
 from cache_client.rows import Rows
+from cache_client.views.list_values import joined_lists
 from cache_client.views.view import Samples, joined_ranges
 from cache_protocol.errors import RequestError
-from cache_protocol.storage.layout import Layout
 
 PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
 PACK_OUTPUTS: tuple[PackOutput, ...] = get_args(PackOutput)
@@ -107,7 +105,6 @@ class PackedAssembler:
     """Makes the batches of a `PackingView`. Immutable, any thread.
 
     Args:
-        layout: of the rows.
         column: the list column of tokens.
         sequence_length: tokens L of a sequence.
         pad_token: in places without a token.
@@ -117,7 +114,6 @@ class PackedAssembler:
         label_column: list column of labels, beside the tokens; default: the tokens.
     """
 
-    layout: Layout
     column: str
     sequence_length: int
     pad_token: int
@@ -133,7 +129,7 @@ class PackedAssembler:
             RequestError: a list has a null, or a list of labels has another length than its tokens.
         """
         length = self.sequence_length
-        tokens, offsets = self._lists(rows, self.column)
+        tokens, offsets = joined_lists(rows, self.column)
         found = places(offsets, samples, length)
         taken = found.take(tokens, length, self.pad_token)
         batch: dict[str, Any] = {self.column: taken}
@@ -171,7 +167,7 @@ class PackedAssembler:
         labels = taken.copy()
         beside = self.label_column or self.label_mask
         if beside is not None:
-            values, own = self._lists(rows, beside)
+            values, own = joined_lists(rows, beside)
             if not np.array_equal(own, offsets):
                 row = int(np.flatnonzero(np.diff(own) != np.diff(offsets))[0])
                 raise RequestError(
@@ -193,27 +189,3 @@ class PackedAssembler:
         ):
             flat[start : start + length] = IGNORED_LABEL
         return labels
-
-    def _lists(self, rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]:
-        """The values of a list column, joined, and the offsets of its rows among them."""
-        index, _ = self.layout.place(column)
-        if index in rows.matrices:
-            matrix = rows.matrices[index]
-            return matrix.reshape(-1), np.arange(len(matrix) + 1) * matrix.shape[1]
-        array = rows.arrays[index]
-        values = array.flatten()  # without those of nulls; no copy where there are none
-        if values.null_count:
-            raise RequestError(
-                f"column {column!r} has a null in a list: replace it in the sql, as by "
-                f"array_remove({column}, NULL)"
-            )
-        if array.null_count:
-            lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        else:
-            offsets = array.offsets.to_numpy().astype(np.int64)
-            offsets -= offsets[0]
-        return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), offsets
-
-
-AssemblerOf = Callable[[Layout, BatchFormat], Callable[[Rows, Samples], Mapping[str, Any]]]

@@ -68,13 +68,10 @@ class Samples:
 
     def slots(self, start: int, stop: int) -> Samples:
         """What is known of slots ``[start, stop)``, without their row ids."""
-        return Samples(
-            self.row_ids[:0],
-            *(
-                None if each is None else each[start:stop]
-                for each in (self.lengths, self.skipped, self.shares)
-            ),
-        )
+        lengths = None if self.lengths is None else self.lengths[start:stop]
+        skipped = None if self.skipped is None else self.skipped[start:stop]
+        shares = None if self.shares is None else self.shares[start:stop]
+        return Samples(self.row_ids[:0], lengths, skipped, shares)
 
 
 class View(Protocol):

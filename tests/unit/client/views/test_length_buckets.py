@@ -1,4 +1,4 @@
-"""Length buckets: every row once, in batches of similar lengths that weigh the same on all ranks."""
+"""Length buckets: each row once, among rows of similar lengths, with equal sums on all ranks."""
 
 import pickle
 

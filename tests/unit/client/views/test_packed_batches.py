@@ -41,9 +41,9 @@ def reference(documents, masks, slots, *, length, pad, cut, order):
     batch = {name: [] for name in ("tokens", "position_ids", "document_ids", "labels")}
     cu_seqlens = []
     for number, slot in enumerate(slots):
-        tokens, positions, numbers, labels = [], [], [], []
+        tokens, positions, numbers, labels, last = [], [], [], [], None
         for row, i in sequences[slot]:
-            begins = not tokens or row != last
+            begins = row != last
             last = row
             if begins:
                 cu_seqlens.append(number * length + len(tokens))
@@ -89,9 +89,7 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
     rows = rows_of(
         ("tokens", documents, kind), ("mask", masks, bools), row_ids=samples.row_ids.tolist()
     )
-    assemble = PackedAssembler(
-        rows.layout, "tokens", length, 7, PACK_OUTPUTS, "torch", label_mask="mask"
-    )
+    assemble = PackedAssembler("tokens", length, 7, PACK_OUTPUTS, "torch", label_mask="mask")
     batch = assemble(rows, samples.slots(0, len(slots)))
     order = shuffle.order(view.inner, 0).row_ids(np.arange(len(lengths))).tolist()
     expected, cu_seqlens = reference(
@@ -111,7 +109,7 @@ def assembled(*columns, **options):
     view = PackingView(PlainView(3), np.array([3, 0, 2], np.uint16), 4, True, Shuffle(False))
     samples = view.samples(np.arange(view.num_slots(0)), 0).shared([2])
     rows = rows_of(*columns, row_ids=samples.row_ids.tolist())
-    make = PackedAssembler(rows.layout, "tokens", 4, 0, ("labels",), "numpy", **options)
+    make = PackedAssembler("tokens", 4, 0, ("labels",), "numpy", **options)
     return make(rows, samples)
 
 
@@ -145,5 +143,5 @@ def test_fixed_size_lists_are_documents_of_one_length():
     samples = view.samples(np.arange(3), 0).shared([3])
     matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
     rows = Rows(layout, {0: matrix}, {}, 4)
-    batch = PackedAssembler(layout, "tokens", 4, 0, (), "numpy")(rows, samples)
+    batch = PackedAssembler("tokens", 4, 0, (), "numpy")(rows, samples)
     assert batch["tokens"].tolist() == np.arange(12).reshape(3, 4).tolist()

@@ -1,0 +1,80 @@
+"""The values of a column of lists, joined; and such a column as one padded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from cache_client.arguments import BatchFormat
+from cache_client.permutation import Int64Array
+from cache_client.rows import Rows
+from cache_client.views.view import Samples
+from cache_protocol.errors import RequestError
+
+
+def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]:
+    """The values of a column of lists, joined, and the offsets of its rows among them.
+
+    A null row has no values. The values are a view of the rows.
+
+    Returns:
+        Values of shape ``(n,)`` and int64 offsets of shape ``(rows + 1,)``.
+
+    Raises:
+        RequestError: a list has a null.
+    """
+    index, _ = rows.layout.place(column)
+    if index in rows.matrices:
+        matrix = rows.matrices[index]
+        return matrix.reshape(-1), np.arange(len(matrix) + 1) * matrix.shape[1]
+    array = rows.arrays[index]
+    values = array.flatten()  # without those of nulls; no copy where there are none
+    if values.null_count:
+        raise RequestError(
+            f"column {column!r} has a null in a list: replace it in the sql, as by "
+            f"array_remove_all({column}, NULL)"
+        )
+    if array.null_count:
+        lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        offsets -= offsets[0]
+    return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), offsets
+
+
+def padding_lists(
+    convert: Callable[[Rows], Any], padding: Mapping[str, float], batch_format: BatchFormat
+) -> Callable[[Rows, Samples], dict[str, Any]]:
+    """A maker of batches whose columns of lists are tensors ``[B, longest]``.
+
+    Each has a boolean column ``<column>_mask`` of the same shape, False for padding.
+
+    Args:
+        convert: makes a batch of the other columns.
+        padding: column -> the value that fills its rows.
+        batch_format: ``torch`` or ``numpy``.
+    """
+
+    def assemble(rows: Rows, _: Samples) -> dict[str, Any]:
+        indices = {column: rows.layout.place(column)[0] for column in padding}
+        empty = {index: rows.arrays[index][:0] for index in indices.values()}
+        batch: dict[str, Any] = convert(replace(rows, arrays={**rows.arrays, **empty}))
+        for column, value in padding.items():
+            values, offsets = joined_lists(rows, column)
+            lengths = np.diff(offsets)
+            mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
+            padded = np.full(mask.shape, value, values.dtype)
+            padded[mask] = values
+            made = {column: padded, f"{column}_mask": mask}
+            as_torch = batch_format == "torch"
+            batch |= {k: torch.from_numpy(v) if as_torch else v for k, v in made.items()}
+        return batch
+
+    return assemble

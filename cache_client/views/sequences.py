@@ -1,0 +1,314 @@
+"""Options of a job that make samples of several rows, or order rows by length.
+
+It checks them and makes their views and assemblers: packed tokens, groups and windows, length
+buckets, padded lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cache_client.arguments import (
+    BatchFormat,
+    are_names,
+    flag_problems,
+    integer_or_problem,
+)
+from cache_client.views.group_batches import LENGTHS, grouping
+from cache_client.views.groups import GroupsView, group_table
+from cache_client.views.length_buckets import LengthBucketsView
+from cache_client.views.list_values import padding_lists
+from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
+from cache_client.views.packing import Lengths, PackingView
+from cache_client.views.view import Shuffle, View
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import Layout
+
+_MAX_LENGTH = 2**31 - 1
+_DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
+_DEFAULT_BUCKET_ROWS = 1024
+
+
+class SequenceOptions(TypedDict, total=False):
+    """Samples of several rows, and rows ordered by length.
+
+    Packed tokens:
+
+    - pack: a column of lists of integers, the tokens of a document; a batch has ``[B, L]`` of them,
+      int64, and no other column.
+    - sequence_length: L.
+    - cut_documents: True (the default): the stream of shuffled documents is cut every L tokens.
+      False: a document stays whole, unless it has more than L tokens.
+    - pad_token: fills places without a token; default: 0.
+    - pack_outputs: what a batch has beside the tokens, of ``position_ids``, ``labels`` (the
+      defaults), ``document_ids`` and ``cu_seqlens`` (with ``max_seqlen``).
+    - label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
+    - label_column: a column of lists of labels, beside the tokens.
+
+    Groups:
+
+    - group_by: a column; rows with one value of it are one sample.
+    - order_by: a column that orders the rows of a group; default: the order of the source.
+    - window: pair of length and stride: runs of so many rows of a group are the samples.
+
+    Rows of similar lengths:
+
+    - length_buckets: SQL of the length of a row, such as ``array_length(tokens)``.
+    - bucket_rows: rows among which lengths are similar; default: 1024. Best a multiple of
+      ``world_size * batch_size``.
+    - pad_lists: column of lists -> the value that pads it to the longest list of a batch.
+    """
+
+    pack: str
+    sequence_length: int
+    cut_documents: bool
+    pad_token: int
+    pack_outputs: Sequence[PackOutput]
+    label_mask: str
+    label_column: str
+    group_by: str
+    order_by: str
+    window: tuple[int, int]
+    length_buckets: str
+    bucket_rows: int
+    pad_lists: Mapping[str, float]
+
+
+_NEEDS = {
+    "pack": ("sequence_length", "cut_documents", "pad_token", "pack_outputs", "label_mask",
+             "label_column"),
+    "group_by": ("order_by", "window"),
+    "length_buckets": ("bucket_rows",),
+}  # fmt: skip
+
+
+def sequence_problems(
+    options: Mapping[str, Any], *, batch_format: object, stacks: bool
+) -> list[str]:
+    """The problems of the options that need no node; each is quoted."""
+    problems = [
+        f"{name} needs {main}, got {options[name]!r}"
+        for main, others in _NEEDS.items()
+        for name in others
+        if name in options and main not in options
+    ]
+    for name in ("pack", "label_mask", "label_column", "group_by", "order_by", "length_buckets"):
+        if name in options and not (isinstance(options[name], str) and options[name]):
+            problems.append(f"{name} must be the name of a column, got {options[name]!r}")
+    used = [name for name in _NEEDS if name in options]
+    if len(used) > 1:
+        problems.append(f"{' and '.join(used)} exclude each other: give one of them")
+    if "pack" in options:
+        problems += _pack_problems(options, batch_format, stacks)
+    if "window" in options:
+        problems += _window_problems(options["window"])
+    integer_or_problem(problems, "bucket_rows", options.get("bucket_rows", 1), 1, _MAX_LENGTH)
+    if "pad_lists" in options:
+        problems += _padding_problems(options, batch_format)
+    return problems
+
+
+def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: bool) -> list[str]:
+    problems: list[str] = []
+    if "sequence_length" not in options:
+        problems.append("pack needs sequence_length, the tokens of a sequence")
+    length = options.get("sequence_length", 1)
+    integer_or_problem(problems, "sequence_length", length, 1, _MAX_LENGTH)
+    integer_or_problem(problems, "pad_token", options.get("pad_token", 0))
+    problems += flag_problems("cut_documents", options.get("cut_documents", True))
+    outputs = options.get("pack_outputs", _DEFAULT_OUTPUTS)
+    if not are_names(outputs) or not set(outputs) <= set(PACK_OUTPUTS):
+        problems.append(f"pack_outputs must be some of {', '.join(PACK_OUTPUTS)}, got {outputs!r}")
+    elif options["pack"] in (*outputs, "max_seqlen"):
+        problems.append(f"pack={options['pack']!r} is the name of an output: rename the column")
+    elif "labels" not in outputs:
+        problems += [
+            f"{name} needs pack_outputs with 'labels', got {outputs!r}"
+            for name in ("label_mask", "label_column")
+            if name in options
+        ]
+    if "label_mask" in options and "label_column" in options:
+        problems.append("label_mask and label_column exclude each other: give one of them")
+    if batch_format == "arrow":
+        problems.append("pack makes tensors or arrays: batch_format must be 'torch' or 'numpy'")
+    if stacks:
+        problems.append("pack and stack exclude each other: a batch has no other column")
+    return problems
+
+
+def _window_problems(window: object) -> list[str]:
+    problems: list[str] = []
+    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
+        return [f"window must be a pair of length and stride, got {window!r}"]
+    integer_or_problem(problems, "the length of window", window[0], 1, _MAX_LENGTH)
+    integer_or_problem(problems, "the stride of window", window[1], 1, _MAX_LENGTH)
+    return problems
+
+
+def _padding_problems(options: Mapping[str, Any], batch_format: object) -> list[str]:
+    padding = options["pad_lists"]
+    if not isinstance(padding, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, int | float) for name, value in padding.items()
+    ):
+        return [f"pad_lists must be a dict from column to a number, got {padding!r}"]
+    problems = [
+        f"pad_lists and {name} exclude each other"
+        for name in ("pack", "group_by")
+        if name in options
+    ]
+    if batch_format == "arrow":
+        problems.append("pad_lists makes tensors: batch_format must be 'torch' or 'numpy'")
+    return problems
+
+
+def read_columns(options: Mapping[str, Any], columns: Sequence[str] | None) -> tuple[str, ...]:
+    """The columns that a job reads; empty for all.
+
+    Raises:
+        ConfigError: packed batches have other columns than those asked for.
+    """
+    if not isinstance(options.get("pack"), str):
+        return () if columns is None else tuple(columns)
+    needed = (
+        options["pack"],
+        *(options[k] for k in ("label_mask", "label_column") if k in options),
+    )
+    if columns is not None and not set(columns) <= set(needed):
+        raise ConfigError(
+            f"pack reads columns {list(needed)!r} only, got columns={list(columns)!r}"
+        )
+    return tuple(dict.fromkeys(needed))
+
+
+def make_sequences(
+    options: Mapping[str, Any],
+    inner: View,
+    layout: Layout,
+    *,
+    shuffle: Shuffle,
+    batch_format: BatchFormat,
+    values: Callable[[str], pa.ChunkedArray],
+) -> tuple[View, Callable[..., Any] | None]:
+    """The view and the assembler that the options ask for; without any, the inner view.
+
+    Args:
+        options: without problems.
+        inner: chooses rows; each slot has one.
+        layout: of the columns that are read.
+        shuffle: of the job.
+        batch_format: of the job.
+        values: SQL of one value a row -> the values of all rows of the version.
+
+    Raises:
+        ConfigError: a column is not of lists of integers, or a length is no length; quotes it.
+        RequestError: as `row_values`.
+    """
+    if "pack" in options:
+        return _packing(options, inner, layout, shuffle, batch_format, values)
+    if "group_by" in options:
+        return _groups(options, inner, layout, values)
+    view, assembler = inner, None
+    if "length_buckets" in options:
+        sql = options["length_buckets"]
+        lengths = _lengths(f"length_buckets={sql!r}", values(sql))
+        bucket_rows = options.get("bucket_rows", _DEFAULT_BUCKET_ROWS)
+        view = LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql)
+    if "pad_lists" in options:
+        padding = dict(options["pad_lists"])
+        for column in padding:
+            _check_lists(layout, "pad_lists", column, floats=True)
+            if f"{column}_mask" in layout.logical.names:
+                raise ConfigError(f"pad_lists adds a column {column}_mask, and there is one")
+        assembler = partial(padding_lists, padding=padding, batch_format=batch_format)
+    return view, assembler
+
+
+def _packing(
+    options: Mapping[str, Any],
+    inner: View,
+    layout: Layout,
+    shuffle: Shuffle,
+    batch_format: BatchFormat,
+    values: Callable[[str], pa.ChunkedArray],
+) -> tuple[View, Callable[..., Any]]:
+    column = options["pack"]
+    for name in ("pack", "label_mask", "label_column"):
+        if name in options:
+            _check_lists(layout, name, options[name])
+    length = int(options["sequence_length"])
+    lengths = _lengths(f"pack={column!r}", values(f"array_length({_quoted(column)})"))
+    view = PackingView(inner, lengths, length, options.get("cut_documents", True), shuffle, column)
+    assemble = PackedAssembler(
+        column,
+        length,
+        int(options.get("pad_token", 0)),
+        tuple(options.get("pack_outputs", _DEFAULT_OUTPUTS)),
+        batch_format,
+        options.get("label_mask"),
+        options.get("label_column"),
+    )
+    return view, lambda _: assemble
+
+
+def _groups(
+    options: Mapping[str, Any],
+    inner: View,
+    layout: Layout,
+    values: Callable[[str], pa.ChunkedArray],
+) -> tuple[View, Callable[..., Any]]:
+    by, order = options["group_by"], options.get("order_by")
+    window = options.get("window")
+    if window is None and LENGTHS in layout.logical.names:
+        raise ConfigError(f"group_by adds a column {LENGTHS!r}, and there is one: leave it out")
+    rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
+    keys, times = (
+        None if name is None else _of_rows(values(_quoted(name)), rows) for name in (by, order)
+    )
+    identity = f"{inner.identity}groups({by!r},{order!r},{window!r})"
+    view = GroupsView(group_table(rows, keys, times), window and tuple(window), identity)
+    return view, partial(grouping, length=None if window is None else window[0])
+
+
+def _of_rows(found: pa.ChunkedArray, rows: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
+    array = found.combine_chunks()
+    return array if len(rows) == len(array) else array.take(pa.array(rows))
+
+
+def _lengths(option: str, found: pa.ChunkedArray) -> Lengths:
+    """Values as unsigned integers of the smallest type that holds them; nulls are 0."""
+    kind = found.type
+    if not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
+        raise ConfigError(f"{option} must give integers, got {kind}")
+    least = pc.min(found).as_py() or 0
+    if least < 0:
+        raise ConfigError(f"{option} must give lengths, got {least}")
+    dtype = np.min_scalar_type(pc.max(found).as_py() or 0)
+    filled = found.cast(pa.from_numpy_dtype(dtype)).fill_null(0)
+    lengths: Lengths = filled.to_numpy()
+    return lengths
+
+
+def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = False) -> None:
+    if column not in layout.logical.names:
+        raise ConfigError(
+            f"{option}: no column {column!r}; columns: {', '.join(layout.logical.names)}"
+        )
+    kind = layout.logical.field(column).type
+    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
+    if inner is None and pa.types.is_fixed_size_list(kind) and not floats:
+        inner = kind.value_type
+    fits = inner is not None and (pa.types.is_integer(inner) or pa.types.is_boolean(inner))
+    fits = fits or (floats and inner is not None and pa.types.is_floating(inner))
+    if not fits or inner == pa.uint64():
+        wanted = "numbers" if floats else "integers"
+        raise ConfigError(f"{option}: column {column!r} is {kind}, not a list of {wanted}")
+
+
+def _quoted(column: str) -> str:
+    return '"' + column.replace('"', '""') + '"'

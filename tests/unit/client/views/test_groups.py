@@ -1,0 +1,66 @@
+"""Groups and windows are those of a loop over the rows."""
+
+import datetime
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_client.views.groups import GroupsView, group_table
+
+
+def reference(row_ids, keys, times, window):
+    groups = {}
+    for row, key, time in zip(row_ids, keys, times, strict=True):
+        groups.setdefault(key, []).append((time is None, time or 0, row))
+    rows = [[row for *_, row in sorted(group)] for group in groups.values()]
+    if window is None:
+        return rows
+    length, stride = window
+    return [
+        group[at : at + length]
+        for group in rows
+        for at in range(0, len(group) - length + 1, stride)
+    ]
+
+
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(1, 3),
+            st.sampled_from(["a", "b", "c", None]),
+            st.one_of(st.none(), st.integers(1, 5)),
+        ),
+        max_size=40,
+    ),
+    window=st.one_of(st.none(), st.tuples(st.integers(1, 4), st.integers(1, 4))),
+    data=st.data(),
+)
+@settings(max_examples=200)
+def test_samples_are_those_of_a_loop_over_the_rows(rows, window, data):
+    row_ids = np.cumsum([gap for gap, _, _ in rows]).astype(np.int64)
+    keys, times = [key for _, key, _ in rows], [time for *_, time in rows]
+    expected = reference(row_ids.tolist(), keys, times, window)
+    table = group_table(row_ids, pa.array(keys, pa.string()), pa.array(times, pa.int64()))
+    view = GroupsView(table, window, "sessions")
+    assert view.num_slots(0) == len(expected)
+    slots = data.draw(st.permutations(range(len(expected))))
+    samples = view.samples(np.array(slots, np.int64), 0)
+    found = np.split(samples.row_ids, np.cumsum(samples.lengths)[:-1]) if slots else []
+    assert [rows.tolist() for rows in found] == [expected[slot] for slot in slots]
+
+
+def test_times_may_be_timestamps_or_left_out():
+    days = [datetime.datetime(2026, 1, day) for day in (3, 1, 2)]
+    rows, keys = np.array([10, 11, 12]), pa.array([7, 7, 7])
+    assert group_table(rows, keys, pa.array(days)).row_ids.tolist() == [11, 12, 10]
+    assert group_table(rows, keys, None).row_ids.tolist() == [10, 11, 12]
+
+
+def test_the_table_takes_4_bytes_a_row_and_8_a_group():
+    keys = pa.array(np.repeat(np.arange(100), 10))
+    table = group_table(np.arange(1000), keys, None)
+    assert table.num_bytes == 4 * 1000 + 8 * 101
+    assert GroupsView(table, (4, 2), "").num_bytes == 4 * 1000 + 8 * 101 + 8 * 100
+    assert group_table(np.array([2**31]), pa.array([1]), None).row_ids.dtype == np.int64
