@@ -13,7 +13,7 @@ import torch
 
 
 class ListColumn(list[Any]):
-    """One entry a row: a 1-d tensor, None, or a Python list if the row has nulls.
+    """One entry a row: a tensor, None, or a Python list if the row has nulls.
 
     With ``batch_format="numpy"`` the entries are arrays, which a DataLoader turns into tensors.
     Pickling joins the tensors; unpickling cuts the joined tensor into views. Not thread-safe, as
@@ -25,9 +25,9 @@ class ListColumn(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         tensors = [value for value in self if isinstance(value, torch.Tensor)]
-        kinds = {(tensor.dtype, tensor.device, tensor.dim()) for tensor in tensors}
+        kinds = {(tensor.dtype, tensor.device, tensor.shape[1:]) for tensor in tensors}
         # The training loop may have put anything here.
-        if len(kinds) != 1 or tensors[0].dim() != 1 or any(t.requires_grad for t in tensors):
+        if len(kinds) != 1 or not all(t.dim() and not t.requires_grad for t in tensors):
             return list, (list(self),)
         lengths = [len(value) if isinstance(value, torch.Tensor) else None for value in self]
         others = [value for value in self if not isinstance(value, torch.Tensor)]
@@ -38,7 +38,7 @@ def cut(values: torch.Tensor, lengths: Sequence[int | None], others: Sequence[An
     """Cuts one joined tensor into rows.
 
     Args:
-        values: ``[sum of lengths]``; the rows share its storage.
+        values: ``[sum of lengths, ...]``; the rows share its storage.
         lengths: of each row; None for a row that is in ``others``.
         others: the rows that are no tensors, in order.
     """

@@ -221,8 +221,9 @@ def make_sequences(
         view = LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql)
     if "pad_lists" in options:
         padding = dict(options["pad_lists"])
-        for column in padding:
+        for column, value in padding.items():
             _check_lists(layout, "pad_lists", column, floats=True)
+            _check_padding(layout, column, value)
             if f"{column}_mask" in layout.logical.names:
                 raise ConfigError(f"pad_lists adds a column {column}_mask, and there is one")
         assembler = partial(padding_lists, padding=padding, batch_format=batch_format)
@@ -308,6 +309,16 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
     if not fits or inner == pa.uint64():
         wanted = "numbers" if floats else "integers"
         raise ConfigError(f"{option}: column {column!r} is {kind}, not a list of {wanted}")
+
+
+def _check_padding(layout: Layout, column: str, value: float) -> None:
+    dtype = layout.logical.field(column).type.value_type.to_pandas_dtype()
+    try:
+        fits = np.issubdtype(dtype, np.floating) or np.array(value, dtype) == value
+    except OverflowError:
+        fits = False
+    if not fits:
+        raise ConfigError(f"pad_lists: column {column!r} cannot hold {value!r}")
 
 
 def _quoted(column: str) -> str:

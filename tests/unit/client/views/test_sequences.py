@@ -1,0 +1,169 @@
+"""Options of samples of several rows: what is refused, and what becomes of the batches."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from cache_client.convert import Converter
+from cache_client.rows import Rows
+from cache_client.views.sequences import make_sequences, read_columns, sequence_problems
+from cache_client.views.view import PlainView, Shuffle
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import Layout
+
+LISTS = pa.list_(pa.int32())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"pack": "t"}, "pack needs sequence_length"),
+        ({"pack": 3, "sequence_length": 4}, "pack must be the name of a column, got 3"),
+        ({"pack": "t", "sequence_length": 0}, "sequence_length must be at least 1, got 0"),
+        ({"sequence_length": 4}, "sequence_length needs pack, got 4"),
+        ({"pack": "t", "sequence_length": 4, "cut_documents": 1}, "cut_documents must be True or"),
+        ({"pack": "t", "sequence_length": 4, "pad_token": "x"}, "pad_token must be an integer"),
+        ({"pack": "t", "sequence_length": 4, "pack_outputs": ["mask"]}, "got ['mask']"),
+        ({"pack": "labels", "sequence_length": 4}, "pack='labels' is the name of an output"),
+        (
+            {"pack": "t", "sequence_length": 4, "pack_outputs": [], "label_mask": "m"},
+            "label_mask needs pack_outputs with 'labels', got []",
+        ),
+        (
+            {"pack": "t", "sequence_length": 4, "label_mask": "m", "label_column": "l"},
+            "label_mask and label_column exclude each other",
+        ),
+        (
+            {"pack": "t", "sequence_length": 4, "length_buckets": "n"},
+            "pack and length_buckets exclude each other",
+        ),
+        ({"group_by": "g", "window": 4}, "window must be a pair of length and stride, got 4"),
+        ({"group_by": "g", "window": (0, 1)}, "the length of window must be at least 1, got 0"),
+        ({"window": (2, 1)}, "window needs group_by, got (2, 1)"),
+        ({"bucket_rows": 4}, "bucket_rows needs length_buckets, got 4"),
+        ({"length_buckets": "n", "bucket_rows": 0}, "bucket_rows must be at least 1, got 0"),
+        ({"pad_lists": "t"}, "pad_lists must be a dict from column to a number, got 't'"),
+        ({"group_by": "g", "pad_lists": {"t": 0}}, "pad_lists and group_by exclude each other"),
+    ],
+)
+def test_bad_options_are_quoted(options, problem):
+    problems = "; ".join(sequence_problems(options, batch_format="torch", stacks=False))
+    assert problem in problems
+
+
+def test_packing_makes_neither_record_batches_nor_stacks():
+    options = {"pack": "t", "sequence_length": 4}
+    problems = sequence_problems(options, batch_format="arrow", stacks=True)
+    assert len(problems) == 2
+    assert sequence_problems(options, batch_format="torch", stacks=False) == []
+
+
+def test_packing_reads_its_columns_only():
+    assert read_columns({}, ["a"]) == ("a",)
+    assert read_columns({}, None) == ()
+    options = {"pack": "t", "sequence_length": 4, "label_mask": "m"}
+    assert read_columns(options, None) == ("t", "m")
+    with pytest.raises(ConfigError, match=r"pack reads columns \['t', 'm'\] only"):
+        read_columns(options, ["t", "a"])
+
+
+def rows_of(layout, table):
+    matrices, arrays = {}, {}
+    for index, column in enumerate(layout.columns):
+        values = [table.column(name) for name in column.names]
+        if column.kind == "plain":
+            arrays[index] = values[0]
+        elif column.kind == "matrix":
+            flat = values[0].flatten().to_numpy()
+            matrices[index] = flat.reshape(-1, column.width).copy()
+        else:
+            matrices[index] = np.stack([each.to_numpy() for each in values], 1)
+    return Rows(layout, matrices, arrays, table.num_rows)
+
+
+def made(options, table, *, batch_format="torch", values=None):
+    """The batch of all slots of a table, which is read without a shuffle."""
+    layout = Layout(table.schema)
+    view, assembler = make_sequences(
+        options,
+        PlainView(table.num_rows),
+        layout,
+        shuffle=Shuffle(False),
+        batch_format=batch_format,
+        values=lambda sql: pa.chunked_array([(values or {})[sql]]),
+    )
+    convert = Converter(layout, batch_format=batch_format)
+    samples = view.samples(np.arange(view.num_slots(0)), 0)
+    samples = samples.shared([view.num_slots(0)])
+    return assembler(convert)(rows_of(layout, table.take(pa.array(samples.row_ids))), samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "lengths", "problem"),
+    [
+        ({"pack": "n", "sequence_length": 4}, [1], "pack: column 'n' is int64, not a list of in"),
+        ({"pack": "x", "sequence_length": 4}, [1], "pack: no column 'x'; columns: n, t"),
+        ({"length_buckets": "n"}, [-3], "length_buckets='n' must give lengths, got -3"),
+        ({"length_buckets": "n"}, [0.5], "length_buckets='n' must give integers, got double"),
+        ({"pad_lists": {"n": 0}}, [1], "pad_lists: column 'n' is int64, not a list of numbers"),
+        ({"pad_lists": {"t": 2**40}}, [1], "pad_lists: column 't' cannot hold 1099511627776"),
+        ({"pad_lists": {"t": 0.5}}, [1], "pad_lists: column 't' cannot hold 0.5"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(options, lengths, problem):
+    table = pa.record_batch({"n": pa.array([1]), "t": pa.array([[1]], LISTS)})
+    with pytest.raises(ConfigError) as error:
+        made(options, table, values={"n": pa.array(lengths)})
+    assert problem in str(error.value)
+
+
+def test_padded_lists_have_a_mask():
+    table = pa.record_batch({"n": pa.array([1, 2, 3]), "t": pa.array([[1], None, [2, 3]], LISTS)})
+    batch = made({"pad_lists": {"t": -1}}, table)
+    assert batch["t"].tolist() == [[1, -1], [-1, -1], [2, 3]]
+    assert batch["t"].dtype == torch.int32
+    assert batch["t_mask"].tolist() == [[True, False], [False, False], [True, True]]
+    assert batch["n"].tolist() == [1, 2, 3]
+    assert isinstance(made({"pad_lists": {"t": -1}}, table, batch_format="numpy")["t"], np.ndarray)
+
+
+SESSIONS = pa.record_batch(
+    {
+        "user": pa.array(["b", "a", "b", "a", "b"]),
+        "x": pa.array([0, 1, 2, 3, 4]),
+        "pair": pa.array([[i, i] for i in range(5)], pa.list_(pa.float32(), 2)),
+    }
+)
+SESSION_VALUES = {'"user"': SESSIONS["user"], '"t"': pa.array([9, 1, 5, 0, 7])}
+
+
+def test_groups_are_lists_of_tensors_with_their_lengths():
+    batch = made({"group_by": "user", "order_by": "t"}, SESSIONS, values=SESSION_VALUES)
+    assert [each.tolist() for each in batch["x"]] == [[2, 4, 0], [3, 1]]
+    assert [tuple(each.shape) for each in batch["pair"]] == [(3, 2), (2, 2)]
+    assert batch["user"] == [["b", "b", "b"], ["a", "a"]]
+    assert batch["lengths"].tolist() == [3, 2]
+
+
+def test_windows_are_tensors():
+    options = {"group_by": "user", "order_by": "t", "window": (2, 1)}
+    batch = made(options, SESSIONS, values=SESSION_VALUES)
+    assert batch["x"].tolist() == [[2, 4], [4, 0], [3, 1]]
+    assert batch["pair"].shape == (3, 2, 2)
+    assert batch["user"] == [["b", "b"], ["b", "b"], ["a", "a"]]
+    assert list(batch) == ["user", "x", "pair"]
+
+
+@pytest.mark.parametrize("window", [None, (2, 1)])
+def test_record_batches_have_lists_of_rows(window):
+    options = {"group_by": "user"} | ({} if window is None else {"window": window})
+    batch = made(options, SESSIONS, batch_format="arrow", values=SESSION_VALUES)
+    expected = [[0, 2, 4], [1, 3]] if window is None else [[0, 2], [2, 4], [1, 3]]
+    assert batch["x"].to_pylist() == expected
+
+
+def test_a_column_of_the_name_of_the_lengths_is_refused():
+    table = pa.record_batch({"lengths": pa.array([1])})
+    with pytest.raises(ConfigError, match="group_by adds a column 'lengths'"):
+        made({"group_by": "lengths"}, table)
