@@ -71,9 +71,10 @@ from cache_client.views.options import (
     JobView,
     ViewOptions,
     make_view,
+    read_columns,
     view_problems,
 )
-from cache_client.views.view import Samples, View
+from cache_client.views.view import Samples, Shuffle, View
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import (
     CacheError,
@@ -203,9 +204,9 @@ class CacheIterableDataset(IterableDataset[Any]):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
+        problems += view_problems(view, batch_format=batch_format, stacks=bool(stack))
         if audit not in AUDIT_MODES:
             problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
-        problems += view_problems(view)
         named_job = checked(problems, lambda: find_job(job))
         if prefetch_batches is not None:
             integer_or_problem(problems, "prefetch_batches", prefetch_batches, 1, _MAX_PREFETCHED)
@@ -260,7 +261,7 @@ class CacheIterableDataset(IterableDataset[Any]):
         self.seed = operator.index(seed)
         self.drop_last = drop_last
         self._pad_mask = pad_mask
-        self._columns = () if columns is None else tuple(columns)
+        self._columns = read_columns(view, () if columns is None else tuple(columns))
         self._transform = transform
         self._device = target
         self._deadline_s = float(deadline_s)
@@ -270,7 +271,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
         self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
         self._job_view: JobView = make_view(
-            view, VersionNodes(where, self._shards, credentials, self._deadline_s, self.rank)
+            view,
+            VersionNodes(where, self._shards, credentials, self._deadline_s, self.rank),
+            Shuffle(shuffle, self.shuffle_block_size, self.seed),
+            batch_format,
         )
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         # Copies to a device are contiguous anyway.
@@ -312,6 +316,11 @@ class CacheIterableDataset(IterableDataset[Any]):
     def num_samples(self) -> int:
         """Samples of a whole epoch, all ranks together: rows, unless a view makes others."""
         return self._view.num_slots(self._cursor.epoch)
+
+    @property
+    def view(self) -> View:
+        """Which rows each sample has; it also knows its memory, ``num_bytes``."""
+        return self._job_view.view
 
     @property
     def epoch(self) -> int:
@@ -638,7 +647,7 @@ class CacheIterableDataset(IterableDataset[Any]):
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""
         this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
-        shuffle = self.shuffle and not self._view.orders_rows
+        shuffle = self._shuffles_slots
         this.order = EpochOrder(
             self._view.num_slots(start.epoch),
             shuffle=shuffle,
@@ -685,8 +694,8 @@ class CacheIterableDataset(IterableDataset[Any]):
                 rank=self.rank,
                 world_size=self.world_size,
                 seed=self.seed,
-                shuffle=self.shuffle,
-                shuffle_block_size=self.shuffle_block_size,
+                shuffle=self._shuffles_slots,
+                shuffle_block_size=self.shuffle_block_size if self._shuffles_slots else None,
                 pad=self._pad_mask is not None,
             )
             nodes = [node.location for node in self._shards.nodes]
@@ -790,6 +799,10 @@ class CacheIterableDataset(IterableDataset[Any]):
         return self._job_view.view
 
     @property
+    def _shuffles_slots(self) -> bool:
+        return self.shuffle and not self._view.orders_rows
+
+    @property
     def _rows_per_step(self) -> int:
         return self.world_size * self.batch_size
 
@@ -876,7 +889,7 @@ def _fetch_window(
     try:
         slots = this.order.row_ids(positions)
         digests = step_digests(slots, sizes) if audits else None
-        samples = view.samples(slots, this.epoch)
+        samples = view.samples(slots, this.epoch).shared(sizes)
         return _Window(reader.fetch(samples.row_ids), samples, sizes, digests)
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None

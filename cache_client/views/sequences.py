@@ -106,6 +106,8 @@ def sequence_problems(
         problems.append(f"{' and '.join(used)} exclude each other: give one of them")
     if "pack" in options:
         problems += _pack_problems(options, batch_format, stacks)
+    if "group_by" in options:
+        problems += _format_problems("group_by", batch_format, "torch", "numpy", "arrow")
     if "window" in options:
         problems += _window_problems(options["window"])
     integer_or_problem(problems, "bucket_rows", options.get("bucket_rows", 1), 1, _MAX_LENGTH)
@@ -135,8 +137,7 @@ def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: boo
         ]
     if "label_mask" in options and "label_column" in options:
         problems.append("label_mask and label_column exclude each other: give one of them")
-    if batch_format == "arrow":
-        problems.append("pack makes tensors or arrays: batch_format must be 'torch' or 'numpy'")
+    problems += _format_problems("pack", batch_format, "torch", "numpy")
     if stacks:
         problems.append("pack and stack exclude each other: a batch has no other column")
     return problems
@@ -162,24 +163,28 @@ def _padding_problems(options: Mapping[str, Any], batch_format: object) -> list[
         for name in ("pack", "group_by")
         if name in options
     ]
-    if batch_format == "arrow":
-        problems.append("pad_lists makes tensors: batch_format must be 'torch' or 'numpy'")
-    return problems
+    return problems + _format_problems("pad_lists", batch_format, "torch", "numpy")
 
 
-def read_columns(options: Mapping[str, Any], columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The columns that a job reads; empty for all.
+def _format_problems(option: str, batch_format: object, *known: str) -> list[str]:
+    if batch_format in known:
+        return []
+    return [f"{option} needs a batch_format of {', '.join(known)}, got {batch_format!r}"]
+
+
+def sequence_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns that a job reads, of those that it asks for; empty: all.
 
     Raises:
         ConfigError: packed batches have other columns than those asked for.
     """
-    if not isinstance(options.get("pack"), str):
-        return () if columns is None else tuple(columns)
+    if "pack" not in options:
+        return columns
     needed = (
         options["pack"],
         *(options[k] for k in ("label_mask", "label_column") if k in options),
     )
-    if columns is not None and not set(columns) <= set(needed):
+    if not set(columns) <= set(needed):
         raise ConfigError(
             f"pack reads columns {list(needed)!r} only, got columns={list(columns)!r}"
         )
@@ -268,11 +273,14 @@ def _groups(
     if window is None and LENGTHS in layout.logical.names:
         raise ConfigError(f"group_by adds a column {LENGTHS!r}, and there is one: leave it out")
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
-    keys, times = (
-        None if name is None else _of_rows(values(_quoted(name)), rows) for name in (by, order)
+    codes = values(_quoted(by)).dictionary_encode("encode").unify_dictionaries()
+    keys = pa.chunked_array([chunk.indices for chunk in codes.chunks], pa.int32())
+    times = None if order is None else values(_quoted(order))
+    table = group_table(
+        rows, _of_rows(keys, rows), None if times is None else _of_rows(times, rows)
     )
     identity = f"{inner.identity}groups({by!r},{order!r},{window!r})"
-    view = GroupsView(group_table(rows, keys, times), window and tuple(window), identity)
+    view = GroupsView(table, window and tuple(window), identity)
     return view, partial(grouping, length=None if window is None else window[0])
 
 

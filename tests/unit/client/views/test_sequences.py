@@ -7,7 +7,7 @@ import torch
 
 from cache_client.convert import Converter
 from cache_client.rows import Rows
-from cache_client.views.sequences import make_sequences, read_columns, sequence_problems
+from cache_client.views.sequences import make_sequences, sequence_columns, sequence_problems
 from cache_client.views.view import PlainView, Shuffle
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout
@@ -60,12 +60,11 @@ def test_packing_makes_neither_record_batches_nor_stacks():
 
 
 def test_packing_reads_its_columns_only():
-    assert read_columns({}, ["a"]) == ("a",)
-    assert read_columns({}, None) == ()
+    assert sequence_columns({}, ("a",)) == ("a",)
     options = {"pack": "t", "sequence_length": 4, "label_mask": "m"}
-    assert read_columns(options, None) == ("t", "m")
+    assert sequence_columns(options, ()) == ("t", "m")
     with pytest.raises(ConfigError, match=r"pack reads columns \['t', 'm'\] only"):
-        read_columns(options, ["t", "a"])
+        sequence_columns(options, ("t", "a"))
 
 
 def rows_of(layout, table):

@@ -1,0 +1,219 @@
+"""Packed tokens, groups, windows and length buckets over a cluster: exact, elastic, resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
+from cache_client.order import EpochOrder
+from cache_server import LocalCluster
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("forked_workers"),
+]
+
+DOCUMENTS, LENGTH = 300, 32
+LENGTHS = np.random.default_rng(0).integers(0, 60, DOCUMENTS)
+TOKENS = [[row * 100 + i for i in range(length)] for row, length in enumerate(LENGTHS)]
+TIMES = np.random.default_rng(1).permutation(DOCUMENTS)
+USERS = [f"user{row % 7}" for row in range(DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    source: Path = tmp_path_factory.mktemp("documents") / "documents.parquet"
+    table = pa.table(
+        {
+            "tokens": pa.array(TOKENS, pa.list_(pa.int32())),
+            "mask": pa.array([[token % 2 for token in each] for each in TOKENS]),
+            "user": USERS,
+            "t": TIMES,
+            "row": np.arange(DOCUMENTS),
+        }
+    )
+    pq.write_table(table, source, row_group_size=50)
+    client = CacheClient(cluster.endpoint)
+    client.load(DatasetSpec("documents", source, target_shard_bytes=20_000))
+    client.wait_ready("documents")
+    yield "documents"
+    client.drop("documents")
+
+
+def dataset(cluster: LocalCluster, name: str, **options: Any) -> CacheIterableDataset:
+    return CacheIterableDataset(name, endpoint=cluster.endpoint, seed=4, **options)
+
+
+def steps_of(cluster: LocalCluster, name: str, ranks: int, **options: Any) -> Iterator[list[Any]]:
+    """The batches of all ranks, step by step."""
+    datasets = [
+        dataset(cluster, name, rank=rank, world_size=ranks, **options) for rank in range(ranks)
+    ]
+    for each in datasets:
+        each.set_epoch(1)
+    return zip(*datasets, strict=True)
+
+
+def stream(epoch: int) -> list[int]:
+    order = EpochOrder(DOCUMENTS, shuffle=True, seed=4, epoch=epoch).row_ids(np.arange(DOCUMENTS))
+    return [token for row in order.tolist() for token in TOKENS[row]]
+
+
+PACKED: dict[str, Any] = {"pack": "tokens", "sequence_length": LENGTH, "shuffle": True}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_packed_batches_are_the_shuffled_stream_cut(
+    cluster: LocalCluster, name: str, local: bool
+) -> None:
+    batches = [
+        batch
+        for step in steps_of(cluster, name, 3, batch_size=5, local=local, **PACKED)
+        for batch in step
+    ]
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+    expected = stream(1)
+    assert tokens.dtype == torch.int64
+    assert tokens.reshape(-1).tolist()[: len(expected)] == expected
+    assert len(tokens) == -(-len(expected) // LENGTH)
+    assert list(batches[0]) == ["tokens", "position_ids", "labels"]
+
+
+def test_another_world_size_continues_a_packed_epoch(cluster: LocalCluster, name: str) -> None:
+    taken: list[int] = []
+    ranks = [
+        dataset(cluster, name, rank=rank, world_size=2, batch_size=4, audit="states", **PACKED)
+        for rank in range(2)
+    ]
+    loaders = [iter(each.loader(num_workers=2)) for each in ranks]
+    for _ in range(5):
+        for loader in loaders:
+            taken += next(loader)["tokens"].reshape(-1).tolist()
+    state = ranks[0].state_dict(steps=5)
+    del loaders
+    others = [
+        dataset(cluster, name, rank=rank, world_size=3, batch_size=3, **PACKED) for rank in range(3)
+    ]
+    for each in others:
+        each.load_state_dict(state)
+    for step in zip(*others, strict=True):
+        for batch in step:
+            taken += batch["tokens"].reshape(-1).tolist()
+    expected = stream(0)
+    assert taken[: len(expected)] == expected
+    assert ranks[0].view.num_padding(0) == len(taken) - len(expected)  # type: ignore[attr-defined]
+    whole = dataset(cluster, name, batch_size=4, cut_documents=False, **PACKED)
+    with pytest.raises(Exception, match="fingerprint"):
+        whole.load_state_dict(state)
+
+
+def test_whole_documents_stay_together_and_labels_follow_their_mask(
+    cluster: LocalCluster, name: str
+) -> None:
+    options = {**PACKED, "sequence_length": 64, "cut_documents": False, "label_mask": "mask"}
+    found: list[list[int]] = []
+    reader = dataset(
+        cluster, name, batch_size=4, pack_outputs=["document_ids", "labels", "cu_seqlens"],
+        pad_mask="real", **options,
+    )  # fmt: skip
+    assert len(reader) * 4 == -(-reader.num_samples // 4) * 4
+    for batch in reader.loader(num_workers=1):
+        tokens, ids = batch["tokens"].reshape(-1), batch["document_ids"].reshape(-1)
+        labels = batch["labels"].reshape(-1)
+        documents = zip(
+            torch.tensor_split(tokens, batch["cu_seqlens"][1:-1].tolist()),
+            torch.tensor_split(ids, batch["cu_seqlens"][1:-1].tolist()),
+            torch.tensor_split(labels, batch["cu_seqlens"][1:-1].tolist()),
+            strict=True,
+        )
+        real = batch["real"].repeat_interleave(64)
+        at = 0
+        for document, numbers, own_labels in documents:
+            assert len(set(numbers.tolist())) == 1
+            if numbers[0] >= 0 and real[at]:
+                found.append(document.tolist())
+                wanted = [token if token % 2 else -100 for token in found[-1]]
+                assert own_labels.tolist() == [-100, *wanted[1:]]
+            elif numbers[0] < 0:
+                assert set(own_labels.tolist()) == {-100}
+            at += len(document)
+    assert sorted(found) == sorted(document for document in TOKENS if document)
+
+
+def test_groups_are_in_the_order_of_their_times(cluster: LocalCluster, name: str) -> None:
+    reader = dataset(
+        cluster, name, batch_size=3, columns=["row", "tokens"], group_by="user", order_by="t",
+        shuffle=True,
+    )  # fmt: skip
+    assert reader.num_samples == 7
+    groups = {}
+    for batch in reader.loader(num_workers=2):
+        for rows, length in zip(batch["row"], batch["lengths"].tolist(), strict=True):
+            groups[USERS[rows[0]]] = rows.tolist()
+            assert len(rows) == length
+    assert groups == {
+        user: sorted(
+            (row for row in range(DOCUMENTS) if USERS[row] == user), key=lambda row: TIMES[row]
+        )
+        for user in set(USERS)
+    }
+
+
+def test_windows_are_elastic(cluster: LocalCluster, name: str) -> None:
+    options: dict[str, Any] = {
+        "columns": ["row"], "group_by": "user", "order_by": "t", "window": (8, 4), "shuffle": True
+    }  # fmt: skip
+    first = dataset(cluster, name, batch_size=5, **options)
+    batches = iter(first)
+    taken = [next(batches)["row"] for _ in range(3)]
+    rest = steps_of(cluster, name, 2, batch_size=2, **options)
+    assert next(rest)[0]["row"].shape == (2, 8)
+    second = dataset(cluster, name, batch_size=2, **options)
+    second.load_state_dict(first.state_dict())
+    taken += [batch["row"] for batch in second]
+    expected = []
+    for user in dict.fromkeys(USERS):
+        rows = [row for row in range(DOCUMENTS) if USERS[row] == user]
+        rows.sort(key=lambda row: TIMES[row])
+        expected += [rows[at : at + 8] for at in range(0, len(rows) - 7, 4)]
+    assert sorted(torch.cat(taken).tolist()) == sorted(expected)
+
+
+def test_length_buckets_read_each_row_once_with_little_padding(
+    cluster: LocalCluster, name: str
+) -> None:
+    options: dict[str, Any] = {
+        "length_buckets": "array_length(tokens)", "bucket_rows": 32, "pad_lists": {"tokens": -1},
+        "columns": ["row", "tokens"], "shuffle": True,
+    }  # fmt: skip
+    rows: list[int] = []
+    padding = places = 0
+    for step in steps_of(cluster, name, 2, batch_size=8, **options):
+        for batch in step:
+            rows += batch["row"].tolist()
+            for row, tokens, mask in zip(
+                batch["row"], batch["tokens"], batch["tokens_mask"], strict=True
+            ):
+                assert tokens[mask].tolist() == TOKENS[row]
+                padding, places = padding + int((~mask).sum()), places + len(mask)
+    assert sorted(rows) == list(range(DOCUMENTS))
+    assert padding < places / 8
+
+
+def test_every_bad_option_is_refused_at_once(cluster: LocalCluster, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        dataset(cluster, name, batch_size=0, pack="tokens", windows=3)  # type: ignore[call-arg]
+    for problem in ("batch_size", "pack needs sequence_length", "there is no argument windows"):
+        assert problem in str(error.value)
+    with pytest.raises(ConfigError, match=r"column 'user' is string, not a list of integers"):
+        dataset(cluster, name, batch_size=1, pack="user", sequence_length=4)
+    with pytest.raises(ConfigError, match=r"pack reads columns \['tokens'\] only"):
+        dataset(cluster, name, batch_size=1, columns=["t"], pack="tokens", sequence_length=4)
