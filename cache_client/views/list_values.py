@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from cache_client.arguments import BatchFormat
@@ -34,18 +35,17 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
         matrix = rows.matrices[index]
         return matrix.reshape(-1), np.arange(len(matrix) + 1) * matrix.shape[1]
     array = rows.arrays[index]
-    values = array.flatten()  # without those of nulls; no copy where there are none
+    if array.null_count:
+        array = pc.fill_null(array, pa.scalar([], array.type))
+    offsets = array.offsets.to_numpy().astype(np.int64)
+    start, stop = int(offsets[0]), int(offsets[-1])
+    values = array.values.slice(start, stop - start)  # `flatten` would copy them
     if values.null_count:
         raise RequestError(
             f"column {column!r} has a null in a list: replace it in the sql, as by "
             f"array_remove_all({column}, NULL)"
         )
-    if array.null_count:
-        lengths = array.value_lengths().fill_null(0).to_numpy().astype(np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    else:
-        offsets = array.offsets.to_numpy().astype(np.int64)
-        offsets -= offsets[0]
+    offsets -= start
     return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), offsets
 
 

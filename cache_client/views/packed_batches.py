@@ -41,63 +41,70 @@ class Segments(NamedTuple):
     numbers: Int64Array
 
 
-class Places(NamedTuple):
+class Sequences(NamedTuple):
     """Where the tokens of a batch come from.
 
     Attributes:
-        starts: of each sequence, among the joined tokens of all rows; int64, shape ``(B,)``.
+        offsets: of the rows among their joined tokens; int64, shape ``(rows + 1,)``.
+        firsts: first row of each sequence; int64, shape ``(B,)``.
+        num_rows: of each sequence.
+        starts: of each sequence among the joined tokens.
         lengths: tokens of each sequence, at most L.
-        segments: of the batch.
+        sequence_length: L.
     """
 
+    offsets: Int64Array
+    firsts: Int64Array
+    num_rows: Int64Array
     starts: Int64Array
     lengths: Int64Array
-    segments: Segments
+    sequence_length: int
 
-    def take(self, tokens: npt.NDArray[Any], sequence_length: int, padding: int) -> Int64Array:
+    @classmethod
+    def of(cls, offsets: Int64Array, samples: Samples, sequence_length: int) -> Sequences:
+        """Those of a batch, whose samples have their skipped values."""
+        assert samples.lengths is not None and samples.skipped is not None
+        firsts = samples.firsts
+        starts = offsets[firsts] + samples.skipped
+        lengths = np.minimum(offsets[firsts + samples.lengths] - starts, sequence_length)
+        return cls(offsets, firsts, samples.lengths, starts, lengths, sequence_length)
+
+    def take(self, tokens: npt.NDArray[Any], padding: int) -> Int64Array:
         """Tokens of all rows -> those of each sequence; int64, shape ``[B, L]``."""
-        count = len(self.starts)
-        whole = int(self.lengths.sum()) == count * sequence_length
-        if whole and (np.diff(self.starts) == sequence_length).all():
-            start = int(self.starts[0]) if count else 0
-            run = tokens[start : start + count * sequence_length]
-            return run.reshape(count, sequence_length).astype(np.int64)
-        taken = np.empty((count, sequence_length), np.int64)
-        for row, start, length in zip(
+        count, length = len(self.starts), self.sequence_length
+        size = count * length
+        if self.lengths.sum() == size and (self.starts[1:] - self.starts[:-1] == length).all():
+            run = tokens[self.starts[0] :][:size]
+            return run.reshape(count, length).astype(np.int64)
+        taken = np.empty((count, length), np.int64)
+        for row, start, size in zip(
             taken, self.starts.tolist(), self.lengths.tolist(), strict=True
         ):
-            row[:length] = tokens[start : start + length]
-            row[length:] = padding
+            row[:size] = tokens[start : start + size]
+            row[size:] = padding
         return taken
 
-
-def places(offsets: Int64Array, samples: Samples, sequence_length: int) -> Places:
-    """The places of a batch.
-
-    Args:
-        offsets: of the rows among their joined tokens, shape ``(rows + 1,)``.
-        samples: of the sequences of the batch.
-        sequence_length: tokens L of a sequence.
-    """
-    assert samples.lengths is not None and samples.skipped is not None
-    firsts, count = samples.firsts, len(samples.lengths)
-    starts = offsets[firsts] + samples.skipped
-    stops = np.minimum(offsets[firsts + samples.lengths], starts + sequence_length)
-    # One run for each row of a sequence, and one for its padding.
-    row = joined_ranges(firsts, samples.lengths + 1)
-    slot = np.repeat(np.arange(count), samples.lengths + 1)
-    is_padding = np.zeros(len(row), np.bool_)
-    is_padding[np.cumsum(samples.lengths + 1) - 1] = True
-    begin = np.maximum(offsets[row], starts[slot])
-    begin[is_padding] = stops[slot[is_padding]]
-    end = np.minimum(offsets[np.minimum(row + 1, len(offsets) - 1)], stops[slot])
-    end[is_padding] = starts[slot[is_padding]] + sequence_length
-    lengths = end - begin
-    kept = lengths > 0
-    numbers = row - firsts[slot]
-    numbers[is_padding] = -1
-    runs = lengths[kept]
-    return Places(starts, stops - starts, Segments(np.cumsum(runs) - runs, runs, numbers[kept]))
+    def segments(self) -> Segments:
+        """The documents of the batch."""
+        # One run for each row of a sequence, and one for its padding.
+        runs = self.num_rows + 1
+        row = joined_ranges(self.firsts, runs)
+        slot = np.arange(len(runs)).repeat(runs)
+        paddings = runs.cumsum() - 1
+        starts = self.starts[slot]
+        ends = self.offsets[np.minimum(row + 1, len(self.offsets) - 1)]
+        begins, ends = (
+            np.maximum(self.offsets[row], starts),
+            np.minimum(ends, starts + self.lengths[slot]),
+        )
+        begins[paddings] = self.starts + self.lengths
+        ends[paddings] = self.starts + self.sequence_length
+        numbers = row - self.firsts[slot]
+        numbers[paddings] = -1
+        lengths = ends - begins
+        kept = lengths > 0
+        lengths = lengths[kept]
+        return Segments(lengths.cumsum() - lengths, lengths, numbers[kept])
 
 
 @dataclass(frozen=True)
@@ -128,13 +135,25 @@ class PackedAssembler:
         Raises:
             RequestError: a list has a null, or a list of labels has another length than its tokens.
         """
-        length = self.sequence_length
         tokens, offsets = joined_lists(rows, self.column)
-        found = places(offsets, samples, length)
-        taken = found.take(tokens, length, self.pad_token)
+        sequences = Sequences.of(offsets, samples, self.sequence_length)
+        taken = sequences.take(tokens, self.pad_token)
         batch: dict[str, Any] = {self.column: taken}
+        segments = sequences.segments() if self.outputs else None
         for output in self.outputs:
-            batch |= self._make(output, rows, offsets, found, taken)
+            assert segments is not None
+            if output == "labels":
+                batch[output] = self._labels(rows, sequences, segments, taken)
+            elif output == "cu_seqlens":
+                batch[output] = np.append(segments.starts, taken.size).astype(np.int32)
+                batch["max_seqlen"] = int(segments.lengths.max(initial=0))
+            elif output == "document_ids":
+                numbers = segments.numbers.astype(np.int32)
+                batch[output] = numbers.repeat(segments.lengths).reshape(taken.shape)
+            else:
+                positions = np.arange(taken.size)
+                positions -= segments.starts.repeat(segments.lengths)
+                batch[output] = positions.reshape(taken.shape)
         if self.batch_format == "torch":
             return {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -142,32 +161,14 @@ class PackedAssembler:
             }
         return batch
 
-    def _make(
-        self, output: PackOutput, rows: Rows, offsets: Int64Array, found: Places, taken: Int64Array
-    ) -> dict[str, Any]:
-        segments = found.segments
-        if output == "cu_seqlens":
-            ends = np.append(segments.starts, taken.size).astype(np.int32)
-            return {output: ends, "max_seqlen": int(segments.lengths.max(initial=0))}
-        if output == "labels":
-            return {output: self._labels(rows, offsets, found, taken)}
-        if output == "document_ids":
-            return {
-                output: np.repeat(segments.numbers.astype(np.int32), segments.lengths).reshape(
-                    taken.shape
-                )
-            }
-        positions = np.arange(taken.size)
-        positions -= np.repeat(segments.starts, segments.lengths)
-        return {output: positions.reshape(taken.shape)}
-
     def _labels(
-        self, rows: Rows, offsets: Int64Array, found: Places, taken: Int64Array
+        self, rows: Rows, sequences: Sequences, segments: Segments, taken: Int64Array
     ) -> Int64Array:
-        labels = taken.copy()
+        labels = taken
         beside = self.label_column or self.label_mask
         if beside is not None:
             values, own = joined_lists(rows, beside)
+            offsets = sequences.offsets
             if not np.array_equal(own, offsets):
                 row = int(np.flatnonzero(np.diff(own) != np.diff(offsets))[0])
                 raise RequestError(
@@ -175,17 +176,12 @@ class PackedAssembler:
                     f"{offsets[row + 1] - offsets[row]} tokens of {self.column!r} in a row: each "
                     "token needs one"
                 )
-            values = found.take(values, self.sequence_length, 0)
-            if self.label_column is not None:
-                labels = values
-            else:
-                labels[values == 0] = IGNORED_LABEL
-        flat = labels.reshape(-1)
-        segments = found.segments
+            labels = sequences.take(values, 0)
+        if self.label_column is None:
+            labels = taken.copy() if beside is None else np.where(labels, taken, IGNORED_LABEL)
         # A model predicts the first token of a document from the document before it.
-        flat[segments.starts] = IGNORED_LABEL
-        for start, length in zip(
-            *(each[segments.numbers < 0].tolist() for each in segments[:2]), strict=True
-        ):
-            flat[start : start + length] = IGNORED_LABEL
+        labels.reshape(-1)[segments.starts] = IGNORED_LABEL
+        for row, length in zip(labels, sequences.lengths.tolist(), strict=True):
+            if length < len(row):
+                row[length:] = IGNORED_LABEL
         return labels

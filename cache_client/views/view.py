@@ -42,10 +42,9 @@ class Samples:
     def firsts(self) -> Int64Array:
         """Where the rows of each slot begin, among the rows of all; int64, shape ``(slots,)``."""
         assert self.lengths is not None
-        ends = np.cumsum(self.lengths)
-        if self.shares is not None:
-            ends -= np.cumsum(self.shares)
-        return ends - self.lengths
+        own = self.lengths if self.shares is None else self.lengths - self.shares
+        firsts: Int64Array = own.cumsum() - self.lengths
+        return firsts
 
     def shared(self, slots_of_steps: list[int]) -> Samples:
         """The same samples; a row that ends a slot and begins the next of a step is given once."""
@@ -151,5 +150,5 @@ class Shuffle:
 
 def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """The integers of half-open ranges, one range after the other."""
-    before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+    before = lengths.cumsum() - lengths
+    return (starts - before).repeat(lengths) + np.arange(lengths.sum(), dtype=np.int64)

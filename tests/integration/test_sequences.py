@@ -43,7 +43,6 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     pq.write_table(table, source, row_group_size=50)
     client = CacheClient(cluster.endpoint)
     client.load(DatasetSpec("documents", source, target_shard_bytes=20_000))
-    client.wait_ready("documents")
     yield "documents"
     client.drop("documents")
 
