@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache_client.permutation import Int64Array
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Samples, joined_ranges
 
-_RowIds = npt.NDArray[np.signedinteger[Any]]
 _MAX_INT32 = 2**31 - 1
 
 
@@ -26,13 +24,13 @@ class GroupTable:
         offsets: of the groups among them; int64, shape ``(groups + 1,)``.
     """
 
-    row_ids: _RowIds
+    row_ids: SharedArray
     offsets: Int64Array
 
     @property
     def num_bytes(self) -> int:
         """4 or 8 bytes a row, and 8 a group."""
-        return self.row_ids.nbytes + self.offsets.nbytes
+        return self.row_ids.values.nbytes + self.offsets.nbytes
 
 
 def group_table(row_ids: Int64Array, keys: pa.Array, times: pa.Array | None) -> GroupTable:
@@ -56,7 +54,7 @@ def group_table(row_ids: Int64Array, keys: pa.Array, times: pa.Array | None) -> 
     counts = np.bincount(groups, minlength=len(encoded.dictionary))
     small = int(row_ids.max(initial=0)) <= _MAX_INT32
     return GroupTable(
-        row_ids[order].astype(np.int32 if small else np.int64),
+        SharedArray(row_ids[order].astype(np.int32 if small else np.int64)),
         np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
     )
 
@@ -125,5 +123,5 @@ class GroupsView:
             first_slots = ends[groups] - ((of_group - length) // stride + 1)
             starts = offsets[groups] + (slots - first_slots) * stride
             lengths = np.full(len(slots), length)
-        rows = self.table.row_ids[joined_ranges(starts, lengths)]
+        rows = self.table.row_ids.values[joined_ranges(starts, lengths)]
         return Samples(rows.astype(np.int64), lengths)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_client.permutation import Int64Array, Permutation
-from cache_client.views.packing import Lengths
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Samples, Shuffle, View
 
 WINDOW_BUCKETS: Final = 64
@@ -35,7 +35,7 @@ class LengthBucketsView:
 
     Args:
         inner: its slots are ordered; each must have one row.
-        lengths: of each row of the version, unsigned, shape ``(num_rows,)``.
+        lengths: of each row of the version, shape ``(num_rows,)``.
         bucket_rows: rows of a bucket, at least 1.
         shuffle: of the rows before they are cut into windows, and of buckets. Without it, the
             lengths of a window ascend.
@@ -45,7 +45,7 @@ class LengthBucketsView:
     """
 
     inner: View
-    lengths: Lengths
+    lengths: SharedArray
     bucket_rows: int
     shuffle: Shuffle
     column: str = ""
@@ -67,7 +67,7 @@ class LengthBucketsView:
     def num_bytes(self) -> int:
         """Bytes of the lengths, of the windows that are kept, and of the inner view."""
         windows = sum(rows.nbytes for rows in list(self._windows.values()))
-        return self.inner.num_bytes + self.lengths.nbytes + windows
+        return self.inner.num_bytes + self.lengths.values.nbytes + windows
 
     def num_slots(self, epoch: int) -> int:
         """Slots of the inner view."""
@@ -98,7 +98,7 @@ class LengthBucketsView:
         order = self.shuffle.order(self.inner, epoch)
         slots = order.row_ids(np.arange(number * size, stop))
         rows = self.inner.samples(slots, epoch).row_ids
-        by_length = rows[np.argsort(self.lengths[rows], kind="stable")]
+        by_length = rows[np.argsort(self.lengths.values[rows], kind="stable")]
         buckets = np.split(by_length, np.arange(self.bucket_rows, len(rows), self.bucket_rows))
         chosen = shifts = np.arange(len(buckets))
         if self.shuffle.shuffle:

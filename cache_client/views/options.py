@@ -17,7 +17,7 @@ from cache_client.views.sequences import (
     sequence_columns,
     sequence_problems,
 )
-from cache_client.views.view import Samples, Shuffle, View
+from cache_client.views.view import NO_SHUFFLE, Samples, Shuffle, View
 
 Assemble = Callable[[Rows, Samples], Any]
 """Makes the batch of one step from its rows; the samples have no row ids."""
@@ -43,7 +43,9 @@ class JobView:
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
 
 
-def view_problems(options: Mapping[str, Any], *, batch_format: object, stacks: bool) -> list[str]:
+def view_problems(
+    options: Mapping[str, Any], *, batch_format: object = "torch", stacks: bool = False
+) -> list[str]:
     """The problems of the options that need no node; each is quoted.
 
     Args:
@@ -70,7 +72,10 @@ def read_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tuple[
 
 
 def make_view(
-    options: ViewOptions, version: VersionNodes, shuffle: Shuffle, batch_format: BatchFormat
+    options: ViewOptions,
+    version: VersionNodes,
+    shuffle: Shuffle = NO_SHUFFLE,
+    batch_format: BatchFormat = "torch",
 ) -> JobView:
     """The view that the options ask for.
 

@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cache_client.permutation import Int64Array
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Samples, Shuffle, View, joined_ranges
 
 _APART: Final = 16  # sequences between two marks
 _DOCUMENTS_A_TIME: Final = 2**18  # of the pass over an epoch
 _EPOCHS_KEPT: Final = 2
-
-Lengths = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class _Pieces(NamedTuple):
@@ -79,7 +77,7 @@ class PackingView:
 
     Args:
         inner: its slots are the documents; each must have one row.
-        lengths: tokens of each row of the version, unsigned, shape ``(num_rows,)``.
+        lengths: tokens of each row of the version, shape ``(num_rows,)``.
         sequence_length: tokens L of a sequence, at least 1.
         cut: whether documents are cut.
         shuffle: of the documents.
@@ -89,7 +87,7 @@ class PackingView:
     """
 
     inner: View
-    lengths: Lengths
+    lengths: SharedArray
     sequence_length: int
     cut: bool
     shuffle: Shuffle
@@ -110,12 +108,12 @@ class PackingView:
     def num_bytes(self) -> int:
         """Bytes of the lengths, of the marks that are kept, and of the inner view."""
         marks = sum(each.place.nbytes + each.skipped.nbytes for each in self._marks.values())
-        return self.inner.num_bytes + self.lengths.nbytes + marks
+        return self.inner.num_bytes + self.lengths.values.nbytes + marks
 
     @property
     def rows_per_slot(self) -> float:
         """About how many documents a sequence has, with those that it shares with the next."""
-        mean = float(self.lengths.mean()) if self.lengths.size else 1.0
+        mean = float(self.lengths.values.mean()) if len(self.lengths) else 1.0
         return 1 + self.sequence_length / max(1.0, mean)
 
     def num_slots(self, epoch: int) -> int:
@@ -168,7 +166,7 @@ class PackingView:
         """The pieces of the documents at these places, and how many each has."""
         slots = self.shuffle.order(self.inner, epoch).row_ids(places)
         row_ids = self.inner.samples(slots, epoch).row_ids
-        lengths = self.lengths[row_ids].astype(np.int64)
+        lengths = self.lengths.values[row_ids].astype(np.int64)
         if self.cut:
             counts = (lengths > 0).astype(np.int64)
             pieces = _Pieces(places, row_ids, np.zeros_like(lengths), lengths).of(lengths > 0)

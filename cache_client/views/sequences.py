@@ -25,7 +25,8 @@ from cache_client.views.groups import GroupsView, group_table
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.list_values import padding_lists
 from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
-from cache_client.views.packing import Lengths, PackingView
+from cache_client.views.packing import PackingView
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, View
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout
@@ -92,6 +93,7 @@ def sequence_problems(
     options: Mapping[str, Any], *, batch_format: object, stacks: bool
 ) -> list[str]:
     """The problems of the options that need no node; each is quoted."""
+    options = _given(options)
     problems = [
         f"{name} needs {main}, got {options[name]!r}"
         for main, others in _NEEDS.items()
@@ -114,6 +116,10 @@ def sequence_problems(
     if "pad_lists" in options:
         problems += _padding_problems(options, batch_format)
     return problems
+
+
+def _given(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: bool) -> list[str]:
@@ -178,6 +184,7 @@ def sequence_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tu
     Raises:
         ConfigError: packed batches have other columns than those asked for.
     """
+    options = _given(options)
     if "pack" not in options:
         return columns
     needed = (
@@ -214,6 +221,7 @@ def make_sequences(
         ConfigError: a column is not of lists of integers, or a length is no length; quotes it.
         RequestError: as `row_values`.
     """
+    options = _given(options)
     if "pack" in options:
         return _packing(options, inner, layout, shuffle, batch_format, values)
     if "group_by" in options:
@@ -289,7 +297,7 @@ def _of_rows(found: pa.ChunkedArray, rows: np.ndarray[Any, np.dtype[np.int64]]) 
     return array if len(rows) == len(array) else array.take(pa.array(rows))
 
 
-def _lengths(option: str, found: pa.ChunkedArray) -> Lengths:
+def _lengths(option: str, found: pa.ChunkedArray) -> SharedArray:
     """Values as unsigned integers of the smallest type that holds them; nulls are 0."""
     kind = found.type
     if not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
@@ -299,8 +307,7 @@ def _lengths(option: str, found: pa.ChunkedArray) -> Lengths:
         raise ConfigError(f"{option} must give lengths, got {least}")
     dtype = np.min_scalar_type(pc.max(found).as_py() or 0)
     filled = found.cast(pa.from_numpy_dtype(dtype)).fill_null(0)
-    lengths: Lengths = filled.to_numpy()
-    return lengths
+    return SharedArray(filled.to_numpy())
 
 
 def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = False) -> None:

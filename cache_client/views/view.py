@@ -11,7 +11,7 @@ nor tensors, and does no I/O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,6 +146,9 @@ class Shuffle:
             seed=self.seed,
             epoch=epoch,
         )
+
+
+NO_SHUFFLE: Final = Shuffle(False)
 
 
 def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:

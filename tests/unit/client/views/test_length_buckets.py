@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from cache_client.order import EpochOrder, StepPlan
 from cache_client.views import length_buckets
 from cache_client.views.length_buckets import LengthBucketsView
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Shuffle
 
 
 def view_of(lengths, bucket_rows, *, shuffle=True, seed=5):
     lengths = np.array(lengths, np.uint16)
     return LengthBucketsView(
-        PlainView(len(lengths)), lengths, bucket_rows, Shuffle(shuffle, None, seed)
+        PlainView(len(lengths)), SharedArray(lengths), bucket_rows, Shuffle(shuffle, None, seed)
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cache_client.rows import Rows
 from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler
 from cache_client.views.packing import PackingView
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Shuffle
 from cache_protocol.errors import RequestError
 from cache_protocol.storage.layout import Layout
@@ -75,7 +76,9 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
     documents = [rng.integers(0, 999, n).tolist() for n in lengths]
     masks = [(rng.integers(0, 2, n) > 0).tolist() for n in lengths]
     shuffle = Shuffle(True, None, seed)
-    view = PackingView(PlainView(len(lengths)), np.array(lengths, np.uint16), length, cut, shuffle)
+    view = PackingView(
+        PlainView(len(lengths)), SharedArray(np.array(lengths, np.uint16)), length, cut, shuffle
+    )
     num_slots = view.num_slots(0)
     start = data.draw(st.integers(0, num_slots - 1))
     slots = list(range(start, data.draw(st.integers(start + 1, num_slots))))
@@ -106,7 +109,9 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
 
 
 def assembled(*columns, **options):
-    view = PackingView(PlainView(3), np.array([3, 0, 2], np.uint16), 4, True, Shuffle(False))
+    view = PackingView(
+        PlainView(3), SharedArray(np.array([3, 0, 2], np.uint16)), 4, True, Shuffle(False)
+    )
     samples = view.samples(np.arange(view.num_slots(0)), 0).shared([2])
     rows = rows_of(*columns, row_ids=samples.row_ids.tolist())
     make = PackedAssembler("tokens", 4, 0, ("labels",), "numpy", **options)
@@ -139,7 +144,9 @@ def test_a_null_token_is_refused():
 
 def test_fixed_size_lists_are_documents_of_one_length():
     layout = Layout(pa.schema([("tokens", pa.list_(pa.int32(), 3))]))
-    view = PackingView(PlainView(4), np.array([3] * 4, np.uint16), 4, True, Shuffle(False))
+    view = PackingView(
+        PlainView(4), SharedArray(np.array([3] * 4, np.uint16)), 4, True, Shuffle(False)
+    )
     samples = view.samples(np.arange(3), 0).shared([3])
     matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
     rows = Rows(layout, {0: matrix}, {}, 4)

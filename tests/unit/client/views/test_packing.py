@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cache_client.order import EpochOrder
 from cache_client.views import packing
 from cache_client.views.packing import PackingView
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Samples, Shuffle
 
 lengths_of_documents = st.lists(st.integers(0, 40), max_size=60)
@@ -34,7 +35,7 @@ def reference(lengths, sequence_length, *, cut, order):
 def view_of(lengths, sequence_length, *, cut, shuffle=True, seed=3):
     return PackingView(
         PlainView(len(lengths)),
-        np.array(lengths, np.uint16),
+        SharedArray(np.array(lengths, np.uint16)),
         sequence_length,
         cut,
         Shuffle(shuffle, None, seed),
