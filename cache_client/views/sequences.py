@@ -102,7 +102,7 @@ def sequence_problems(
     ]
     for name in ("pack", "label_mask", "label_column", "group_by", "order_by", "length_buckets"):
         if name in options and not (isinstance(options[name], str) and options[name]):
-            problems.append(f"{name} must be the name of a column, got {options[name]!r}")
+            problems.append(f"{name} must be a text, got {options[name]!r}")
     used = [name for name in _NEEDS if name in options]
     if len(used) > 1:
         problems.append(f"{' and '.join(used)} exclude each other: give one of them")

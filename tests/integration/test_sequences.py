@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
+from cache_client.audit import AuditRecord, Evidence, audit
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 
@@ -205,6 +207,49 @@ def test_length_buckets_read_each_row_once_with_little_padding(
                 padding, places = padding + int((~mask).sum()), places + len(mask)
     assert sorted(rows) == list(range(DOCUMENTS))
     assert padding < places / 8
+
+
+def test_the_example_resumes_with_the_same_losses(
+    cluster: LocalCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "train_packed.py"
+    spec = importlib.util.spec_from_file_location("train_packed", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    client = CacheClient(cluster.endpoint)
+    client.load(DatasetSpec("pages", example.write_documents(tmp_path)))
+    example.compare(cluster.endpoint, "pages", 8)
+    client.drop("pages")
+    assert "all 8 losses are the same" in capsys.readouterr().out
+
+
+def test_an_audit_knows_the_order_of_packed_sequences(cluster: LocalCluster, name: str) -> None:
+    states = []
+    for rank in range(2):
+        each = dataset(
+            cluster, name, rank=rank, world_size=2, batch_size=4, audit="states", **PACKED
+        )
+        assert len(list(each)) == len(each)
+        states.append(each.state_dict())
+    (found,) = audit([Evidence(AuditRecord.from_dict(state["audit"])) for state in states])
+    assert (found.outcome, found.rows) == ("proven", found.num_rows), found
+
+
+def test_sequences_are_of_the_rows_of_a_selection(cluster: LocalCluster, name: str) -> None:
+    packed = dataset(
+        cluster, name, batch_size=4, where="\"user\" = 'user3'", pack="tokens",
+        sequence_length=LENGTH, cut_documents=False,
+    )  # fmt: skip
+    found = {token // 100 for batch in packed for token in batch["tokens"].unique().tolist()}
+    assert found - {0} == {row for row in range(3, DOCUMENTS, 7) if TOKENS[row]}
+    groups = dataset(
+        cluster, name, batch_size=4, columns=["row"], except_fold=(0, 2), group_by="user"
+    )
+    rows = [row for batch in groups for group in batch["row"] for row in group.tolist()]
+    plain = dataset(cluster, name, batch_size=4, columns=["row"], except_fold=(0, 2))
+    assert sorted(rows) == [row for batch in plain for row in batch["row"].tolist()]
+    assert len({each.fingerprint for each in (packed, groups, plain)}) == 3
 
 
 def test_every_bad_option_is_refused_at_once(cluster: LocalCluster, name: str) -> None:

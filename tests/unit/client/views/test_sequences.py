@@ -19,7 +19,7 @@ LISTS = pa.list_(pa.int32())
     ("options", "problem"),
     [
         ({"pack": "t"}, "pack needs sequence_length"),
-        ({"pack": 3, "sequence_length": 4}, "pack must be the name of a column, got 3"),
+        ({"pack": 3, "sequence_length": 4}, "pack must be a text, got 3"),
         ({"pack": "t", "sequence_length": 0}, "sequence_length must be at least 1, got 0"),
         ({"sequence_length": 4}, "sequence_length needs pack, got 4"),
         ({"pack": "t", "sequence_length": 4, "cut_documents": 1}, "cut_documents must be True or"),
