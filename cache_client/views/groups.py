@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache_client.permutation import Int64Array
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Samples, joined_ranges
+from cache_client.views.view import Numbers, Samples, joined_ranges
 
 _MAX_INT32 = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class GroupTable:
-    """The rows of each group, in order.
-
-    Attributes:
-        row_ids: of all groups, one group after the other; int32 if all fit, else int64.
-        offsets: of the groups among them; int64, shape ``(groups + 1,)``.
-    """
-
-    row_ids: SharedArray
-    offsets: Int64Array
-
-    @property
-    def num_bytes(self) -> int:
-        """4 or 8 bytes a row, and 8 a group."""
-        return self.row_ids.values.nbytes + self.offsets.nbytes
-
-
-def group_table(row_ids: Int64Array, keys: pa.Array, times: pa.Array | None) -> GroupTable:
+def group_table(
+    row_ids: Int64Array, keys: pa.Array, times: pa.Array | None
+) -> tuple[npt.NDArray[np.integer[Any]], Int64Array]:
     """Groups rows by a key.
 
     Groups are in the order in which they first appear in the rows. Rows without a key are a group,
@@ -44,19 +29,22 @@ def group_table(row_ids: Int64Array, keys: pa.Array, times: pa.Array | None) -> 
         row_ids: ascending, shape ``(k,)``.
         keys: of these rows; any type that Arrow can make a dictionary of.
         times: of these rows; any type that Arrow can sort. None: in the order of row ids.
+
+    Returns:
+        The row ids of all groups, one group after the other; int32 if all fit, else int64. And the
+        offsets of the groups among them, shape ``(groups + 1,)``.
     """
     encoded = pc.dictionary_encode(keys, null_encoding="encode")
     groups = encoded.indices.to_numpy()
-    order = np.argsort(groups, kind="stable")
-    if times is not None:
+    if times is None:
+        order = np.argsort(groups, kind="stable")
+    else:
         by_time = pc.array_sort_indices(times).to_numpy().astype(np.int64)
         order = by_time[np.argsort(groups[by_time], kind="stable")]
     counts = np.bincount(groups, minlength=len(encoded.dictionary))
     small = int(row_ids.max(initial=0)) <= _MAX_INT32
-    return GroupTable(
-        SharedArray(row_ids[order].astype(np.int32 if small else np.int64)),
-        np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-    )
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return row_ids[order].astype(np.int32 if small else np.int64), offsets
 
 
 @dataclass(frozen=True)
@@ -66,17 +54,18 @@ class GroupsView:
     Windows begin every ``stride`` rows of a group, and those that are not full are left out. They
     are numbered group by group.
 
-    Its memory is that of the table, and with a window 8 bytes a group.
+    Its memory is 4 or 8 bytes a row and 8 bytes a group, and 8 more with a window.
 
     Args:
-        table: the groups.
+        row_ids, offsets: as `group_table` makes them.
         window: pair of length and stride in rows, each at least 1; None: whole groups.
         identity: which rows are grouped, and how.
 
     Thread-safety: immutable.
     """
 
-    table: GroupTable
+    row_ids: Numbers
+    offsets: Int64Array
     window: tuple[int, int] | None
     identity: str
     orders_rows: bool = field(init=False, default=False)
@@ -86,33 +75,33 @@ class GroupsView:
         ends = None
         if self.window is not None:
             length, stride = self.window
-            counts = (np.diff(self.table.offsets) - length) // stride + 1
+            counts = (np.diff(self.offsets) - length) // stride + 1
             ends = np.cumsum(np.maximum(counts, 0))
         object.__setattr__(self, "_window_ends", ends)
 
     @property
     def num_bytes(self) -> int:
-        """Of the table, and 8 bytes a group with a window."""
-        ends = self._window_ends
-        return self.table.num_bytes + (0 if ends is None else ends.nbytes)
+        """Bytes of the row ids, and of the offsets of groups and windows."""
+        windows = 0 if self._window_ends is None else self._window_ends.nbytes
+        return self.row_ids.values.nbytes + self.offsets.nbytes + windows
 
     @property
     def rows_per_slot(self) -> float:
         """Rows of a window, or of a group on average."""
         if self.window is not None:
             return float(self.window[0])
-        return len(self.table.row_ids) / max(1, len(self.table.offsets) - 1)
+        return len(self.row_ids) / max(1, len(self.offsets) - 1)
 
     def num_slots(self, epoch: int) -> int:
         """Windows, or groups."""
         ends = self._window_ends
         if ends is None:
-            return len(self.table.offsets) - 1
+            return len(self.offsets) - 1
         return int(ends[-1]) if len(ends) else 0
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of each window or group."""
-        offsets, ends = self.table.offsets, self._window_ends
+        offsets, ends = self.offsets, self._window_ends
         if ends is None or self.window is None:
             starts = offsets[slots]
             lengths = offsets[slots + 1] - starts
@@ -123,5 +112,5 @@ class GroupsView:
             first_slots = ends[groups] - ((of_group - length) // stride + 1)
             starts = offsets[groups] + (slots - first_slots) * stride
             lengths = np.full(len(slots), length)
-        rows = self.table.row_ids.values[joined_ranges(starts, lengths)]
+        rows = self.row_ids.values[joined_ranges(starts, lengths)]
         return Samples(rows.astype(np.int64), lengths)

@@ -18,8 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_client.permutation import Int64Array, Permutation
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Samples, Shuffle, View
+from cache_client.views.view import Numbers, Samples, Shuffle, View
 
 WINDOW_BUCKETS: Final = 64
 _WINDOWS_KEPT: Final = 4
@@ -45,7 +44,7 @@ class LengthBucketsView:
     """
 
     inner: View
-    lengths: SharedArray
+    lengths: Numbers
     bucket_rows: int
     shuffle: Shuffle
     column: str = ""

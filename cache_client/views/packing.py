@@ -19,8 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from cache_client.permutation import Int64Array
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Samples, Shuffle, View, joined_ranges
+from cache_client.views.view import Numbers, Samples, Shuffle, View, joined_ranges
 
 _APART: Final = 16  # sequences between two marks
 _DOCUMENTS_A_TIME: Final = 2**18  # of the pass over an epoch
@@ -87,7 +86,7 @@ class PackingView:
     """
 
     inner: View
-    lengths: SharedArray
+    lengths: Numbers
     sequence_length: int
     cut: bool
     shuffle: Shuffle

@@ -284,11 +284,11 @@ def _groups(
     codes = values(_quoted(by)).dictionary_encode("encode").unify_dictionaries()
     keys = pa.chunked_array([chunk.indices for chunk in codes.chunks], pa.int32())
     times = None if order is None else values(_quoted(order))
-    table = group_table(
+    found, offsets = group_table(
         rows, _of_rows(keys, rows), None if times is None else _of_rows(times, rows)
     )
     identity = f"{inner.identity}groups({by!r},{order!r},{window!r})"
-    view = GroupsView(table, window and tuple(window), identity)
+    view = GroupsView(SharedArray(found), offsets, window and tuple(window), identity)
     return view, partial(grouping, length=None if window is None else window[0])
 
 

@@ -11,7 +11,7 @@ nor tensors, and does no I/O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,18 @@ class Samples:
         skipped = None if self.skipped is None else self.skipped[start:stop]
         shares = None if self.shares is None else self.shares[start:stop]
         return Samples(self.row_ids[:0], lengths, skipped, shares)
+
+
+class Numbers(Protocol):
+    """Integers that the processes of a job share, such as a `SharedArray`.
+
+    Attributes:
+        values: shape ``(n,)``.
+    """
+
+    values: NDArray[np.integer[Any]]
+
+    def __len__(self) -> int: ...
 
 
 class View(Protocol):

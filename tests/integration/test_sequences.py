@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,9 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     )
     pq.write_table(table, source, row_group_size=50)
     client = CacheClient(cluster.endpoint)
-    client.load(DatasetSpec("documents", source, target_shard_bytes=20_000))
-    yield "documents"
-    client.drop("documents")
+    client.load(DatasetSpec("packed-documents", source, target_shard_bytes=20_000))
+    yield "packed-documents"
+    client.drop("packed-documents")
 
 
 def dataset(cluster: LocalCluster, name: str, **options: Any) -> CacheIterableDataset:
@@ -222,6 +223,31 @@ def test_the_example_resumes_with_the_same_losses(
     example.compare(cluster.endpoint, "pages", 8)
     client.drop("pages")
     assert "all 8 losses are the same" in capsys.readouterr().out
+
+
+def test_the_snippets_of_the_page_run_as_they_stand(
+    cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = {
+        "documents": {"tokens": TOKENS, "answer": [[token % 2 for token in t] for t in TOKENS]},
+        "events": {"session": USERS, "t": TIMES, "value": np.arange(DOCUMENTS, dtype=np.float32)},
+    }
+    client = CacheClient(cluster.endpoint)
+    monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
+    shapes = []
+    for name, columns in tables.items():
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+        client.load(DatasetSpec(name, tmp_path / f"{name}.parquet"))
+    page = Path(__file__).resolve().parents[2] / "docs" / "sequences.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    for block in blocks:
+        exec(compile(block, "sequences.md", "exec"), {
+            "train_step": lambda values, *_: shapes.append(tuple(values.shape))
+        })  # fmt: skip
+    for name in tables:
+        client.drop(name)
+    assert (len(blocks), shapes[0], shapes[-1][0]) == (5, (5, 2048), DOCUMENTS % 8)
+    assert (16, 8) in shapes
 
 
 def test_an_audit_knows_the_order_of_packed_sequences(cluster: LocalCluster, name: str) -> None:

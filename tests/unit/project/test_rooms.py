@@ -27,6 +27,9 @@ PURE_MODULES = (
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
+    "cache_client/views/groups.py",
+    "cache_client/views/length_buckets.py",
+    "cache_client/views/packing.py",
     "cache_client/views/splits.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
@@ -102,6 +105,7 @@ PURE_IMPORTS = (
     *(
         "cache_client.order",
         "cache_client.permutation",
+        "cache_client.views.view",
         "cache_server.source.pinned",
         "cache_server.sql.quoting",
     ),

@@ -28,7 +28,7 @@ def view_of(lengths, bucket_rows, *, shuffle=True, seed=5):
     epoch=st.integers(0, 2),
     data=st.data(),
 )
-@settings(max_examples=200)
+@settings(max_examples=60)
 def test_slots_are_rows_and_buckets_are_runs_of_a_sorted_window(
     lengths, bucket_rows, shuffle, epoch, data
 ):
@@ -66,7 +66,7 @@ def test_ranks_have_about_equal_sums_of_lengths_and_squares(world_size, batch_si
 
     def worst_and_padding(rows_of):
         worst, padded = [0.0, 0.0], 0
-        for step in range(0, plan.num_steps - 1, 3):
+        for step in range(0, plan.num_steps - 1, 9):
             sums, squares = [], []
             for rank in range(world_size):
                 slots = plan.window(range(step, step + 1), rank)[0]
@@ -76,7 +76,7 @@ def test_ranks_have_about_equal_sums_of_lengths_and_squares(world_size, batch_si
                 padded += int(found.max()) * len(found) - sums[-1]
             worst[0] += max(sums) / np.mean(sums) - 1
             worst[1] += max(squares) / np.mean(squares) - 1
-        return (*(each / (plan.num_steps / 3) for each in worst), padded)
+        return (*(each / (plan.num_steps / 9) for each in worst), padded)
 
     view = view_of(lengths, 1024)
     sums, squares, padded = worst_and_padding(lambda slots: view.samples(slots, 0).row_ids)

@@ -61,7 +61,7 @@ def tokens_of(samples, lengths, sequence_length):
     at_once=st.integers(1, 9),
     data=st.data(),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_sequences_are_those_of_a_loop_over_the_documents(
     lengths, sequence_length, cut, shuffle, epoch, at_once, data
 ):
@@ -82,7 +82,7 @@ def test_sequences_are_those_of_a_loop_over_the_documents(
 
 
 @given(lengths=lengths_of_documents, sequence_length=st.integers(1, 12), cut=st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_a_document_of_two_sequences_is_read_once_a_step(lengths, sequence_length, cut):
     view = view_of(lengths, sequence_length, cut=cut)
     samples = view.samples(np.arange(view.num_slots(0)), 0)
