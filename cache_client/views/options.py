@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,12 @@ from cache_client.views.sequences import (
     make_sequences,
     sequence_columns,
     sequence_problems,
+    sequences_at_once,
 )
 from cache_client.views.view import NO_SHUFFLE, Samples, Shuffle, View
 
-Assemble = Callable[[Rows, Samples], Any]
-"""Makes the batch of one step from its rows; the samples have no row ids."""
+Assemble = Callable[[Rows, Samples, Sequence[int]], Iterable[Any]]
+"""Makes the batches of some steps from their rows, samples without row ids, and slots a step."""
 
 
 class ViewOptions(SelectionOptions, SequenceOptions, total=False):
@@ -37,10 +38,12 @@ class JobView:
     Attributes:
         view: slots -> rows.
         assembler: converter of plain rows -> what makes batches; None: the converter itself.
+        slots_at_once: about how many slots it takes at once; at least one step.
     """
 
     view: View
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
+    slots_at_once: int = 1
 
 
 def view_problems(
@@ -96,4 +99,4 @@ def make_view(
         batch_format=batch_format,
         values=partial(row_values, version),
     )
-    return JobView(view, assembler)
+    return JobView(view, assembler, sequences_at_once(options))
