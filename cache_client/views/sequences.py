@@ -34,7 +34,7 @@ from cache_protocol.storage.layout import Layout
 _MAX_LENGTH = 2**31 - 1
 _DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
 _DEFAULT_BUCKET_ROWS = 1024
-_TOKENS_AT_ONCE = 2**15  # few calls a token, in the processor's cache
+_TOKENS_AT_ONCE = 2**16  # few calls a token, in the processor's cache
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -245,7 +245,7 @@ def make_sequences(
 
 
 def sequences_at_once(options: Mapping[str, Any]) -> int:
-    """How many samples are best made at once: packed tokens of 256 KiB, else one."""
+    """How many samples are best made at once: packed tokens of 512 KiB, else one."""
     return max(1, _TOKENS_AT_ONCE // (options.get("sequence_length") or _TOKENS_AT_ONCE))
 
 
