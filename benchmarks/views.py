@@ -4,6 +4,9 @@
 
 - Reading: shuffled epochs of 32 float32 columns and a label, in batches of 1024 rows, from files of
   this machine: the plain read, and views of it. Rates are of the rows that are read.
+- Packing: sequences of 2048 tokens in batches of 8, out of documents of 540 tokens on average that
+  are in memory, as a reader brings them. Beside it: as many batches of tokens that lie in memory
+  side by side, copied. Rates are of tokens.
 - Evaluating ``where``: a client asks the node for the rows that fulfil a condition, which the node
   has not evaluated before. DataFusion counts the rows that fulfil the same condition, in the same
   shard files and in Arrow files of one column after the other.
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -39,15 +43,27 @@ from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials
+from cache_client.rows import Rows, cut
 from cache_client.views.columns import VersionNodes, selected_rows
+from cache_client.views.packed_batches import PackedAssembler
+from cache_client.views.packing import PackingView
+from cache_client.views.sequences import sequences_at_once
+from cache_client.views.shared_array import SharedArray
+from cache_client.views.view import PlainView, Samples, Shuffle
 from cache_protocol.storage.layout import Layout
 from cache_server import LocalCluster
 
 BATCH_SIZE = 1024
 PLAIN, FILTERED = "plain", "where keeps half"
+PACKED, WITH_LABELS = "packed tokens", "packed, positions and labels"
+COPIED = "tokens copied"
 SPLIT = "split of half by row id"
 CACHE, SAME_FILES, COLUMNS = "cache: where", "DataFusion, shard files", "DataFusion, column files"
-TARGETS = {f"{FILTERED} / {PLAIN}": 0.7, f"{CACHE} / {SAME_FILES}": 0.5}
+TARGETS = {
+    f"{FILTERED} / {PLAIN}": 0.7,
+    f"{PACKED} / {COPIED}": 0.5,
+    f"{CACHE} / {SAME_FILES}": 0.5,
+}
 
 
 def main() -> None:
@@ -69,7 +85,8 @@ def main() -> None:
         reads = measure(list(readers(cluster.endpoint)), repeats=repeats)
         asked = list(evaluations(cluster.endpoint, table, directory, rows))
         filters = measure(asked, repeats=repeats)
-    timings: dict[str, Timing] = {**reads, **filters}
+    packing = measure(list(packers(400 if arguments.quick else 8000)), repeats=repeats)
+    timings: dict[str, Timing] = {**reads, **packing, **filters}
     print_table(timings)
     ratios = {
         f"{view} / {PLAIN}": ratio_in_turn(reads[view], reads[PLAIN]) for view in (FILTERED, SPLIT)
@@ -80,6 +97,10 @@ def main() -> None:
     ratios |= {
         f"{view} / {PLAIN}, processor time": cpu_ratio(reads[view], reads[PLAIN])
         for view in (FILTERED, SPLIT)
+    }
+    ratios |= {
+        f"{name} / {COPIED}": ratio_in_turn(packing[name], packing[COPIED])
+        for name in (PACKED, WITH_LABELS)
     }
     print()
     print_ratios(ratios, TARGETS)
@@ -140,6 +161,56 @@ def epochs(dataset: CacheIterableDataset) -> Callable[[], int]:
         return sum(len(batch["label"]) for batch in dataset)
 
     return run
+
+
+def packers(num_sequences: int) -> Iterator[Contender]:
+    """Packed batches of documents in memory, and copies of as many tokens."""
+    length, size, at_once = 2048, 8, 512
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(5.8, 1, 4 * num_sequences), 20_000).astype(np.uint16)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    tokens = rng.integers(0, 50_000, ends[-1], np.int32)
+    documents = pa.ListArray.from_arrays(np.concatenate([[0], ends]).astype(np.int32), tokens)
+    layout = Layout(pa.schema([("tokens", documents.type)]))
+    rows = PlainView(len(lengths))
+    view = PackingView(rows, SharedArray(lengths), length, True, Shuffle(True))
+    together = sequences_at_once({"sequence_length": length})
+    windows = range(0, view.num_slots(0) - at_once, at_once)
+
+    def samples(window: int) -> Samples:
+        slots = np.arange(window, window + at_once)
+        return view.samples(slots, 0).shared([size] * (at_once // size))
+
+    fetched = {}
+    for window in windows:
+        row_ids = samples(window).row_ids
+        fetched[window] = Rows(layout, {}, {0: documents.take(pa.array(row_ids))}, len(row_ids))
+    num_tokens = len(windows) * at_once * length
+    for name, outputs in ((PACKED, ()), (WITH_LABELS, ("position_ids", "labels"))):
+        assemble = PackedAssembler("tokens", length, 0, outputs, "torch")  # type: ignore[arg-type]
+
+        def pack(assemble: PackedAssembler = assemble) -> int:
+            found = 0
+            for window, rows in fetched.items():
+                here = samples(window)
+                slot = 0
+                for run in cut([rows], here.rows_of_steps([together] * (at_once // together))):
+                    sizes = [size] * (together // size)
+                    for batch in assemble(run, here.slots(slot, slot + together), sizes):
+                        found += batch["tokens"].numel()
+                    slot += together
+            return found
+
+        yield Contender(name, pack, num_tokens, num_tokens * 8)
+    joined = np.resize(tokens.astype(np.int64), (num_tokens // length, length))
+
+    def copy() -> int:
+        return sum(
+            torch.from_numpy(joined[at : at + size].copy()).numel()
+            for at in range(0, len(joined), size)
+        )
+
+    yield Contender(COPIED, copy, num_tokens, num_tokens * 8)
 
 
 def evaluations(endpoint: str, table: Path, directory: Path, num_rows: int) -> Iterator[Contender]:

@@ -325,13 +325,17 @@ class _NamedSources:
     def __call__(self, convert: Callable[[Rows], Any]) -> Assemble:
         make = None if self.assembler is None else self.assembler(convert)
 
-        def assemble(rows: Rows, samples: Samples) -> Any:
-            batch = convert(rows) if make is None else make(rows, samples)
+        def assemble(rows: Rows, samples: Samples, slots: Sequence[int]) -> Iterator[Any]:
+            batches = [convert(rows)] if make is None else make(rows, samples, slots)
             if self.column is None:
-                return batch
+                yield from batches
+                return
             assert samples.sources is not None
             names = [self.names[source] for source in samples.sources.tolist()]
-            return with_column(batch, self.column, names, self.batch_format)
+            stop = 0
+            for batch, size in zip(batches, slots, strict=True):
+                start, stop = stop, stop + size
+                yield with_column(batch, self.column, names[start:stop], self.batch_format)
 
         return assemble
 

@@ -411,6 +411,8 @@ class RankBatches(IterableDataset[Any]):
     def _batches(self, this: Pass, reader: RowReader) -> Generator[Any, None, None]:
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         assemble = self._assembler()
+        # A worker sends the whole storage of a batch.
+        at_once = 1 if this.in_worker else self._job_view.slots_at_once
         transform = self._transform and self._observer.timed(self._transform)
         audits = self._audit != "off"
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
@@ -433,12 +435,11 @@ class RankBatches(IterableDataset[Any]):
                         this.digests.put(*window.digests)
                     else:
                         shared.begin(*window.digests)
-                stop = 0
-                for rows, size in zip(window.rows_of_steps(), window.sizes, strict=True):
+                for batch, size in zip(
+                    window.batches(assemble, at_once), window.sizes, strict=True
+                ):
                     if shared is not None:
                         shared.put_next()
-                    start, stop = stop, stop + size
-                    batch = assemble(rows, window.samples.slots(start, stop))
                     if self._pad_mask is not None:
                         padded = this.plan.num_padded(next(step), self.rank)
                         mask = np.arange(size) < size - padded
@@ -545,7 +546,7 @@ class RankBatches(IterableDataset[Any]):
         convert = self._converter()
         if self._job_view.assembler is not None:
             return self._job_view.assembler(convert)
-        return lambda rows, _: convert(rows)
+        return lambda rows, _, __: [convert(rows)]
 
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
@@ -669,8 +670,17 @@ class _Window(NamedTuple):
     sizes: list[int]
     digests: tuple[Words, Words] | None
 
-    def rows_of_steps(self) -> Iterator[Rows]:
-        return cut(self.pieces, self.samples.rows_of_steps(self.sizes))
+    def batches(self, assemble: Assemble, at_once: int) -> Iterator[Any]:
+        """The batches; steps of about so many slots are made at once."""
+        steps = max(1, at_once // max(self.sizes, default=1))
+        runs = [self.sizes[at : at + steps] for at in range(0, len(self.sizes), steps)]
+        slots_of_runs = [sum(run) for run in runs]
+        stop = 0
+        for rows, run in zip(
+            cut(self.pieces, self.samples.rows_of_steps(slots_of_runs)), runs, strict=True
+        ):
+            start, stop = stop, stop + sum(run)
+            yield from assemble(rows, self.samples.slots(start, stop), run)
 
 
 def _fetch_window(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ LENGTHS = "lengths"
 """The column that has the number of rows of each group."""
 
 
-def grouping(convert: Callable[[Rows], Any], length: int | None) -> Callable[[Rows, Samples], Any]:
+def grouping(convert: Callable[[Rows], Any], length: int | None) -> Callable[..., list[Any]]:
     """A maker of batches with one entry a group.
 
     A column of numbers becomes one tensor ``[B, length, ...]`` for windows. For whole groups it
@@ -30,16 +30,16 @@ def grouping(convert: Callable[[Rows], Any], length: int | None) -> Callable[[Ro
         length: rows of a window; None: whole groups.
     """
 
-    def assemble(rows: Rows, samples: Samples) -> Any:
+    def assemble(rows: Rows, samples: Samples, _: Sequence[int]) -> list[Any]:
         assert samples.lengths is not None
         batch, counts = convert(rows), samples.lengths
         if isinstance(batch, pa.RecordBatch):
-            return _lists(batch, counts, length)
+            return [_lists(batch, counts, length)]
         grouped = {name: _grouped(value, counts, length) for name, value in batch.items()}
         if length is None:
             as_numpy = any(isinstance(value, np.ndarray) for value in batch.values())
             grouped[LENGTHS] = counts if as_numpy else torch.from_numpy(counts)
-        return grouped
+        return [grouped]
 
     return assemble
 

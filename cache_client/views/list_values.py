@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +51,7 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
 
 def padding_lists(
     convert: Callable[[Rows], Any], padding: Mapping[str, float], batch_format: BatchFormat
-) -> Callable[[Rows, Samples], dict[str, Any]]:
+) -> Callable[..., list[dict[str, Any]]]:
     """A maker of batches whose columns of lists are tensors ``[B, longest]``.
 
     Each has a boolean column ``<column>_mask`` of the same shape, False for padding.
@@ -62,7 +62,7 @@ def padding_lists(
         batch_format: ``torch`` or ``numpy``.
     """
 
-    def assemble(rows: Rows, _: Samples) -> dict[str, Any]:
+    def assemble(rows: Rows, _: Samples, __: Sequence[int]) -> list[dict[str, Any]]:
         indices = {column: rows.layout.place(column)[0] for column in padding}
         empty = {index: rows.arrays[index][:0] for index in indices.values()}
         batch: dict[str, Any] = convert(replace(rows, arrays={**rows.arrays, **empty}))
@@ -75,6 +75,6 @@ def padding_lists(
             made = {column: padded, f"{column}_mask": mask}
             as_torch = batch_format == "torch"
             batch |= {k: torch.from_numpy(v) if as_torch else v for k, v in made.items()}
-        return batch
+        return [batch]
 
     return assemble

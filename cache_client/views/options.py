@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,13 @@ from cache_client.views.sequences import (
     make_sequences,
     sequence_columns,
     sequence_problems,
+    sequences_at_once,
 )
 from cache_client.views.view import NO_SHUFFLE, Samples, Shuffle, View
 from cache_protocol.errors import ConfigError
 
-Assemble = Callable[[Rows, Samples], Any]
-"""Makes the batch of one step from its rows; the samples have no row ids."""
+Assemble = Callable[[Rows, Samples, Sequence[int]], Iterable[Any]]
+"""Makes the batches of some steps from their rows, samples without row ids, and slots a step."""
 
 
 class ViewOptions(SelectionOptions, SamplingOptions, SequenceOptions, LookupOptions, total=False):
@@ -49,11 +50,13 @@ class JobView:
         view: slots -> rows.
         assembler: converter of plain rows -> what makes batches; None: the converter itself.
         lookups: columns that are added to the rows; None: none.
+        slots_at_once: about how many slots the assembler takes at once; at least one step.
     """
 
     view: View
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
     lookups: Lookups | None = None
+    slots_at_once: int = 1
 
     @property
     def identity(self) -> str:
@@ -152,4 +155,4 @@ def make_view(
         values=values,
     )
     lookups = make_lookups(options, version, selection, hidden, ready_deadline_s=ready_deadline_s)
-    return JobView(view, assembler, lookups)
+    return JobView(view, assembler, lookups, sequences_at_once(options))

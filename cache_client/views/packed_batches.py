@@ -6,6 +6,7 @@ offsets of the documents, in a few numpy calls a batch. Knows neither nodes nor 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -19,6 +20,7 @@ from cache_client.rows import Rows
 from cache_client.views.list_values import joined_lists
 from cache_client.views.view import Samples, joined_ranges
 from cache_protocol.errors import RequestError
+from cache_protocol.storage.layout import pool_matrix
 
 PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
 PACK_OUTPUTS: tuple[PackOutput, ...] = get_args(PackOutput)
@@ -28,7 +30,7 @@ IGNORED_LABEL: Final = -100
 
 
 class Segments(NamedTuple):
-    """The documents of a batch, as runs of the ``B * L`` places; padding makes runs, too.
+    """The documents of some steps, as runs of the ``B * L`` places; padding makes runs, too.
 
     Attributes:
         starts: of each run, ascending from 0; int64, shape ``(runs,)``.
@@ -39,6 +41,21 @@ class Segments(NamedTuple):
     starts: Int64Array
     lengths: Int64Array
     numbers: Int64Array
+
+    def positions(self) -> Int64Array:
+        """For each place, how many places of its run are before it."""
+        found = _uninitialised(int(self.lengths.sum()))
+        found[:] = 1
+        found[self.starts[1:]] = 1 - self.lengths[:-1]
+        found[:1] = 0
+        return np.cumsum(found, out=found)
+
+    def of_step(self, start: int, stop: int) -> dict[str, Any]:
+        """``cu_seqlens`` and ``max_seqlen`` of the places ``[start, stop)`` of one step."""
+        first, last = np.searchsorted(self.starts, (start, stop)).tolist()
+        ends = np.append(self.starts[first:last], stop) - start
+        longest = int(self.lengths[first:last].max(initial=0))
+        return {"cu_seqlens": ends.astype(np.int32), "max_seqlen": longest}
 
 
 class Sequences(NamedTuple):
@@ -72,16 +89,17 @@ class Sequences(NamedTuple):
     def take(self, tokens: npt.NDArray[Any], padding: int) -> Int64Array:
         """Tokens of all rows -> those of each sequence; int64, shape ``[B, L]``."""
         count, length = len(self.starts), self.sequence_length
-        size = count * length
-        if self.lengths.sum() == size and (self.starts[1:] - self.starts[:-1] == length).all():
-            run = tokens[self.starts[0] :][:size]
-            return run.reshape(count, length).astype(np.int64)
-        taken = np.empty((count, length), np.int64)
-        for row, start, size in zip(
-            taken, self.starts.tolist(), self.lengths.tolist(), strict=True
-        ):
-            row[:size] = tokens[start : start + size]
-            row[size:] = padding
+        taken = _uninitialised(count * length).reshape(count, length)
+        flat = taken.reshape(-1)
+        # Sequences that lie one after the other are copied at once.
+        follows = self.starts[1:] == self.starts[:-1] + self.lengths[:-1]
+        follows &= self.lengths[:-1] == length
+        begins = [0, *((~follows).nonzero()[0] + 1).tolist()] if count else []
+        for begin, end in zip(begins, [*begins[1:], count], strict=True):
+            start, stop = int(self.starts[begin]), int(self.starts[end - 1] + self.lengths[end - 1])
+            at = begin * length
+            flat[at : at + stop - start] = tokens[start:stop]
+            flat[at + stop - start : end * length] = padding
         return taken
 
     def segments(self) -> Segments:
@@ -129,8 +147,10 @@ class PackedAssembler:
     label_mask: str | None = None
     label_column: str | None = None
 
-    def __call__(self, rows: Rows, samples: Samples) -> dict[str, Any]:
-        """The batch of one step.
+    def __call__(
+        self, rows: Rows, samples: Samples, sizes: Sequence[int]
+    ) -> Iterator[dict[str, Any]]:
+        """The batches of some steps; they share memory.
 
         Raises:
             RequestError: a list has a null, or a list of labels has another length than its tokens.
@@ -138,50 +158,62 @@ class PackedAssembler:
         tokens, offsets = joined_lists(rows, self.column)
         sequences = Sequences.of(offsets, samples, self.sequence_length)
         taken = sequences.take(tokens, self.pad_token)
-        batch: dict[str, Any] = {self.column: taken}
+        made: dict[str, npt.NDArray[Any]] = {self.column: taken}
         segments = sequences.segments() if self.outputs else None
         for output in self.outputs:
             assert segments is not None
             if output == "labels":
-                batch[output] = self._labels(rows, sequences, segments, taken)
-            elif output == "cu_seqlens":
-                batch[output] = np.append(segments.starts, taken.size).astype(np.int32)
-                batch["max_seqlen"] = int(segments.lengths.max(initial=0))
+                made[output] = self._labels(rows, sequences, segments, taken)
             elif output == "document_ids":
                 numbers = segments.numbers.astype(np.int32)
-                batch[output] = numbers.repeat(segments.lengths).reshape(taken.shape)
-            else:
-                positions = np.arange(taken.size)
-                positions -= segments.starts.repeat(segments.lengths)
-                batch[output] = positions.reshape(taken.shape)
-        if self.batch_format == "torch":
-            return {
-                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                for name, value in batch.items()
-            }
-        return batch
+                made[output] = numbers.repeat(segments.lengths).reshape(taken.shape)
+            elif output == "position_ids":
+                made[output] = segments.positions().reshape(taken.shape)
+        stop = 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            batch: dict[str, Any] = {name: each[start:stop] for name, each in made.items()}
+            if segments is not None and "cu_seqlens" in self.outputs:
+                batch |= segments.of_step(start * taken.shape[1], stop * taken.shape[1])
+            if self.batch_format == "torch":
+                for name, value in batch.items():
+                    if isinstance(value, np.ndarray):
+                        batch[name] = torch.from_numpy(value)
+            yield batch
 
     def _labels(
         self, rows: Rows, sequences: Sequences, segments: Segments, taken: Int64Array
     ) -> Int64Array:
-        labels = taken
         beside = self.label_column or self.label_mask
-        if beside is not None:
-            values, own = joined_lists(rows, beside)
-            offsets = sequences.offsets
-            if not np.array_equal(own, offsets):
-                row = int(np.flatnonzero(np.diff(own) != np.diff(offsets))[0])
-                raise RequestError(
-                    f"column {beside!r} has {own[row + 1] - own[row]} values beside "
-                    f"{offsets[row + 1] - offsets[row]} tokens of {self.column!r} in a row: each "
-                    "token needs one"
-                )
-            labels = sequences.take(values, 0)
+        labels = self._beside(rows, beside, sequences) if beside else _uninitialised(taken.size)
+        labels = labels.reshape(taken.shape)
         if self.label_column is None:
-            labels = taken.copy() if beside is None else np.where(labels, taken, IGNORED_LABEL)
+            left_out = labels == 0 if beside else None
+            np.copyto(labels, taken)
+            if left_out is not None:
+                labels[left_out] = IGNORED_LABEL
         # A model predicts the first token of a document from the document before it.
         labels.reshape(-1)[segments.starts] = IGNORED_LABEL
         for row, length in zip(labels, sequences.lengths.tolist(), strict=True):
             if length < len(row):
                 row[length:] = IGNORED_LABEL
         return labels
+
+    def _beside(self, rows: Rows, column: str, sequences: Sequences) -> Int64Array:
+        """The values of a column of lists that has one for each token."""
+        values, own = joined_lists(rows, column)
+        offsets = sequences.offsets
+        if not np.array_equal(own, offsets):
+            row = int(np.flatnonzero(np.diff(own) != np.diff(offsets))[0])
+            raise RequestError(
+                f"column {column!r} has {own[row + 1] - own[row]} values beside "
+                f"{offsets[row + 1] - offsets[row]} tokens of {self.column!r} in a row: each "
+                "token needs one"
+            )
+        return sequences.take(values, 0)
+
+
+def _uninitialised(count: int) -> Int64Array:
+    """Memory without page faults, see `pool_matrix`."""
+    found: Int64Array = pool_matrix(1, count, np.dtype(np.int64))[0].view(np.int64)
+    return found

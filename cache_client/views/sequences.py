@@ -34,6 +34,7 @@ from cache_protocol.storage.layout import Layout
 _MAX_LENGTH = 2**31 - 1
 _DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
 _DEFAULT_BUCKET_ROWS = 1024
+_TOKENS_AT_ONCE = 2**16  # few calls a token, in the processor's cache
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -241,6 +242,11 @@ def make_sequences(
                 raise ConfigError(f"pad_lists adds a column {column}_mask, and there is one")
         assembler = partial(padding_lists, padding=padding, batch_format=batch_format)
     return view, assembler
+
+
+def sequences_at_once(options: Mapping[str, Any]) -> int:
+    """How many samples are best made at once: packed tokens of 512 KiB, else one."""
+    return max(1, _TOKENS_AT_ONCE // (options.get("sequence_length") or _TOKENS_AT_ONCE))
 
 
 def _packing(

@@ -93,13 +93,12 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
         ("tokens", documents, kind), ("mask", masks, bools), row_ids=samples.row_ids.tolist()
     )
     assemble = PackedAssembler("tokens", length, 7, PACK_OUTPUTS, "torch", label_mask="mask")
-    batch = assemble(rows, samples.slots(0, len(slots)))
+    (batch,) = assemble(rows, samples.slots(0, len(slots)), [len(slots)])
     order = shuffle.order(view.inner, 0).row_ids(np.arange(len(lengths))).tolist()
     expected, cu_seqlens = reference(
         documents, masks, slots, length=length, pad=7, cut=cut, order=order
     )
-    assert list(batch) == ["tokens", "position_ids", "document_ids", "cu_seqlens",
-                           "max_seqlen", "labels"]  # fmt: skip
+    assert set(batch) == {"tokens", *PACK_OUTPUTS, "max_seqlen"}
     for name, values in expected.items():
         assert batch[name].tolist() == values, name
     assert batch["cu_seqlens"].tolist() == cu_seqlens
@@ -115,7 +114,8 @@ def assembled(*columns, **options):
     samples = view.samples(np.arange(view.num_slots(0)), 0).shared([2])
     rows = rows_of(*columns, row_ids=samples.row_ids.tolist())
     make = PackedAssembler("tokens", 4, 0, ("labels",), "numpy", **options)
-    return make(rows, samples)
+    (batch,) = make(rows, samples, [2])
+    return batch
 
 
 def test_labels_may_be_a_column():
@@ -150,5 +150,27 @@ def test_fixed_size_lists_are_documents_of_one_length():
     samples = view.samples(np.arange(3), 0).shared([3])
     matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
     rows = Rows(layout, {0: matrix}, {}, 4)
-    batch = PackedAssembler("tokens", 4, 0, (), "numpy")(rows, samples)
-    assert batch["tokens"].tolist() == np.arange(12).reshape(3, 4).tolist()
+    batches = PackedAssembler("tokens", 4, 0, (), "numpy")(rows, samples, [1, 2])
+    assert (
+        np.concatenate([batch["tokens"] for batch in batches]).tolist()
+        == np.arange(12).reshape(3, 4).tolist()
+    )
+
+
+def test_steps_that_are_made_at_once_are_those_made_alone():
+    lengths = [5, 0, 9, 3, 14, 2]
+    documents = [list(range(10 * row, 10 * row + n)) for row, n in enumerate(lengths)]
+    numbers = SharedArray(np.array(lengths, np.uint16))
+    view = PackingView(PlainView(6), numbers, 4, True, Shuffle(True, None, 1))
+    sizes = [2, 2, 2, 2, 1]
+    samples = view.samples(np.arange(9), 0).shared(sizes)
+    rows = rows_of(("tokens", documents, None), row_ids=samples.row_ids.tolist())
+    assemble = PackedAssembler("tokens", 4, 0, PACK_OUTPUTS, "numpy")
+    together = assemble(rows, samples.slots(0, 9), sizes)
+    at = slot = 0
+    for batch, size, count in zip(together, sizes, samples.rows_of_steps(sizes), strict=True):
+        own = rows.slice(at, at + count), samples.slots(slot, slot + size)
+        (alone,) = assemble(*own, [size])
+        for name, values in alone.items():
+            assert np.array_equal(batch[name], values), name
+        at, slot = at + count, slot + size

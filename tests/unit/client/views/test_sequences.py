@@ -95,7 +95,9 @@ def made(options, table, *, batch_format="torch", values=None):
     convert = Converter(layout, batch_format=batch_format)
     samples = view.samples(np.arange(view.num_slots(0)), 0)
     samples = samples.shared([view.num_slots(0)])
-    return assembler(convert)(rows_of(layout, table.take(pa.array(samples.row_ids))), samples)
+    rows = rows_of(layout, table.take(pa.array(samples.row_ids)))
+    (batch,) = assembler(convert)(rows, samples, [view.num_slots(0)])
+    return batch
 
 
 @pytest.mark.parametrize(
