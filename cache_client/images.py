@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any, Final, Literal, get_args
 
@@ -71,17 +72,17 @@ class ImageDecoder:
 
 def _find_decoder(mode: ImageMode) -> _Decode:
     try:
-        from torchvision import io
+        from torchvision import io as torchvision_io
     except ModuleNotFoundError:
         return _pillow_decoder(mode)
     modes = {"rgb": "RGB", "gray": "GRAY", "unchanged": "UNCHANGED"}
-    wanted = io.ImageReadMode[modes[mode]]
+    wanted = torchvision_io.ImageReadMode[modes[mode]]
 
     def decode(encoded: pa.Buffer) -> Pixels:
         import torch
 
         writable = np.frombuffer(encoded, np.uint8).copy()
-        pixels: Pixels = io.decode_image(torch.from_numpy(writable), wanted).numpy()
+        pixels: Pixels = torchvision_io.decode_image(torch.from_numpy(writable), wanted).numpy()
         return pixels.transpose(1, 2, 0)
 
     return decode
@@ -96,7 +97,7 @@ def _pillow_decoder(mode: ImageMode) -> _Decode:
         ) from None
 
     def decode(encoded: pa.Buffer) -> Pixels:
-        with Image.open(pa.BufferReader(encoded)) as image:
+        with Image.open(io.BytesIO(encoded)) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"it has mode {image.mode} instead of 8 bits a channel")
             found: Any = image.convert({"rgb": "RGB", "gray": "L"}.get(mode) or _mode(image))

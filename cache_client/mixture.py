@@ -236,7 +236,7 @@ class CacheMixture(RankBatches):
             **super().state_dict(steps=steps),
             "mixture": MixtureState(
                 self._plan_of_weights,
-                self._rows_per_step,
+                self._steps,
                 mixing.stop if isinstance(mixing.stop, int) else None,
                 mixing.changes,
             ).to_dict(),
@@ -277,14 +277,9 @@ class CacheMixture(RankBatches):
             if state.fingerprint != self.fingerprint:
                 return self._mixing  # such a state is refused
             told = MixtureState.from_dict(written, len(self._names))
-            stop = self._planned.stop
-            if isinstance(stop, int):
-                if told.epoch_slots != (self._steps or 0) * told.rows_per_step:
-                    raise ValueError(
-                        f"its epochs have {told.epoch_slots} rows, and stop={self._steps} makes "
-                        f"{(self._steps or 0) * told.rows_per_step} of its steps"
-                    )
-                stop = told.epoch_slots
+            if told.steps != self._steps:
+                raise ValueError(f"it has stop={told.steps} steps, this mixture {self._steps}")
+            stop = self._planned.stop if told.epoch_slots is None else told.epoch_slots
             found = replace(self._planned, stop=stop, changes=told.changes)
             if told.plan == self._plan_of_weights:
                 return found

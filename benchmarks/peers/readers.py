@@ -9,6 +9,7 @@ JSON line for each result, or for a peer that does not run, with its reason. Tas
   The clock of a pass starts when its first batch is there, so starting worker processes and
   filling a shuffle buffer is not timed either; the pass ends with the rows or after ``--seconds``.
   Where several settings are reasonable, each is tried and the fastest is measured.
+- ``mix``: the same of two sources, the table twice, in the proportions 7 to 3.
 - ``load``: once, from the Parquet files to what the peer reads from.
 
 ``--packed`` are the same rows with their 32 numbers in one list column: a peer may read either.
@@ -559,6 +560,88 @@ def grain(source: Source) -> list[Contender]:
     ]
 
 
+# -- mixtures --------------------------------------------------------------------------------------
+
+SHARES = (0.7, 0.3)
+
+
+def mixed_by_hugging_face(source: Source) -> list[Contender]:
+    """`interleave_datasets`, with probabilities, of two shuffled tables."""
+    import datasets
+
+    table = datasets.load_dataset(
+        "parquet", data_files=source.packed, split="train", cache_dir=str(source.work / "hf")
+    )
+
+    def read() -> Batches:
+        mixed = datasets.interleave_datasets(
+            [table.shuffle(seed=seed) for seed in (0, 1)], probabilities=list(SHARES), seed=0
+        )
+        for batch in mixed.with_format("torch").iter(BATCH_SIZE):
+            yield rows_of(batch)
+
+    name = "Hugging Face, interleave_datasets"
+    return [Contender(name, "exact global, random source", {"iter": read})]
+
+
+def mixed_by_mosaic(source: Source) -> list[Contender]:
+    """Streams with proportions."""
+    directory = converted(source, "mds", lambda path: write_mds(source, path))
+    second = source.work / "mds-second"
+    if not second.exists():
+        shutil.copytree(directory, second)
+    streaming = import_streaming()
+
+    def read(workers: int) -> Batches:
+        streaming.base.util.clean_stale_shared_memory()
+        streams = [
+            streaming.Stream(local=str(folder), proportion=share)
+            for folder, share in zip((directory, second), SHARES, strict=True)
+        ]
+        rows = streaming.StreamingDataset(
+            streams=streams, shuffle=True, batch_size=BATCH_SIZE, num_canonical_nodes=1
+        )
+        for batch in DataLoader(rows, batch_size=BATCH_SIZE, num_workers=workers):
+            yield rows_of(batch)
+
+    settings = {f"DataLoader, {n} workers": partial(read, n) for n in (0, WORKERS)}
+    return [Contender("MosaicML, proportions", "each row within a range of its shard", settings)]
+
+
+def mixed_by_litdata(source: Source) -> list[Contender]:
+    """`CombinedStreamingDataset` with weights."""
+    import litdata as lit
+
+    litdata(source)  # converts
+    directory = source.work / f"{source.kind}-{source.num_rows}" / "litdata"
+
+    def read(workers: int) -> Batches:
+        parts = [lit.StreamingDataset(str(directory), shuffle=True, seed=seed) for seed in (0, 1)]
+        rows = lit.CombinedStreamingDataset(parts, weights=list(SHARES), iterate_over_all=False)
+        for batch in lit.StreamingDataLoader(rows, batch_size=BATCH_SIZE, num_workers=workers):
+            yield rows_of(batch)
+
+    settings = {f"StreamingDataLoader, {n} workers": partial(read, n) for n in (0, WORKERS)}
+    return [Contender("LitData, combined", "chunks, and rows within each chunk", settings)]
+
+
+def mixed_by_grain(source: Source) -> list[Contender]:
+    """`MapDataset.mix` of rows in memory."""
+    import grain as grain_
+
+    rows = _RowsInMemory(read_columns(source))
+
+    def read(threads: int) -> Batches:
+        parts = [grain_.MapDataset.source(rows).seed(seed).shuffle() for seed in (0, 1)]
+        mixed = grain_.MapDataset.mix(parts, weights=list(SHARES)).batch(BATCH_SIZE)
+        options = grain_.ReadOptions(num_threads=threads, prefetch_buffer_size=16)
+        for batch in mixed.to_iter_dataset(options):
+            yield rows_of(to_torch(batch))
+
+    settings = {f"rows in memory, {n} threads": partial(read, n) for n in GRAIN_THREADS}
+    return [Contender("Grain, mix", "exact global", settings)]
+
+
 # -- running ---------------------------------------------------------------------------------------
 
 PEERS: dict[str, Callable[[Source], list[Contender]]] = {
@@ -570,6 +653,13 @@ PEERS: dict[str, Callable[[Source], list[Contender]]] = {
     "grain": grain,
 }
 
+
+MIXERS: dict[str, Callable[[Source], list[Contender]]] = {
+    "huggingface": mixed_by_hugging_face,
+    "mosaic": mixed_by_mosaic,
+    "litdata": mixed_by_litdata,
+    "grain": mixed_by_grain,
+}
 
 PACKAGES = {
     "huggingface": "datasets",
@@ -699,7 +789,7 @@ def resident_bytes() -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints a JSON line a result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=["shuffle", "load"])
+    parser.add_argument("task", choices=["shuffle", "mix", "load"])
     parser.add_argument("--peer", choices=list(PEERS), required=True)
     parser.add_argument("--table", required=True)
     parser.add_argument("--paths", nargs="+", required=True)
@@ -717,7 +807,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.task == "load":
             say({**measure_load(options.peer, source), "version": version})
             return
-        for contender in PEERS[options.peer](source):
+        for contender in (MIXERS if options.task == "mix" else PEERS)[options.peer](source):
             try:
                 result = measure(contender, options.seconds, options.repeats)
                 say({**result, "version": version})

@@ -523,13 +523,13 @@ class MixtureState:
 
     Attributes:
         plan: pairs of steps and weights, as the job gave them.
-        rows_per_step: of the job that wrote the plan.
-        epoch_slots: of each epoch, where ``stop`` is a number of steps.
+        steps: of an epoch, as the job gave them; None: ``stop`` says where a source ends.
+        epoch_slots: of each epoch of so many steps, also with another batch size; None likewise.
         changes: of its `Mixing`.
     """
 
     plan: tuple[tuple[int, tuple[int, ...]], ...]
-    rows_per_step: int
+    steps: int | None
     epoch_slots: int | None
     changes: tuple[Change, ...]
 
@@ -537,7 +537,7 @@ class MixtureState:
         """The state as JSON types."""
         return {
             "plan": [[step, list(weights)] for step, weights in self.plan],
-            "rows_per_step": self.rows_per_step,
+            "steps": self.steps,
             "epoch_slots": self.epoch_slots,
             "changes": [[c.slot, list(c.weights), list(c.counts)] for c in self.changes],
         }
@@ -562,11 +562,16 @@ class MixtureState:
                 )
                 for slot, weights, counts in mapping["changes"]
             )
-            slots = mapping["epoch_slots"]
+            steps, slots = (
+                None if mapping[name] is None else checked_integer(name, mapping[name], 1)
+                for name in ("steps", "epoch_slots")
+            )
+            if (steps is None) != (slots is None):
+                raise ValueError(f"steps={steps} and epoch_slots={slots} go together")
             found = cls(
                 plan,
-                checked_integer("rows_per_step", mapping["rows_per_step"], 1),
-                None if slots is None else checked_integer("epoch_slots", slots, 1),
+                steps,
+                slots,
                 changes,
             )
             ascending = [change.slot for change in changes]

@@ -1,0 +1,105 @@
+"""Batches of JAX arrays, and polars DataFrames."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars
+import pyarrow as pa
+import pytest
+
+from cache_client.convert import Converter
+from cache_client.rows import Rows
+from cache_protocol.errors import ConfigError
+from cache_protocol.storage.layout import Layout
+from tests import forked_python
+
+BOOL = {"cache.source_type": "bool"}
+SCHEMA = pa.schema(
+    [
+        pa.field("a", pa.float32(), nullable=False),
+        pa.field("b", pa.float32(), nullable=False),
+        pa.field("label", pa.int64(), nullable=False),
+        pa.field("ok", pa.uint8(), nullable=False, metadata=BOOL),
+        pa.field("text", pa.string()),
+        pa.field("ids", pa.list_(pa.int64())),
+    ]
+)
+LAYOUT = Layout(SCHEMA)
+
+
+def rows(labels: list[int]) -> Rows:
+    size = len(labels)
+    values = {
+        "a": np.arange(2 * size, dtype=np.float32).reshape(size, 2),
+        "label": np.array(labels).reshape(size, 1),
+        "ok": np.ones((size, 1), np.uint8),
+    }
+    plain = {
+        "text": pa.array([f"{n}" for n in range(size)]),
+        "ids": pa.array([list(range(n)) for n in range(size)], pa.list_(pa.int64())),
+    }
+    return Rows(
+        LAYOUT,
+        {LAYOUT.place(name)[0]: matrix for name, matrix in values.items()},
+        {LAYOUT.place(name)[0]: array for name, array in plain.items()},
+        size,
+    )
+
+
+def test_a_polars_batch_has_the_values_and_booleans() -> None:
+    frame = Converter(LAYOUT, None, "polars")(rows([5, 6, 7]))
+    assert isinstance(frame, polars.DataFrame)
+    assert frame.columns == SCHEMA.names
+    assert frame["a"].to_list() == [0, 2, 4] and frame["label"].to_list() == [5, 6, 7]
+    assert frame.schema["ok"] == polars.Boolean and frame["ids"].to_list() == [[], [0], [0, 1]]
+    with pytest.raises(ConfigError, match="stack cannot be used with batch_format='polars'"):
+        Converter(LAYOUT, {"x": ["a", "b"]}, "polars")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("jax", "polars"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=f"package {package!r}: pip install {package}"):
+            Converter(LAYOUT, None, package)  # type: ignore[arg-type]
+
+
+JAX = """
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import warnings
+import jax
+import numpy as np
+import pytest
+from cache_client.batch_formats import to_jax
+from cache_client.convert import Converter
+from cache_protocol.errors import ConfigError
+from tests.unit.client.test_batch_formats import LAYOUT, rows
+warnings.simplefilter("error")
+convert = Converter(LAYOUT, {"x": ["b", "a"]}, "jax")
+batch = convert(rows([5, -6, 2**31 - 1]))
+assert all(isinstance(batch[name], jax.Array) for name in ("x", "label", "ok"))
+assert batch["x"].tolist() == [[1, 0], [3, 2], [5, 4]] and batch["ok"].dtype == bool
+assert batch["label"].tolist() == [5, -6, 2**31 - 1] and batch["text"] == ["0", "1", "2"]
+assert [ids.tolist() for ids in batch["ids"]] == [[], [0], [0, 1]]
+with pytest.raises(ConfigError, match="column 'label' has 2147483648"):
+    convert(rows([2**31]))
+block = np.zeros(4096 + 64, np.uint8)
+aligned = block[-block.ctypes.data % 64 :][:4096].view(np.float32)
+assert to_jax("a", aligned).unsafe_buffer_pointer() == aligned.ctypes.data
+jax.config.update("jax_enable_x64", True)
+assert convert(rows([2**40]))["label"].tolist() == [2**40]
+print("done")
+"""
+
+
+def test_a_jax_batch_shares_memory_and_refuses_what_32_bits_cannot_hold(tmp_path: Path) -> None:
+    """In another process: JAX starts threads, which forks of later tests would not survive."""
+    program = tmp_path / "program.py"
+    program.write_text(JAX, encoding="utf-8")
+    done = forked_python.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr
