@@ -31,6 +31,7 @@ from cache_protocol.errors import (
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
+from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
 
@@ -97,9 +98,26 @@ def serve(
         Path | None,
         typer.Option(
             metavar="<path>",
-            help="YAML file of an issuer of JSON web tokens: issuer, audience, jwks, rules.",
+            help="YAML file of an issuer of JSON web tokens: issuer, audience, jwks, rules. In a "
+            "pod, the rules are enough.",
         ),
     ] = None,
+    auth_pods: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="<role>[,<role>]:<pod>",
+            help="In a pod, instead of --auth-jwt: roles of the pods of its namespace whose names "
+            "match, with wildcards; repeat it, the first match counts. They show ServiceAccount "
+            "tokens with the audience data-cache.",
+        ),
+    ] = None,
+    service_account_dir: Annotated[
+        Path,
+        typer.Option(
+            metavar="<path>",
+            help="Directory of token and ca.crt, for the public keys of the cluster.",
+        ),
+    ] = Path(SERVICE_ACCOUNT_DIR),
     tls_cert: Annotated[
         str | None,
         typer.Option(
@@ -247,6 +265,8 @@ def serve(
             insecure=insecure,
             auth_tokens=auth_tokens,
             auth_jwt=auth_jwt,
+            auth_pods=auth_pods or (),
+            cluster=Cluster.from_env(os.environ, service_account_dir),
             tls_cert=tls_cert,
             tls_key=tls_key,
             tls_ca=tls_ca,

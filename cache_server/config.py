@@ -26,6 +26,7 @@ from cache_protocol.errors import ConfigError
 from cache_protocol.spec.dataset_spec import parse_bytes
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 from cache_protocol.wire.credentials import Credentials
+from cache_server.auth.kubernetes import Cluster
 
 _HOST_PORT = re.compile(
     r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"
@@ -93,6 +94,8 @@ class NodeConfig(BaseModel):
             callers must listen on a loopback address.
         auth_tokens: file of principals, see `cache_server.auth.token_file`.
         auth_jwt: file of an issuer of JSON web tokens, see `cache_server.auth.jwt_tokens`.
+        auth_pods: instead of ``auth_jwt``, rules for pods of the namespace of this pod.
+        cluster: where this pod finds the API server.
         tls_cert, tls_key: files of the certificate for every port; also shown to other nodes.
         tls_ca: file of the certificates that sign those of nodes and callers.
         require_client_cert: refuse callers without a certificate of ``tls_ca``.
@@ -126,6 +129,8 @@ class NodeConfig(BaseModel):
     insecure: bool = False
     auth_tokens: Path | None = None
     auth_jwt: Path | None = None
+    auth_pods: tuple[str, ...] = ()
+    cluster: Cluster = Cluster()
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
@@ -205,6 +210,13 @@ class NodeConfig(BaseModel):
                 f"must be at least two heartbeats, or healthy nodes count as lost, got "
                 f"{value:g} and heartbeat_interval_s={interval:g}"
             )
+        return value
+
+    @field_validator("auth_pods")
+    @classmethod
+    def _has_no_file(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if value and info.data.get("auth_jwt") is not None:
+            raise ValueError(f"cannot be combined with auth_jwt, got {', '.join(value)}")
         return value
 
     @field_validator("require_client_cert")

@@ -14,7 +14,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache_protocol.errors import CacheError, ConfigError, UnauthenticatedError
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    NodeUnavailableError,
+    UnauthenticatedError,
+)
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
@@ -40,6 +45,7 @@ from cache_server.web.service import WebService
 logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
+_KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
 _LEAST_WAIT_S = 0.5
 
 
@@ -314,14 +320,16 @@ def _authenticator(config: NodeConfig, own: Credentials) -> Authenticator:
     Raises:
         ConfigError: every caller could do everything, and other machines reach the node.
     """
-    found = Authenticator(config.auth_tokens, config.auth_jwt, own)
+    found = Authenticator(
+        config.auth_tokens, config.auth_jwt, own, config.auth_pods, config.cluster
+    )
     if not found.is_open:
         return found
     if not (config.is_loopback or config.insecure):
         raise ConfigError(
             f"--bind {config.bind} lets every machine of the network read, load and drop datasets: "
             "set CACHE_TOKEN or CACHE_TOKEN_FILE to a token that nodes and clients share, or give "
-            "--auth-tokens or --auth-jwt; or accept it with --insecure"
+            "--auth-tokens, --auth-jwt or --auth-pods; or accept it with --insecure"
         )
     if not config.is_loopback:
         logger.warning("every caller may do everything bind=%s: --insecure is set", config.bind)
@@ -333,13 +341,20 @@ def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
 
     Raises:
         ConfigError: this node does not accept its own token.
+        NodeUnavailableError: the keys of the issuer cannot be fetched.
     """
     if own.current_token() is None:
         return ANYONE
-    try:
-        return authenticator.authenticate(dict(own.headers()), "")
-    except UnauthenticatedError as error:
-        raise ConfigError(f"this node does not accept its own token: {error}") from None
+    deadline = time.monotonic() + _KEYS_TIMEOUT_S
+    while True:
+        try:
+            return authenticator.authenticate(dict(own.headers()), "")
+        except UnauthenticatedError as error:
+            raise ConfigError(f"this node does not accept its own token: {error}") from None
+        except NodeUnavailableError:  # such as while the network of a new pod is set up
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LEAST_WAIT_S)
 
 
 def _refuse_shards_of_others(store: ShardStore) -> None:

@@ -95,8 +95,11 @@ def fields_are_known(thing: Json) -> Iterator[str]:
     """The API server drops or refuses a field that the schema lacks.
 
     Runtimes by the models of kubeflow-trainer-api, by which the SDK also reads them: one that does
-    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client.
+    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client,
+    which has none of cert-manager.
     """
+    if thing["apiVersion"].startswith("cert-manager.io/"):
+        return
     if is_runtime(thing):
         model = getattr(trainer_models, f"TrainerV1alpha1{thing['kind']}")
         yield from _lost(thing, model.from_dict(thing).to_dict(), "$")
@@ -295,7 +298,48 @@ def no_mesh_joins_pods(thing: Json) -> Iterator[str]:
                 yield f"{name}: {key} must have sidecar.istio.io/inject 'false', got {value!r}"
 
 
+def callers_are_known(thing: Json) -> Iterator[str]:
+    """A cache node accepts ServiceAccount tokens only, and all who talk to it have one.
+
+    The kubelet writes and renews tokens of projected volumes (kubernetes.io). Only nodes have one
+    for the API server, for the keys of the others.
+    """
+    for name, pod in pods(thing):
+        projected = {
+            volume["name"]: volume["projected"]["sources"]
+            for volume in pod["spec"].get("volumes", ())
+            if "projected" in volume
+        }
+        for container in containers(pod):
+            where = f"{name}/{container['name']}"
+            is_node = container.get("command") == CACHE_COMMAND
+            variables = env_of(container) if "env" in container else {}
+            calls = "CACHE_ENDPOINT" in variables or container.get("command") == ["cachectl"]
+            if not (is_node or calls):
+                continue
+            found = {
+                f"{mount['mountPath']}/{source['serviceAccountToken']['path']}": (
+                    source["serviceAccountToken"].get("audience")
+                )
+                for mount in container["volumeMounts"]
+                for source in projected.get(mount["name"], ())
+                if "serviceAccountToken" in source and mount.get("readOnly")
+            }
+            token = variables.get("CACHE_TOKEN_FILE")
+            if found.pop(token, None) != "data-cache":
+                yield f"{where}: CACHE_TOKEN_FILE is no token for data-cache, got {token!r}"
+            if is_node:
+                arguments = [text.partition("=") for text in container["args"]]
+                options = {option: value for option, _, value in arguments}
+                if "--insecure" in options or not options.keys() & {"--auth-pods", "--auth-jwt"}:
+                    yield f"{where}: every caller may do everything"
+                found.pop(f"{options.get('--service-account-dir')}/token", None)
+            if found:
+                yield f"{where}: has other tokens, {sorted(found)}"
+
+
 POD_RULES: tuple[Rule, ...] = (
+    callers_are_known,
     no_mesh_joins_pods,
     pods_are_restricted,
     mounts_have_volumes,

@@ -59,7 +59,7 @@ class VersionNodes:
 
 
 def row_values(
-    version: VersionNodes, expression: str, where: Sequence[str] = ()
+    version: VersionNodes, expression: str, where: str | Sequence[str] = ()
 ) -> pa.ChunkedArray:
     """The value of an expression for each row, in the order of the row ids.
 
@@ -68,7 +68,7 @@ def row_values(
 
     Args:
         expression: SQL of one value a row, such as ``"array_length(tokens)"`` or ``'"label"'``.
-        where: SQL of conditions; only rows that fulfil all of them have a value.
+        where: SQL of one or more conditions; only rows that fulfil all of them have a value.
 
     Raises:
         RequestError: the expression or the condition is wrong, or needs other rows; says why.
@@ -91,7 +91,9 @@ def row_values(
     )
 
 
-def selected_rows(version: VersionNodes, where: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
+def selected_rows(
+    version: VersionNodes, where: str | Sequence[str]
+) -> list[npt.NDArray[np.uint32]]:
     """For each shard, the rows that fulfil all conditions, counted from its first row; ascending.
 
     Raises:
@@ -107,12 +109,16 @@ def _shard_ranges(shards: ShardMap) -> list[range]:
 
 
 def _ask(
-    version: VersionNodes, parts: list[tuple[int, range]], expression: str, where: Sequence[str]
+    version: VersionNodes,
+    parts: list[tuple[int, range]],
+    expression: str,
+    where: str | Sequence[str],
 ) -> list[pa.ChunkedArray]:
+    conditions = [where] if isinstance(where, str) else where
     if not parts:
         return []
     with CallThreads() as threads:
-        return threads.call(_Asking(version, expression, where).answers, parts)
+        return threads.call(_Asking(version, expression, conditions).answers, parts)
 
 
 class _Asking:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cache_protocol.errors import UnauthenticatedError
-from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import ANYONE, Principal, Role
 from cache_server.auth.token_file import TokenFile
 from cache_server.auth.verbs import role_of
@@ -24,11 +25,13 @@ class Authenticator:
     Args:
         tokens: file of principals, see `TokenFile`.
         jwt: file of the issuers of JSON web tokens, see `cache_server.auth.jwt_tokens`.
-        own: what this node shows to others. Without the two files, its token is shared by the
+        own: what this node shows to others. Without the other settings, its token is shared by the
             whole cache: every caller with the same token is an admin and a node.
+        pods: rules for the pods of this node's namespace, see `JwtVerifier.of_pods`.
+        cluster: of this pod.
 
     Raises:
-        ConfigError: a file cannot be read; or PyJWT is not installed.
+        ConfigError: a file cannot be read, a rule is bad, or PyJWT is not installed.
     """
 
     def __init__(
@@ -36,14 +39,21 @@ class Authenticator:
         tokens: Path | None = None,
         jwt: Path | None = None,
         own: Credentials | None = None,
+        pods: Sequence[str] = (),
+        cluster: Cluster = Cluster(),  # noqa: B008
     ) -> None:
         self._tokens = None if tokens is None else TokenFile(tokens)
         self._jwt = None
-        if jwt is not None:
+        if jwt is not None or pods:
             from cache_server.auth.jwt_tokens import JwtVerifier  # an optional package
 
-            self._jwt = JwtVerifier(jwt)
-        by_file = tokens is not None or jwt is not None
+            shown = own or NO_CREDENTIALS
+            self._jwt = (
+                JwtVerifier.of_pods(pods, shown, cluster)
+                if jwt is None
+                else JwtVerifier.of_file(jwt, shown, cluster)
+            )
+        by_file = tokens is not None or self._jwt is not None
         self._shared = None if by_file or own is None or own.current_token() is None else own
 
     @property

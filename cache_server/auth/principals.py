@@ -71,11 +71,13 @@ class Viewer:
             self.sees_all
             or namespace_of(full) == self.namespace
             or self.namespace in readers
-            or EVERY_NAMESPACE in readers
+            or (EVERY_NAMESPACE in readers and self != NOTHING)
         )
 
 
 EVERYTHING = Viewer()
+NOTHING = Viewer(namespace="", sees_all=False)
+"""What a caller sees that nobody knows."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_HEALTH}Check": None,
     f"grpc {_HEALTH}List": None,
     f"grpc {_HEALTH}Watch": None,
+    "http /live": None,
     "http /ready": None,
+    "http /metrics/node": None,  # names no dataset
     "http /": Role.READER,
     "http /metrics": Role.READER,
 }

@@ -26,6 +26,7 @@ from cache_server.sql.row_queries import ROW_SCHEMA, RowQuery, check_row_query, 
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests
+MAX_KEPT = 65_536  # conditions, each of one shard
 _LOT_BYTES = 16 * 1024 * 1024
 _UNLIMITED_BYTES = 1024 * 1024 * 1024  # kept by a node without a memory limit
 
@@ -54,12 +55,13 @@ class RowValues:
         self._lock = threading.Lock()
         self._waiting = 0
         self._kept: OrderedDict[_Selection, Future[RowNumbers]] = OrderedDict()
+        self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of the rows that are kept."""
         with self._lock:
-            return sum(map(_bytes_of, self._kept.values()))
+            return self._num_bytes
 
     def answer(
         self, rows: ResidentRows, start: int, stop: int, expression: str, where: tuple[str, ...]
@@ -86,18 +88,20 @@ class RowValues:
         """Frees what is kept of a version."""
         with self._lock:
             for name in [name for name in self._kept if name.version == version]:
-                del self._kept[name]
+                self._drop(name)
 
     def trim(self) -> None:
         """Frees what the shards leave no memory for."""
         free = self._free_bytes()
+        most_bytes = _UNLIMITED_BYTES if free is None else free
         with self._lock:
-            kept = sum(map(_bytes_of, self._kept.values()))
-            for name in list(self._kept):
-                if kept <= (_UNLIMITED_BYTES if free is None else free):
-                    return
-                if self._kept[name].done():
-                    kept -= _bytes_of(self._kept.pop(name))
+            while self._kept and (self._num_bytes > most_bytes or len(self._kept) > MAX_KEPT):
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, name: _Selection) -> None:
+        """Needs the lock. Those who wait for it get it all the same."""
+        found = self._kept.pop(name)
+        self._num_bytes -= found.result().nbytes if found.done() else 0
 
     def _selected(
         self, rows: ResidentRows, start: int, stop: int, where: tuple[str, ...]
@@ -116,13 +120,17 @@ class RowValues:
                 with self._turn():
                     query = check_row_query("", where, sql_schema(rows.layout.logical))
                     pieces = _computed(query, rows, first, last)
-                    found.set_result(_joined([piece.to_numpy() for piece in pieces]))
+                    numbers = _joined([piece.to_numpy() for piece in pieces])
             except BaseException as error:
                 with self._lock:
                     if self._kept.get(name) is found:
                         del self._kept[name]
                 found.set_exception(error)
                 raise
+            with self._lock:
+                found.set_result(numbers)
+                if self._kept.get(name) is found:
+                    self._num_bytes += numbers.nbytes
             self.trim()
         numbers = found.result()
         if (first, last) == (start, stop):
@@ -164,8 +172,3 @@ def _joined(pieces: list[RowNumbers]) -> RowNumbers:
     numbers = np.concatenate([np.empty(0, np.uint32), *pieces])
     numbers.flags.writeable = False
     return numbers
-
-
-def _bytes_of(selection: Future[RowNumbers]) -> int:
-    is_kept = selection.done() and selection.exception() is None
-    return selection.result().nbytes if is_kept else 0

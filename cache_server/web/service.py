@@ -1,4 +1,4 @@
-"""The HTTP port of a node: ``/`` for people, ``/metrics`` for Prometheus, ``/ready`` for probes."""
+"""The HTTP port of a node: ``/`` for people, ``/metrics`` for Prometheus, the others for probes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator, Caller
-from cache_server.auth.principals import Viewer
+from cache_server.auth.principals import NOTHING, Viewer
 from cache_server.node.status import NodeStatus
 from cache_server.web.page import page
 
@@ -155,6 +155,12 @@ class _Handler(BaseHTTPRequestHandler):
         accept = self.headers.get("Accept", "")
         self._answer(HTTPStatus.OK, *exposition(self.server.status(viewer, ""), accept))
 
+    def _node_metrics(self, viewer: Viewer) -> None:
+        self._metrics(NOTHING)
+
+    def _live(self, viewer: Viewer) -> None:
+        self._answer(HTTPStatus.OK, b"live\n", _TEXT)
+
     def _ready(self, viewer: Viewer) -> None:
         ready = self.server.is_ready()
         code = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
@@ -205,6 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
 PATHS: Mapping[str, Callable[[_Handler, Viewer], None]] = {
     "/": _Handler._page,
     "/metrics": _Handler._metrics,
+    "/metrics/node": _Handler._node_metrics,
+    "/live": _Handler._live,
     "/ready": _Handler._ready,
 }
 """What answers each path; `cache_server.auth.verbs` has the role that it needs."""

@@ -348,9 +348,10 @@ def test_readers_that_were_taken_away_read_no_more(shared: Shared, source: Path)
 
 
 def test_the_page_and_the_metrics_show_what_a_caller_may_see(shared: Shared) -> None:
-    def text(name: str, path: str) -> str:
+    def text(name: str | None, path: str) -> str:
         connection = http.client.HTTPConnection(urlsplit(shared.server.page).netloc)
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token(name)}"})
+        headers = {} if name is None else {"Authorization": f"Bearer {token(name)}"}
+        connection.request("GET", path, headers=headers)
         try:
             return connection.getresponse().read().decode()
         finally:
@@ -361,6 +362,9 @@ def test_the_page_and_the_metrics_show_what_a_caller_may_see(shared: Shared) -> 
         assert "lent" in text("bob", path) and "team-a/private" not in text("bob", path)
         assert "lent" not in text("carol", path)
         assert "team-a/private" in text("root", path)
+    for name in (None, "root"):  # for a Prometheus without a token
+        assert "data_cache_ready 1.0" in text(name, "/metrics/node")
+        assert "dataset=" not in text(name, "/metrics/node")
 
 
 # -- secrets and node ids ----------------------------------------------------------------------

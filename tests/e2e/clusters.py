@@ -163,7 +163,9 @@ def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluste
     with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:
         kubeconfig = Path(json.loads(_first_line(plane))["kubeconfig"])
         logs = work / "logs"
-        kubelet = [sys.executable, "-m", "tests.e2e.kubelet", str(kubeconfig), str(logs)]
+        root_ca = work / "plane/pki/apiserver.crt"
+        files = map(str, (kubeconfig, logs, root_ca))
+        kubelet = [sys.executable, "-m", "tests.e2e.kubelet", *files]
         python = forked_python.executable()
         path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))
         with _program(kubelet, PATH=path) as running:

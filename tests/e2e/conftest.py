@@ -50,9 +50,7 @@ def _prepared(cluster: Cluster) -> Cluster:
     return cluster
 
 
-@pytest.fixture
-def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of this test, which enforces Pod Security *restricted*."""
+def _namespace(cluster: Cluster) -> Iterator[str]:
     name = f"e2e-{os.getpid()}-{next(_number)}"
     metadata = {"name": name, "labels": _RESTRICTED}
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
@@ -62,6 +60,18 @@ def namespace(cluster: Cluster) -> Iterator[str]:
     )
     yield name
     cluster.delete("Namespace", name)
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of this test, which enforces Pod Security *restricted*."""
+    yield from _namespace(cluster)
+
+
+@pytest.fixture
+def other_namespace(cluster: Cluster) -> Iterator[str]:
+    """Another such namespace."""
+    yield from _namespace(cluster)
 
 
 @pytest.fixture

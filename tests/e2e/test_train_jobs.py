@@ -202,7 +202,11 @@ def test_two_jobs_read_one_dataset_of_the_shared_cache_at_once(
         )
     for name in ("one", "two"):
         assert_complete(cluster, namespace, name)
-    sealed = [line for line in cluster.lines("data-cache-system") if "shard sealed" in line]
+    sealed = [
+        line
+        for line in cluster.lines("data-cache-system")
+        if f"shard sealed dataset={namespace}/" in line
+    ]
     assert len(sealed) == len(set(line.partition("shard=")[2] for line in sealed))
 
 

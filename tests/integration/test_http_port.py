@@ -138,7 +138,7 @@ def test_other_paths_and_methods_are_refused_and_head_has_no_body(cluster: Local
     assert ask(page, "/nowhere") == (
         404,
         "text/plain; charset=utf-8",
-        "not found; paths: /, /metrics, /ready\n",
+        "not found; paths: /, /metrics, /metrics/node, /live, /ready\n",
     )
     assert ask(page, "/ready?verbose=1")[0] == 200
     assert ask(page, "/", "HEAD")[::2] == (200, "")
@@ -156,6 +156,7 @@ def test_a_node_is_ready_for_http_probes_once_it_has_joined(tmp_path: Path) -> N
 
     with node("waiting", "127.0.0.1:1") as waiting:  # where nobody listens
         assert ask(waiting.page, "/ready") == (503, "text/plain; charset=utf-8", "not ready\n")
+        assert ask(waiting.page, "/live") == (200, "text/plain; charset=utf-8", "live\n")
         assert "not reached yet" in ask(waiting.page)[2]
 
     with node("alone", None) as alone:

@@ -209,4 +209,4 @@ def test_values_of_rows_come_in_row_order_from_any_replica(tmp_path: Path) -> No
         assert row_values(asked, "label * 2", ["row >= 390"]).to_pylist() == [
             2 * (row % 7) for row in rows if row >= 390
         ]
-        assert [part.tolist() for part in selected_rows(asked, ["row % 50 = 3"])] == [[3, 53]] * 4
+        assert [part.tolist() for part in selected_rows(asked, "row % 50 = 3")] == [[3, 53]] * 4

@@ -1,6 +1,6 @@
 """A TrainJob and the settings -> the objects of its cache. Pure.
 
-    ServiceAccount  <job>-cache           of the cache pods; without a token
+    ServiceAccount  <job>-cache           of the cache pods, which request its tokens
     Service         <job>-cache           headless: a name for each pod, ready or not
     Service         <job>-cache-service   for clients: the coordinator, pod 0
     StatefulSet     <job>-cache           the pods
@@ -32,6 +32,8 @@ FLIGHT_PORT = 50_051
 CONTROL_PORT = 50_052  # gRPC, health too
 HTTP_PORT = 8080  # status page and metrics
 _USER = 1000  # of the server image
+_TOKEN_DIR = "/var/run/secrets/data-cache"
+_API_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 # For Istio: its proxy would carry gRPC between pods that are named by their addresses.
 _NO_MESH = {"sidecar.istio.io/inject": "false"}
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -228,6 +230,7 @@ def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
                 "resourceFieldRef": {"containerName": CONTAINER, "resource": "limits.memory"}
             },
         },
+        {"name": "CACHE_TOKEN_FILE", "value": f"{_TOKEN_DIR}/token"},
         {"name": "HOME", "value": "/tmp"},
     ]
     dataset = (train_job["spec"].get("initializer") or {}).get("dataset") or {}
@@ -313,8 +316,24 @@ def _pod_spec(settings: Settings, names: Names, environment: Json) -> Json:
             },
             {"name": "scratch", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
+            _projected("cache-token", _token(audience="data-cache")),
+            # For the API server, which shows the keys of such tokens.
+            _projected("api-server", _token(), _CA_OF_API),
         ],
     }
+
+
+_CA_OF_API = {
+    "configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+}
+
+
+def _token(**audience: str) -> Json:
+    return {"serviceAccountToken": {**audience, "path": "token"}}
+
+
+def _projected(name: str, *sources: Json) -> Json:
+    return {"name": name, "projected": {"sources": list(sources)}}
 
 
 def _permissions_of(pod: Json | None) -> Json:
@@ -347,7 +366,10 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
             "serve",
             "--cache-dir=/cache",
             "--bind=$(POD_IP)",
-            "--insecure",
+            f"--auth-pods=node,writer:{names.cache}-*",
+            f"--auth-pods=writer:{names.train_job}-node-0-*",
+            "--auth-pods=reader:*",
+            f"--service-account-dir={_API_DIR}",
             f"--advertise=$(POD_NAME).{names.cache}",
             f"--coordinator={names.coordinator}.{names.cache}:{CONTROL_PORT}",
             "--num-nodes=$(CACHE_WORLD_SIZE)",
@@ -373,6 +395,8 @@ def _container(settings: Settings, names: Names, environment: Json) -> Json:
             # For fetched files: on disk, not in the memory of the shards.
             {"name": "scratch", "mountPath": "/cache/.scratch"},
             {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "cache-token", "mountPath": _TOKEN_DIR, "readOnly": True},
+            {"name": "api-server", "mountPath": _API_DIR, "readOnly": True},
         ],
     }
 

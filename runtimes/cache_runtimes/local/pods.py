@@ -5,6 +5,7 @@ environment are therefore rewritten:
 
 - the DNS name of a pod becomes a loopback address, ``127.x.y.z``;
 - a mount path becomes the directory of the volume;
+- one token takes the place of the tokens of a cluster, if there is one (`Surroundings.token`);
 - the port of a trainer's framework becomes a free one, because all pods share one machine.
 """
 
@@ -26,6 +27,9 @@ from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 Json = dict[str, Any]
 _T = TypeVar("_T")
 
+_TOKEN = "CACHE_TOKEN"
+_TOKEN_FILE = "CACHE_TOKEN_FILE"
+_OF_CLUSTER = ("--auth-pods=", "--service-account-dir=")  # arguments of cache nodes
 _REFERENCE = re.compile(r"\$(\$|\(([^()]+)\))")
 
 
@@ -61,6 +65,7 @@ class Surroundings:
     ports: Mapping[int, int]  # of frameworks -> the free ports that replace them
     hosts: Mapping[str, str]  # names outside the job -> addresses on this machine
     find_program: Callable[[str], str | None]  # the path of a program
+    token: str | None = field(default=None, repr=False)  # shared by all nodes and trainers
 
 
 @dataclass(frozen=True)
@@ -109,13 +114,16 @@ def processes(
         addresses[each.host] = each.address
         for port, free in around.ports.items():
             addresses[f"{each.host}:{port}"] = f"{each.address}:{free}"
-    with_names = _substitution(addresses, r"(?<![\w.-])", r"(?![\w-]|\.\w)")
+    # After a single slash stands a part of a path.
+    with_names = _substitution(addresses, r"(?<![\w.-])(?<![^/]/)(?<!^/)", r"(?![\w-]|\.\w)")
     found: dict[str, Process] = {}
     for container in containers(pod.job):
         where = f"{pod.name}/{container['name']}"
         directories = _directories(container, volumes, where)
         with_paths = _substitution(directories, r"(?<![\w./-])", r"(?![\w.-])")
         env = _environment(pod, container, around.secrets, where)
+        if around.token is not None and _TOKEN_FILE not in env:
+            env.setdefault(_TOKEN, around.token)
         if not container.get("command"):
             raise ConfigError(
                 f"{where} has no command: run-local has no images, so each container must name "
@@ -124,6 +132,7 @@ def processes(
         program, *arguments = (
             with_paths(with_names(_expanded(text, env)))
             for text in (*container["command"], *(container.get("args") or ()))
+            if around.token is None or not text.startswith(_OF_CLUSTER)
         )
         path = around.find_program(program)
         if path is None:
@@ -144,6 +153,13 @@ def processes(
             directory=PurePath(with_paths(directory)) if directory else home,
         )
     return found
+
+
+def token_files(volume: Json, token: str) -> dict[str, str]:
+    """The content of each file of a volume that holds a token of the cluster, here ``token``."""
+    sources = (volume.get("projected") or {}).get("sources") or ()
+    tokens = (source.get("serviceAccountToken") for source in sources)
+    return {each["path"]: token for each in tokens if each is not None}
 
 
 def _no_proxy(

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local.controller import Console, JobFailed, JobSetRun
 from cache_runtimes.local.manifests import Manifests
-from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes
+from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes, token_files
 from cache_runtimes.local.render import Json
 from cache_runtimes.local.supported import JOBSET, check_supported
 from cache_runtimes.local.trainer.info import TRAINER_PORT
@@ -34,7 +34,6 @@ _KEPT_VARIABLES = (
     *("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-_TOKEN = "CACHE_TOKEN"  # shared by the nodes and trainers of one run
 _MEMORY = "/dev/shm"
 _LOCK_PORT = 50_050  # the run that is bound to it owns the subnet 127.x.y.0/24
 _MAX_PODS = 250
@@ -73,18 +72,20 @@ def run_local(
         every_pod = pods(jobset, lambda number: f"{subnet}.{number + 2}")
         if len(every_pod) > _MAX_PODS:
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
+        token = secrets.token_urlsafe(32)
         around = Surroundings(
             secrets=manifests.secrets,
-            environment={"PATH": path, _TOKEN: secrets.token_urlsafe(32), **kept},
+            environment={"PATH": path, **kept},
             extra_environment=extra_environment,
             ports=ports,
             hosts=hosts or {},
             find_program=lambda program: shutil.which(program, path=path),
+            token=token,
         )
 
         @contextmanager
         def plan(pod: Pod) -> Iterator[Mapping[str, Process]]:
-            with _volumes(pod) as (volumes, home):
+            with _volumes(pod, token) as (volumes, home):
                 yield processes(pod, every_pod, volumes, around, home=home)
 
         for pod in every_pod:
@@ -99,8 +100,8 @@ def run_local(
 
 
 @contextmanager
-def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
-    """The directory of each emptyDir of a pod, and one for its other files.
+def _volumes(pod: Pod, token: str) -> Iterator[tuple[dict[str, Path], Path]]:
+    """The directory of each volume of a pod, and one for its other files.
 
     They end with the pod: a container that restarts in place finds its files, a pod that replaces
     another starts with empty directories.
@@ -115,7 +116,9 @@ def _volumes(pod: Pod) -> Iterator[tuple[dict[str, Path], Path]]:
         found: dict[str, Path] = {}
         for volume in pod.spec.get("volumes") or ():
             in_memory = (volume.get("emptyDir") or {}).get("medium") == "Memory"
-            found[volume["name"]] = directory(_MEMORY if in_memory else None)
+            found[volume["name"]] = path = directory(_MEMORY if in_memory else None)
+            for name, content in token_files(volume, token).items():
+                (path / name).write_text(content)
         yield found, directory(None)
 
 

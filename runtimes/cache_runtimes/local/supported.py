@@ -67,7 +67,17 @@ _POD = _fields(
             "exitCodes": _fields("values", operator=("NotIn",)),
         },
     },
-    volumes=_fields("name", "emptyDir"),
+    volumes=_fields(
+        *("name", "emptyDir"),
+        # Who a pod is: the token of the run takes its place.
+        projected=_fields(
+            "defaultMode",
+            sources={
+                "serviceAccountToken": _ANY,
+                "configMap": _fields("items", name=("kube-root-ca.crt",)),
+            },
+        ),
+    ),
 )
 _JOB = _fields(
     *("parallelism", "completions", "backoffLimit", "podReplacementPolicy"),

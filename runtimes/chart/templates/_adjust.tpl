@@ -31,6 +31,9 @@ are those of kustomize: `manifests/` has links to their folders.
   {{- range $values.images.pullSecrets -}}{{- $secrets = append $secrets (dict "name" .) -}}{{- end -}}
   {{- $_ := set $spec "imagePullSecrets" $secrets -}}
 {{- end -}}
+{{- if not (or $values.auth.enabled .keepsIdentity) -}}
+  {{- include "cache.withoutIdentity" $spec -}}
+{{- end -}}
 {{- if and $values.openshift (not .needsUser) -}}
   {{- $context := $spec.securityContext -}}
   {{- $_ := unset $context "runAsUser" -}}
@@ -99,4 +102,74 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- $_ := unset $job "podFailurePolicy" -}}
 {{- $rule := index .jobset.failurePolicy.rules 0 -}}
 {{- $_ := set $rule "onJobFailureReasons" (list "BackoffLimitExceeded") -}}
+{{- end -}}
+
+{{/* A pod without tokens: every caller may do everything. */}}
+{{- define "cache.withoutIdentity" -}}
+{{- $names := list "cache-token" "api-server" "auth" -}}
+{{- range concat (default list .initContainers) .containers -}}
+  {{- if and .env (contains "CACHE_TOKEN_FILE" (toJson .env)) -}}
+    {{- $env := list -}}
+    {{- range .env -}}{{- if ne .name "CACHE_TOKEN_FILE" -}}{{- $env = append $env . -}}{{- end -}}{{- end -}}
+    {{- $_ := set . "env" $env -}}
+  {{- end -}}
+  {{- if .args -}}
+    {{- $args := list -}}
+    {{- $isNode := false -}}
+    {{- range .args -}}
+      {{- if or (hasPrefix "--auth-" .) (hasPrefix "--service-account-dir=" .) -}}
+        {{- $isNode = true -}}
+      {{- else -}}
+        {{- $args = append $args (replace " CACHE_TOKEN_FILE=$(CACHE_TOKEN_FILE)" "" .) -}}
+      {{- end -}}
+    {{- end -}}
+    {{- if $isNode -}}{{- $args = append $args "--insecure" -}}{{- end -}}
+    {{- $_ := set . "args" $args -}}
+  {{- end -}}
+  {{- if .volumeMounts -}}
+    {{- $mounts := list -}}
+    {{- range .volumeMounts -}}{{- if not (has .name $names) -}}{{- $mounts = append $mounts . -}}{{- end -}}{{- end -}}
+    {{- $_ := set . "volumeMounts" $mounts -}}
+  {{- end -}}
+{{- end -}}
+{{- $volumes := list -}}
+{{- range .volumes -}}{{- if not (has .name $names) -}}{{- $volumes = append $volumes . -}}{{- end -}}{{- end -}}
+{{- $_ := set . "volumes" $volumes -}}
+{{- end -}}
+
+{{/* As components/tls: a node of the shared cache. */}}
+{{- define "cache.tlsNode" -}}
+{{- $spec := .template.spec -}}
+{{- $node := index $spec.containers 0 -}}
+{{- $dir := "/etc/data-cache-tls" -}}
+{{- $args := list (printf "--tls-cert=%s/tls.crt" $dir) (printf "--tls-key=%s/tls.key" $dir) (printf "--tls-ca=%s/ca.crt" $dir) -}}
+{{- $_ := set $node "args" (concat $node.args $args) -}}
+{{- $_ := set $node "env" (append $node.env (dict "name" "CACHE_TLS_CA" "value" (printf "%s/ca.crt" $dir))) -}}
+{{- $mount := dict "name" "tls" "mountPath" $dir "readOnly" true -}}
+{{- $_ := set $node "volumeMounts" (append $node.volumeMounts $mount) -}}
+{{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "tls" "secret" (dict "secretName" .secret))) -}}
+{{- range $name, $path := dict "startupProbe" "/live" "livenessProbe" "/live" "readinessProbe" "/ready" -}}
+  {{- $probe := get $node $name -}}
+  {{- $_ := unset $probe "grpc" -}}
+  {{- $_ := set $probe "httpGet" (dict "path" $path "port" "http" "scheme" "HTTPS") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* As components/tls: a client of the shared cache. */}}
+{{- define "cache.tlsClient" -}}
+{{- $spec := .spec -}}
+{{- $client := index $spec.containers 0 -}}
+{{- $plain := "grpc://data-cache." -}}
+{{- range $client.env -}}
+  {{- if eq .name "CACHE_ENDPOINT" -}}{{- $_ := set . "value" (replace $plain "grpc+tls://data-cache." .value) -}}{{- end -}}
+{{- end -}}
+{{- if $client.args -}}
+  {{- $args := list -}}
+  {{- range $client.args -}}{{- $args = append $args (replace $plain "grpc+tls://data-cache." .) -}}{{- end -}}
+  {{- $_ := set $client "args" $args -}}
+{{- end -}}
+{{- $dir := "/etc/data-cache-ca" -}}
+{{- $_ := set $client "env" (append $client.env (dict "name" "CACHE_TLS_CA" "value" (printf "%s/ca.crt" $dir))) -}}
+{{- $_ := set $client "volumeMounts" (append $client.volumeMounts (dict "name" "tls-ca" "mountPath" $dir "readOnly" true)) -}}
+{{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "tls-ca" "configMap" (dict "name" .configMap))) -}}
 {{- end -}}

@@ -23,6 +23,7 @@ from kubernetes import client, config, watch
 from cache_runtimes.local.pods import Surroundings
 from tests.e2e.kubelet import names
 from tests.e2e.kubelet.pod import ClusterPod, now
+from tests.e2e.kubelet.volumes import Objects, Tokens, audiences
 
 Json = dict[str, Any]
 
@@ -33,10 +34,16 @@ _KEPT = ("PYTHONPATH", "LANG", "LD_LIBRARY_PATH")
 
 
 class Kubelet:
-    """Binds every pod to this machine and runs it. Its loop has a thread; the watch another."""
+    """Binds every pod to this machine and runs it. Its loop has a thread; the watch another.
 
-    def __init__(self, api: client.ApiClient, logs: Path) -> None:
+    Args:
+        root_ca: signs the certificate of the API server.
+    """
+
+    def __init__(self, api: client.ApiClient, logs: Path, root_ca: str) -> None:
         self._api = api
+        # A controller of Kubernetes publishes it in every namespace; this cluster lacks that one.
+        self._root_ca = {"kube-root-ca.crt": {"data": {"ca.crt": root_ca}}}
         self._core = client.CoreV1Api(api)
         self._custom = client.CustomObjectsApi(api)
         self._apps = client.AppsV1Api(api)
@@ -145,10 +152,8 @@ class Kubelet:
             return None
         return dict(self._api.sanitize_for_serialization(found))
 
-    def _surroundings(
-        self, pod: Json
-    ) -> tuple[str, Surroundings, dict[str, Json], dict[str, Json]]:
-        """The address of a pod, what is around it, and the Secrets and ConfigMaps."""
+    def _surroundings(self, pod: Json) -> tuple[str, Surroundings, Objects, Objects, Tokens]:
+        """The address of a pod, what is around it, the Secrets, ConfigMaps and tokens."""
         namespace, spec = pod["metadata"]["namespace"], pod["spec"]
         jobsets = self._custom.list_cluster_custom_object("jobset.x-k8s.io", "v1alpha2", "jobsets")
         sets = self._items(self._apps.list_stateful_set_for_all_namespaces())
@@ -169,22 +174,42 @@ class Kubelet:
         around = Surroundings(
             secrets=secrets_text(secrets),
             environment={"PATH": path, **{k: os.environ[k] for k in _KEPT if k in os.environ}},
-            extra_environment=self._credentials(pod),
+            extra_environment=self._api_server() | self._credentials(pod),
             ports=ports,
             hosts={**hosts, **with_ports},
             find_program=lambda program: shutil.which(program, path=path),
         )
         config_maps = self._by_name(self._core.list_namespaced_config_map(namespace))
-        return self._addresses.of(mine), around, secrets, config_maps
+        tokens = {audience: self._token(pod, audience) for audience in audiences(spec)}
+        return self._addresses.of(mine), around, secrets, self._root_ca | config_maps, tokens
+
+    def _api_server(self) -> dict[str, str]:
+        """The variables of the Service ``kubernetes``."""
+        host, _, port = self._api.configuration.host.rpartition("/")[2].partition(":")
+        return {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+
+    def _token(self, pod: Json, audience: str = "") -> str:
+        """A token that ends with the pod."""
+        meta = pod["metadata"]
+        account = pod["spec"].get("serviceAccountName") or "default"
+        bound = {"kind": "Pod", "apiVersion": "v1", "name": meta["name"], "uid": meta["uid"]}
+        request = {
+            "spec": {
+                "audiences": [audience] if audience else [],
+                "expirationSeconds": 3600,
+                "boundObjectRef": bound,
+            }
+        }
+        made = self._core.create_namespaced_service_account_token(
+            account, meta["namespace"], request
+        )
+        return str(made.status.token)
 
     def _credentials(self, pod: Json) -> dict[str, str]:
         """A kubeconfig in place of the token that a kubelet mounts; programs read either."""
         spec, namespace = pod["spec"], pod["metadata"]["namespace"]
         if not spec.get("automountServiceAccountToken"):
             return {}
-        account = spec.get("serviceAccountName") or "default"
-        request = {"spec": {"audiences": [], "expirationSeconds": 3600}}
-        token = self._core.create_namespaced_service_account_token(account, namespace, request)
         cluster = {
             "server": self._api.configuration.host,
             "insecure-skip-tls-verify": True,
@@ -200,7 +225,7 @@ class Kubelet:
                 }
             ],
             "clusters": [{"name": "here", "cluster": cluster}],
-            "users": [{"name": "pod", "user": {"token": token.status.token}}],
+            "users": [{"name": "pod", "user": {"token": self._token(pod)}}],
         }
         path = self._logs / namespace / f"{pod['metadata']['name']}.kubeconfig"
         path.write_text(json.dumps(content))
@@ -239,10 +264,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kubeconfig")
     parser.add_argument("logs", type=Path, help="DIR/NAMESPACE/POD.log")
+    parser.add_argument("root_ca", type=Path, help="certificates of the API server")
     args = parser.parse_args()
     urllib3.disable_warnings()
     config.load_kube_config(args.kubeconfig)
-    kubelet = Kubelet(client.ApiClient(), args.logs)
+    kubelet = Kubelet(client.ApiClient(), args.logs, args.root_ca.read_text())
     args.logs.mkdir(parents=True, exist_ok=True)
     kubelet.add_node()
     threading.Thread(target=kubelet.watch, daemon=True).start()

@@ -16,7 +16,7 @@ from cache_runtimes.local.pods import Pod, Surroundings, processes
 from cache_runtimes.local.policies import ContainerExit
 from tests.e2e.kubelet.objects import runner_pod
 from tests.e2e.kubelet.status import PodState, pod_status
-from tests.e2e.kubelet.volumes import Objects, directories
+from tests.e2e.kubelet.volumes import Objects, Tokens, directories
 
 Json = dict[str, Any]
 
@@ -42,6 +42,7 @@ class ClusterPod:
     around: Surroundings
     secrets: Objects = field(repr=False)
     config_maps: Objects
+    tokens: Tokens = field(repr=False)
     log: IO[str]
     report: Callable[[Json], Awaitable[None]]
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +66,8 @@ class ClusterPod:
 
     async def _run(self, state: PodState) -> list[ContainerExit]:
         pod = runner_pod(self.pod, self.address)
-        with directories(self.pod["spec"], self.secrets, self.config_maps) as volumes:
+        mounted = (self.pod["spec"], self.secrets, self.config_maps, self.tokens)
+        with directories(*mounted) as volumes:
             home = next(iter(volumes.values()), Path("/tmp"))
             run = PodRun(
                 pod,

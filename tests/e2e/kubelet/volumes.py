@@ -13,30 +13,52 @@ from tests.e2e.kubelet.objects import UnsupportedPodError
 
 Json = dict[str, Any]
 Objects = Mapping[str, Json]  # by name
+Tokens = Mapping[str, str]  # by audience; empty: that of the API server
+
+
+def audiences(spec: Json) -> set[str]:
+    """The audiences of the tokens that a pod's volumes project."""
+    return {
+        source["serviceAccountToken"].get("audience") or ""
+        for volume in spec.get("volumes") or ()
+        for source in (volume.get("projected") or {}).get("sources") or ()
+        if "serviceAccountToken" in source
+    }
 
 
 @contextmanager
-def directories(spec: Json, secrets: Objects, config_maps: Objects) -> Iterator[dict[str, Path]]:
-    """A directory for each volume of a pod, removed at the end.
+def directories(
+    spec: Json, secrets: Objects, config_maps: Objects, tokens: Tokens
+) -> Iterator[dict[str, Path]]:
+    """A directory for each volume of a pod, removed at the end. Tokens are not renewed.
 
     Raises:
-        UnsupportedPodError: a volume is no emptyDir, Secret or ConfigMap, or its object is absent.
+        UnsupportedPodError: a volume is of another kind, or its object is absent.
     """
     with TemporaryDirectory(prefix="pod-", ignore_cleanup_errors=True) as root:
         found: dict[str, Path] = {}
         for volume in spec.get("volumes") or ():
             found[volume["name"]] = path = Path(root, volume["name"])
             path.mkdir()
-            for name, content in _files(volume, secrets, config_maps).items():
+            for name, content in _files(volume, secrets, config_maps, tokens).items():
                 (path / name).write_bytes(content)
         yield found
 
 
-def _files(volume: Json, secrets: Objects, config_maps: Objects) -> dict[str, bytes]:
+def _files(
+    volume: Json, secrets: Objects, config_maps: Objects, tokens: Tokens
+) -> dict[str, bytes]:
     if "emptyDir" in volume:
         return {}
+    if source := volume.get("projected"):
+        found: dict[str, bytes] = {}
+        for each in source["sources"]:
+            found |= _files(each, secrets, config_maps, tokens)
+        return found
+    if source := volume.get("serviceAccountToken"):
+        return {source["path"]: tokens[source.get("audience") or ""].encode()}
     if source := volume.get("secret"):
-        data = _known(secrets, source["secretName"]).get("data") or {}
+        data = _known(secrets, source.get("secretName") or source["name"]).get("data") or {}
         content = {name: base64.b64decode(value) for name, value in data.items()}
     elif source := volume.get("configMap"):
         data = _known(config_maps, source["name"]).get("data") or {}

@@ -10,10 +10,14 @@ import pytest
 import yaml
 
 from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.wire.credentials import NO_CREDENTIALS
+from cache_runtimes import MANIFESTS
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.jwt_tokens import JwtSettings, JwtVerifier
+from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.token_file import parse_yaml
+from tests.manifests import container_named, env_of, job_named, pod_of, read
 
 FENCE = re.DOTALL | re.MULTILINE
 PAGE = (Path(__file__).parents[3] / "docs/security.md").read_text(encoding="utf-8")
@@ -51,7 +55,7 @@ def test_the_file_of_an_issuer_is_one(tmp_path: Path) -> None:
     for path in re.findall(r"/var/run/\S+", text):
         text = text.replace(path, str(write(tmp_path / Path(path).name, "a-token")))
 
-    JwtVerifier(write(tmp_path / "jwt.yaml", text))
+    JwtVerifier.of_file(write(tmp_path / "jwt.yaml", text), NO_CREDENTIALS, Cluster())
     assert parse_yaml(text, JwtSettings).audience == "data-cache"
 
 
@@ -64,3 +68,30 @@ def test_the_spec_that_is_shared_is_a_spec() -> None:
 @pytest.mark.parametrize("role", Role)
 def test_the_page_explains_every_role(role: Role) -> None:
     assert f"| {role} | " in PAGE
+
+
+def test_the_pod_of_the_page_has_the_token_that_a_trainer_has() -> None:
+    text = re.search(r"<!-- pod -->\n```yaml\n(.*?)^```", PAGE, FENCE)
+    assert text is not None
+    pod = yaml.safe_load(text[1])
+    (container,) = pod["spec"]["containers"]
+    trainer = pod_of(
+        job_named(read(MANIFESTS / "torch-distributed-data-cache/runtime.yaml"), "node")
+    )
+    node = container_named(trainer, "node")
+    assert pod["spec"]["volumes"][0] in trainer["spec"]["volumes"]
+    assert container["volumeMounts"][0] in node["volumeMounts"]
+    assert {"name": "CACHE_TOKEN_FILE", "value": env_of(container)["CACHE_TOKEN_FILE"]} in node[
+        "env"
+    ]
+    assert env_of(container)["CACHE_ENDPOINT"] == env_of(node)["CACHE_ENDPOINT"].replace(
+        "$(TRAIN_JOB_NAME)", "lineitem"
+    )
+
+
+def test_the_kustomization_of_the_page_names_folders_that_are_there() -> None:
+    text = re.search(r"<!-- kustomization -->\n```yaml\n(.*?)^```", PAGE, FENCE)
+    assert text is not None
+    named = yaml.safe_load(text[1])
+    for folder in (*named["resources"], *named["components"]):
+        assert (MANIFESTS.parent / folder / "kustomization.yaml").exists()

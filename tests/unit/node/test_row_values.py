@@ -141,6 +141,18 @@ def test_what_the_shards_leave_no_room_for_is_freed_the_oldest_first(
     assert len(runs) == 4
 
 
+def test_the_number_of_conditions_that_are_kept_is_bounded(
+    rows: ResidentRows, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_values, "MAX_KEPT", 2)
+    values = RowValues(lambda: None, at_once=1)
+
+    for bound in (5, 6, 7, 7, 6, 5):  # none of them keeps a row
+        assert selected(values, rows, 0, 5, f'"row" > {bound}') == []
+
+    assert len(runs) == 4
+
+
 def test_a_version_that_is_gone_keeps_nothing(rows: ResidentRows) -> None:
     values = RowValues(lambda: None, at_once=1)
     selected(values, rows, 0, 5, "wide < -2")

@@ -33,6 +33,7 @@ PURE_MODULES = (
     "cache_client/views/splits.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
+    "cache_server/auth/kubernetes.py",
     "cache_server/auth/principals.py",
     "cache_server/auth/verbs.py",
     "cache_server/sql/formats/csv_sample.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,14 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
-from tests.manifests import container_named, containers, job_named, pod_of, pods
+from tests.manifests import (
+    CACHE_COMMAND,
+    container_named,
+    containers,
+    job_named,
+    pod_of,
+    pods,
+)
 from tests.runtime_rules import problems
 from tests.unit.runtimes.test_kustomizations import KUBECTL, build, customised
 
@@ -61,10 +69,51 @@ def test_a_value_does_what_its_component_does(
     assert [thing["spec"] for thing in made.values()] == [thing["spec"] for thing in built.values()]
 
 
+@needs_kubectl
+def test_tls_of_the_shared_cache_is_that_of_its_component(tmp_path: Path) -> None:
+    built = customised(tmp_path, resources=["."], components=["components/tls"])
+    assert helm('shared.tls.secretName="data-cache-tls"') == built
+
+
+def test_without_auth_nothing_is_left_of_it_and_nodes_say_so() -> None:
+    kept = "torch-distributed-with-cache"
+    names = ("shared-data-cache", "data-cache", "data-cache-colocated")
+    folders = [*(f"torch-distributed-{name}" for name in names), "deepspeed-data-cache", kept]
+    built = helm("auth.enabled=false", f"runtimes={json.dumps(folders)}")
+    theirs = built.pop(f"ClusterTrainingRuntime/{kept}")
+    assert theirs == helm()[f"ClusterTrainingRuntime/{kept}"]  # its initializer makes its nodes
+    text = json.dumps(built)
+    for word in ("CACHE_TOKEN_FILE", "--auth", "service-account-dir", "projected", "configMap"):
+        assert word not in text
+    nodes = [
+        container
+        for thing in built.values()
+        for _, pod in pods(thing)
+        for container in containers(pod)
+        if container.get("command") == CACHE_COMMAND
+    ]
+    assert len(nodes) == 4
+    assert all("--insecure" in node["args"] for node in nodes)
+    assert {
+        problem
+        for thing in built.values()
+        for problem in problems(thing)
+        if not problem.startswith("callers_are_known")
+    } == set()
+
+
+def test_the_rules_of_the_shared_cache_are_a_value() -> None:
+    rules = [{"subject": "system:serviceaccount:a:*", "roles": ["reader"]}]
+    built = helm(f"auth.sharedRules={json.dumps(rules)}")
+    data = built["ConfigMap/data-cache-auth"]["data"]
+    assert yaml.safe_load(data["auth.yaml"]) == {"rules": rules}
+
+
 @pytest.mark.parametrize(
     "values",
     [
         (),
+        ('shared.tls.secretName="tls"', 'shared.tls.caConfigMap="ca"'),
         ("openshift=true",),
         ("startTogether=true", "cache.nodes=7", 'cache.memory="64Gi"', 'cache.shardBytes="48Gi"'),
         ('jobNetworkPolicyNamespaces=["a"]', 'initializerNamespaces=["a"]'),

@@ -70,7 +70,7 @@ def test_there_is_one_image_with_torch_and_one_without() -> None:
     assert [name_of(path) for path in DOCKERFILES] == ["server", "trainer"]
     server = (MANIFESTS / "images/server/Dockerfile").read_text("utf-8")
     assert "torch" not in "".join(arguments for _, arguments in instructions(DOCKERFILES[0]))
-    assert "[server,sources,kubernetes]" in server
+    assert "[server,auth,sources,kubernetes]" in server
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)

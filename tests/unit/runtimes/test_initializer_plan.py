@@ -18,6 +18,7 @@ from kubernetes.client import (
 from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
 from cache_protocol.spec.job_settings import spec_from_env
 from cache_protocol.storage.memory_budget import shard_bytes
+from cache_runtimes import MANIFESTS
 from cache_runtimes.initializer.cache_health import Severity, assess, is_disrupted, lacks_pods
 from cache_runtimes.initializer.plan import (
     JOB_LABEL,
@@ -29,8 +30,10 @@ from cache_runtimes.initializer.plan import (
     plan_objects,
 )
 from cache_runtimes.initializer.settings import Settings, from_env
+from tests.manifests import callers_are_known, container_named, job_named, pod_of, read
 
 GIB = 1 << 30
+INITIALIZER = "dataset-initializer"
 ROLE = "arn:aws:iam::123456789012:role/trainer"
 ENVIRON = {
     "TRAIN_JOB_NAME": "train-1",
@@ -202,7 +205,8 @@ def test_a_pod_may_run_where_pod_security_is_restricted() -> None:
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert all("emptyDir" in volume for volume in spec["volumes"])
+    kinds = {kind for volume in spec["volumes"] for kind in volume.keys() - {"name"}}
+    assert kinds == {"emptyDir", "projected"}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
 
 
@@ -234,10 +238,20 @@ def test_cache_pods_get_tolerations_pull_secrets_and_user_of_the_initializer() -
     assert without.body["spec"]["template"] == pod_template()
 
 
-def test_a_pod_has_no_token_of_the_cluster() -> None:
-    assert pod_template()["spec"]["automountServiceAccountToken"] is False
+def test_pods_know_their_callers_as_those_of_the_shipped_runtimes_do() -> None:
     account = planned()[Kind.SERVICE_ACCOUNT, "train-1-cache"].body
     assert account["automountServiceAccountToken"] is False
+    assert pod_template()["spec"]["automountServiceAccountToken"] is False
+    made = planned()[Kind.STATEFUL_SET, "train-1-cache"].body
+    assert list(callers_are_known(made)) == []
+    job = job_named(read(MANIFESTS / "torch-distributed-data-cache/runtime.yaml"), INITIALIZER)
+    shipped = container_named(pod_of(job), INITIALIZER)
+    for ours, theirs in (
+        (pod_template()["spec"]["volumes"], pod_of(job)["spec"]["volumes"]),
+        (container_of()["volumeMounts"], shipped["volumeMounts"]),
+    ):
+        of_identity = [each for each in theirs if each["name"] in ("cache-token", "api-server")]
+        assert ours[-2:] == of_identity
 
 
 def test_the_volume_for_rows_leaves_memory_for_the_process() -> None:
@@ -245,7 +259,7 @@ def test_the_volume_for_rows_leaves_memory_for_the_process() -> None:
     wanted = {"cpu": "500m", "memory": "8Gi"}
     assert container["resources"] == {"requests": wanted, "limits": wanted}
     volumes = pod_template(WORKER_MEM="8Gi")["spec"]["volumes"]
-    assert {"medium": "Memory", "sizeLimit": str(6 * GIB)} in [v["emptyDir"] for v in volumes]
+    assert {"medium": "Memory", "sizeLimit": str(6 * GIB)} in [v.get("emptyDir") for v in volumes]
     assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
 
 
@@ -261,7 +275,10 @@ def test_the_cache_has_the_size_of_the_job() -> None:
         "serve",
         "--cache-dir=/cache",
         "--bind=$(POD_IP)",
-        "--insecure",
+        "--auth-pods=node,writer:train-1-cache-*",
+        "--auth-pods=writer:train-1-node-0-*",
+        "--auth-pods=reader:*",
+        "--service-account-dir=/var/run/secrets/kubernetes.io/serviceaccount",
         "--advertise=$(POD_NAME).train-1-cache",
         "--coordinator=train-1-cache-0.train-1-cache:50052",
         "--num-nodes=$(CACHE_WORLD_SIZE)",

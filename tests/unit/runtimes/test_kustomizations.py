@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
+from cache_server.auth.verbs import ROLES, is_open
 from tests.manifests import (
     Json,
     container_named,
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 CACHE = "torch-distributed-data-cache"
 SHARED = {
+    "ConfigMap/data-cache-auth",
     *("Namespace/data-cache-system", "NetworkPolicy/data-cache", "PodDisruptionBudget/data-cache"),
     *("Service/data-cache", "Service/data-cache-nodes", "ServiceAccount/data-cache"),
     "StatefulSet/data-cache",
@@ -289,3 +291,32 @@ def test_pods_of_jobs_reach_each_other_in_a_namespace_that_denies_by_default(
     labels = shared["spec"]["template"]["metadata"]["labels"]
     (to_shared,) = (rule for rule in egress if "podSelector" in rule["to"][0] and "ports" in rule)
     assert to_shared["to"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+    # Names, and HTTPS for stores and the keys of tokens: as for the shared cache.
+    assert egress[-2:] == read(MANIFESTS / "shared/network-policy.yaml")["spec"]["egress"][-2:]
+
+
+def test_nodes_and_clients_of_the_shared_cache_use_tls_by_a_certificate_of_their_names(
+    tmp_path: Path,
+) -> None:
+    built = customised(tmp_path, resources=["."], components=["components/tls-cert-manager"])
+    assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
+    (node,) = built["StatefulSet/data-cache"]["spec"]["template"]["spec"]["containers"]
+    assert "--tls-cert=/etc/data-cache-tls/tls.crt" in node["args"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert node[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert f"http {node[probe]['httpGet']['path']}" in {verb for verb in ROLES if is_open(verb)}
+    runtime = built["ClusterTrainingRuntime/torch-distributed-shared-data-cache"]
+    loads = container_named(
+        pod_of(job_named(runtime, "dataset-initializer")), "dataset-initializer"
+    )
+    trains = container_named(pod_of(job_named(runtime, "node")), "node")
+    endpoint = env_of(trains)["CACHE_ENDPOINT"]
+    assert f"--endpoint={endpoint}" in loads["args"]
+    assert endpoint.startswith("grpc+tls://")
+    for client in (loads, trains):
+        assert env_of(client)["CACHE_TLS_CA"] == "/etc/data-cache-ca/ca.crt"
+    names = built["Certificate/data-cache-tls"]["spec"]["dnsNames"]
+    advertised = "data-cache-1.data-cache-nodes.data-cache-system"
+    host = endpoint.removeprefix("grpc+tls://").partition(":")[0]
+    assert host in names
+    assert advertised.replace("data-cache-1", "*", 1) in names

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from cache_protocol.errors import ConfigError
+from cache_runtimes import MANIFESTS
 from cache_runtimes.local import policies
-from cache_runtimes.local.pods import Process, Surroundings, pods, processes
+from cache_runtimes.local.pods import Process, Surroundings, pods, processes, token_files
 from cache_runtimes.local.policies import ContainerExit
 from cache_runtimes.local.render import render
+from tests.manifests import job_named, pod_of, read
 from tests.train_jobs import container, env, replicated_job, runtime, train_job
 
 Json = dict[str, Any]
@@ -332,3 +334,34 @@ def test_a_job_waits_for_its_dependencies(
 ) -> None:
     job = {"name": "node", "dependsOn": [{"name": "cache", "status": status}]}
     assert policies.may_start(job, ready, succeeded) is starts
+
+
+def test_one_token_of_the_run_takes_the_place_of_those_of_a_cluster(tmp_path: Path) -> None:
+    around = replace(AROUND, token="of-the-run")
+    node = container("node", "serve")
+    node["args"] = ["--auth-pods=reader:*", "--service-account-dir=/api", "--num-nodes=1"]
+    assert planned(node, around=around).environment["CACHE_TOKEN"] == "of-the-run"
+    node["env"] = env(CACHE_TOKEN_FILE="/var/run/secrets/data-cache/token")
+    node["volumeMounts"] = [{"name": "cache-token", "mountPath": "/var/run/secrets/data-cache"}]
+    made = planned(node, volumes={"cache-token": tmp_path}, around=around)
+    assert made.argv[-1] == "--num-nodes=1"
+    assert not any("auth" in argument or "account" in argument for argument in made.argv)
+    assert made.environment["CACHE_TOKEN_FILE"] == f"{tmp_path}/token"
+    assert "CACHE_TOKEN" not in made.environment
+    assert "--auth-pods=reader:*" in planned(node, volumes={"cache-token": tmp_path}).argv
+
+
+def test_volumes_of_tokens_hold_the_one_of_the_run() -> None:
+    spec = pod_of(job_named(read(MANIFESTS / "torch-distributed-data-cache/runtime.yaml"), "node"))
+    found = [token_files(volume, "of-the-run") for volume in spec["spec"]["volumes"]]
+    assert found == [{}, {}, {"token": "of-the-run"}]
+
+
+def test_a_name_of_a_pod_inside_a_path_stays_a_path() -> None:
+    around = replace(AROUND, hosts={"cache": "127.0.0.9"})
+    node = container("node", "serve")
+    node["args"] = ["/cache/a", "--file=/etc/cache/token", "grpc://cache:1", "cache/a"]
+    assert planned(node, around=around).argv[-4:] == (
+        *("/cache/a", "--file=/etc/cache/token"),
+        *("grpc://127.0.0.9:1", "127.0.0.9/a"),
+    )

@@ -77,6 +77,19 @@ BITES: list[tuple[str, Json, str, Any]] = [
         {"name": "tmp", "hostPath": {"path": "/tmp"}},
     ),
     ("pods_are_restricted", SHARED, f"{SPEC} hostNetwork", True),
+    *(
+        ("callers_are_known", runtime, f"{container} env", [{"name": "CACHE_ENDPOINT"}])
+        for runtime, container in ((FLAGSHIP, NODE), (FLAGSHIP, CACHE), (COLOCATED, SIDECAR))
+    ),
+    ("callers_are_known", SHARED, f"{SPEC} containers cache args", ["--insecure", "--auth-jwt=a"]),
+    ("callers_are_known", SHARED, f"{SPEC} containers cache args", []),
+    ("callers_are_known", FLAGSHIP, f"{NODE_POD} volumes cache-token projected sources", []),
+    (
+        "callers_are_known",
+        COLOCATED,
+        f"{NODE} volumeMounts cache",
+        {"name": "api-server", "mountPath": "/api", "readOnly": True},
+    ),
     ("no_mesh_joins_pods", FLAGSHIP, f"{CACHE_POD_METADATA} labels", {}),
     ("no_mesh_joins_pods", SHARED, "spec template metadata annotations", {}),
     ("mounts_have_volumes", FLAGSHIP, f"{CACHE} volumeMounts 0 name", "cash"),

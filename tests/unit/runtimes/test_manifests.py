@@ -11,6 +11,9 @@ import pytest
 
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
+from cache_server.auth.jwt_tokens import JwtSettings
+from cache_server.auth.principals import Role
+from cache_server.auth.token_file import parse_yaml
 from cache_server.config import NodeConfig
 from tests.manifests import (
     CACHE_COMMAND,
@@ -99,7 +102,7 @@ def test_images_are_ours_and_of_this_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WITH_PODS, ids=name_of)
-def test_only_the_pod_that_makes_a_cache_has_a_token(path: Path) -> None:
+def test_only_the_pod_that_makes_a_cache_may_do_what_its_account_may_do(path: Path) -> None:
     for name, pod in pods(read(path)):
         wanted = (path.parent.name, name) == ("torch-distributed-with-cache", "dataset-initializer")
         assert pod["spec"]["automountServiceAccountToken"] is wanted, name
@@ -127,7 +130,7 @@ def test_cache_nodes_have_all_probes_and_scratch_beside_their_memory(path: Path)
                 assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys()
                 assert container["livenessProbe"]["grpc"]["service"] == "live"
                 mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
-                volumes = {v["name"]: v["emptyDir"] for v in pod["spec"]["volumes"]}
+                volumes = {v["name"]: v.get("emptyDir") for v in pod["spec"]["volumes"]}
                 assert volumes[mounts["/cache"]]["medium"] == "Memory"
                 assert volumes[mounts["/cache/.scratch"]] == volumes[mounts["/tmp"]] == {}
                 assert container["securityContext"]["readOnlyRootFilesystem"] is True
@@ -209,8 +212,8 @@ def test_a_sidecar_caches_as_the_pods_of_a_job_do() -> None:
             "-dataset-initializer-0-", "-node-0-"
         )
         for argument in cache["args"]
-        # What a sidecar ends with is of no account to its pod.
-        if not argument.startswith("--signal-exit-code")
+        # What a sidecar ends with is of no account to its pod; a trainer has the pod of a node.
+        if not argument.startswith(("--signal-exit-code", "--auth-pods=writer:"))
     ]
     assert sidecar["args"] == theirs
     assert sidecar["restartPolicy"] == "Always"
@@ -312,6 +315,8 @@ def test_the_objects_of_the_shared_cache_fit_together() -> None:
         assert selector["matchLabels"].items() <= labels.items()
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert namespace["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    (volume,) = (v for v in spec["template"]["spec"]["volumes"] if "configMap" in v)
+    assert volume["configMap"]["name"] == shared["auth"]["metadata"]["name"]
     for name, thing in shared.items():
         if name not in ("namespace", "kustomization"):
             assert thing["metadata"]["namespace"] == namespace["name"], name
@@ -337,3 +342,15 @@ def test_a_pod_of_the_shared_cache_is_replaced_only_once_the_others_hold_their_s
 def test_every_kind_of_ancestor_is_among_the_runtimes() -> None:
     found = {ancestor(job) for path in RUNTIMES for job in jobs(read(path))}
     assert found - {None} == {"trainer", "dataset-initializer", "model-initializer"}
+
+
+def test_only_nodes_of_the_shared_cache_are_nodes_and_a_namespace_is_a_writer_of_its_own() -> None:
+    text = read(MANIFESTS / "shared/auth.yaml")["data"]["auth.yaml"]
+    rules = parse_yaml(text, JwtSettings).rules
+    account = read(MANIFESTS / "shared/service-account.yaml")["metadata"]
+    nodes = f"system:serviceaccount:{account['namespace']}:{account['name']}"
+    assert [(rule.subject, rule.roles) for rule in rules] == [
+        (nodes, {Role.NODE, Role.ADMIN}),
+        ("system:serviceaccount:*", {Role.WRITER}),
+    ]
+    assert all(rule.namespace is None for rule in rules)
