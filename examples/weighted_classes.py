@@ -1,7 +1,7 @@
 """Train on classes that are equally frequent in every batch, though one is rare in the table.
 
-Starts a cache on this machine, and loads payments of which 2% are fraud. A model trains on them as
-they are, and another one on balanced classes. The cities are codes of an embedding table, and the
+Starts a cache on this machine, and loads payments: 2% are fraud. A model trains on them as they
+are, and another one on balanced classes. The cities are codes of an embedding table, and the
 age of the account comes from a second table. Run it:
 
     python examples/weighted_classes.py
@@ -98,7 +98,7 @@ def train(endpoint: str, epochs: int, options: dict[str, Any]) -> float:
 
 
 def tables() -> dict[str, pa.Table]:
-    """Payments, few of which are fraud, and the accounts that they come from."""
+    """Payments, a few of them fraud, and the accounts that they come from."""
     rng = np.random.default_rng(0)
     account, city = rng.integers(0, ACCOUNTS, ROWS), rng.integers(0, len(CITIES), ROWS)
     age, amount = rng.random(ACCOUNTS), rng.random(ROWS)

@@ -72,6 +72,9 @@ def padding_lists(
             mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
             padded = np.full(mask.shape, value, values.dtype)
             padded[mask] = values
+            metadata = rows.layout.logical.field(column).metadata or {}
+            if metadata.get(b"cache.source_type") == b"bool":
+                padded = padded.view(np.bool_)
             made = {column: padded, f"{column}_mask": mask}
             as_torch = batch_format == "torch"
             batch |= {k: torch.from_numpy(v) if as_torch else v for k, v in made.items()}

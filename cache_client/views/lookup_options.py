@@ -10,10 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from cache_client.counts import ReadCounts
 from cache_client.plan import wait_for_plan
-from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import Rows, join
+from cache_client.source import Source
 from cache_client.views.columns import VersionNodes, row_values
 from cache_client.views.lookups import (
     CodesLookup,
@@ -221,13 +222,16 @@ def _plan(joined: Join, other_key: str, version: VersionNodes, ready_deadline_s:
 
 def _all_rows(other: VersionNodes, version: VersionNodes) -> Rows:
     shards = other.shards
-    with Reader(
+    source = Source(
         version.endpoint,
         shards,
-        columns=tuple(shards.layout.logical.names),
-        replica_offset=version.replica_offset,
+        tuple(shards.layout.logical.names),
+        version.credentials,
         deadline_s=version.deadline_s,
-        credentials=version.credentials,
+        local=True,
+    )
+    with source.open_reader(
+        replica_offset=version.replica_offset, rows_per_message=0, counts=ReadCounts()
     ) as reader:
         pieces = [
             piece

@@ -109,8 +109,8 @@ class Frequent:
     Values that are equally frequent are sorted.
 
     Args:
-        max_size: the most values with a code of their own; the others are unknown.
-        min_count: rows that a value must have at least for a code of its own.
+        max_size: the most values that get a code; the others are unknown.
+        min_count: the fewest rows of a value that gets a code.
     """
 
     max_size: int = _MAX_CODES

@@ -1,21 +1,20 @@
 """Weights, classes, epoch lengths: rows that come more or less often than once. Pure.
 
-All of them compute the row of a slot by random access. Each epoch goes on where the one before has
-ended, so that a class, or a short epoch, leaves no row out for long.
+All of them compute the row of a slot by random access. Classes and short epochs continue where the
+epoch before ended, so that no row is left out for long.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_client.permutation import Int64Array, Permutation
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Samples, Shuffle, View
+from cache_client.views.view import Numbers, Samples, Shuffle, View
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
 _WEIGHT_BITS: Final = 31
@@ -77,36 +76,26 @@ class BalancedView:
 
     Args:
         inner: rows, one a slot.
-        labels: class of each slot of the inner view, from 0 up to the number of classes; int,
-            shape ``(n,)``. It is not kept.
+        rows: the slots of the inner view, class by class; see `class_table`.
+        starts: where each class begins among them, and their number at the end.
         name: of the label, for the identity.
         epoch_rows: slots of an epoch; the rest of a division by the number of classes is left out.
         shuffle: whether classes and rows are permuted.
     """
 
     inner: View
-    labels: npt.NDArray[np.integer] = field(repr=False)
+    rows: Numbers = field(repr=False)
+    starts: Int64Array = field(repr=False)
     name: str
     epoch_rows: int
     shuffle: Shuffle
     orders_rows: bool = True
     rows_per_slot: float = 1.0
-    _rows: SharedArray = field(init=False, repr=False, compare=False)
-    _starts: Int64Array = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        size = len(self.labels)
-        order = np.argsort(self.labels, kind="stable")
-        counts = np.bincount(self.labels) if size else np.empty(0, np.int64)
-        object.__setattr__(self, "_starts", np.concatenate([[0], np.cumsum(counts)]))
-        rows = SharedArray(order.astype(np.uint32 if size < 2**32 else np.uint64))
-        object.__setattr__(self, "_rows", rows)
-        object.__setattr__(self, "labels", self.labels[:0])
 
     @property
     def num_classes(self) -> int:
         """Number of classes."""
-        return len(self._starts) - 1
+        return len(self.starts) - 1
 
     @property
     def identity(self) -> str:
@@ -116,7 +105,7 @@ class BalancedView:
     @property
     def num_bytes(self) -> int:
         """Four bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self._rows.values.nbytes + self._starts.nbytes
+        return self.inner.num_bytes + self.rows.values.nbytes + self.starts.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """The largest multiple of the number of classes that is at most ``epoch_rows``."""
@@ -135,12 +124,12 @@ class BalancedView:
                 self.num_classes, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASSES
             )
             classes = order.apply(classes, cycles)
-        sizes = np.diff(self._starts)[classes]
+        sizes = np.diff(self.starts)[classes]
         passes, at = np.divmod(cycles, sizes)
         if self.shuffle.shuffle:
             at = self._permuted(at, passes, classes, sizes)
         return self.inner.samples(
-            self._rows.values[self._starts[classes] + at].astype(np.int64), epoch
+            self.rows.values[self.starts[classes] + at].astype(np.int64), epoch
         )
 
     def _permuted(
@@ -167,47 +156,20 @@ class WeightedView:
 
     Args:
         inner: rows, one a slot.
-        weights: of each slot of the inner view; float64, finite, at least 0, not all 0; shape
-            ``(n,)``. It is not kept. Ratios are exact to 2**-31 of the largest weight.
+        ends: sums of the weights, see `weight_table`; empty where there is no row.
         name: of the weights, for the identity.
         replacement: whether an epoch may take a row again.
-        epoch_rows: slots of an epoch; None: n with replacement, else as many as possible.
-        seed: of the draws.
-
-    Raises:
-        ValueError: without replacement, the largest weight would be taken more than once.
+        epoch_rows: slots of an epoch; without replacement at most what `weight_table` says.
+        seed: of the draws, and of the order in which the rows lie.
     """
 
     inner: View
-    weights: npt.NDArray[np.float64] = field(repr=False)
+    ends: Numbers = field(repr=False)
     name: str
     replacement: bool
-    epoch_rows: int | None
+    epoch_rows: int
     seed: int
     rows_per_slot: float = 1.0
-    _ends: SharedArray = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        weights, size = _whole_weights(self.weights), len(self.weights)
-        object.__setattr__(self, "weights", self.weights[:0])
-        if not size:
-            object.__setattr__(self, "epoch_rows", 0)
-            object.__setattr__(self, "_ends", SharedArray(weights))
-            return
-        if not self.replacement:
-            weights = weights[self._row_order(size).apply(np.arange(size))]
-        most = int(weights.sum()) // int(weights.max())
-        if self.epoch_rows is None:
-            object.__setattr__(self, "epoch_rows", size if self.replacement else most)
-        elif not self.replacement and self.epoch_rows > most:
-            raise ValueError(
-                f"epoch_rows={self.epoch_rows} would take the row of the largest weight more than "
-                f"once: give at most {most}, or replacement=True"
-            )
-        object.__setattr__(self, "_ends", SharedArray(np.cumsum(weights)))
-
-    def _row_order(self, size: int) -> Permutation:
-        return Permutation(size, seed=self.seed, epoch=0, stream=_STREAM_WEIGHTS)
 
     @property
     def identity(self) -> str:
@@ -225,30 +187,69 @@ class WeightedView:
     @property
     def num_bytes(self) -> int:
         """Eight bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self._ends.values.nbytes
+        return self.inner.num_bytes + self.ends.values.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """``epoch_rows``; 0 where there is no row."""
-        return self.epoch_rows or 0
+        return self.epoch_rows if len(self.ends) else 0
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
         if not len(slots):
             return self.inner.samples(slots, epoch)
-        total = int(self._ends.values[-1])
+        total = int(self.ends.values[-1])
         if self.replacement:
             points = (_uniform(slots, self.seed, epoch) * total).astype(np.int64)
             np.minimum(points, total - 1, out=points)
         else:
-            assert self.epoch_rows
             # floor((slot * total + first) / epoch_rows), whose product would not fit 64 bits
             distance, rest = divmod(total, self.epoch_rows)
             first = int(_uniform(np.zeros(1, np.int64), self.seed, epoch)[0] * total)
             points = slots * distance + (slots * rest + first) // self.epoch_rows
-        at = np.searchsorted(self._ends.values, points, side="right")
+        at = np.searchsorted(self.ends.values, points, side="right")
         if not self.replacement:
-            at = self._row_order(len(self._ends)).apply(at)
+            at = _row_order(len(self.ends), self.seed).apply(at)
         return self.inner.samples(at, epoch)
+
+
+def class_table(
+    labels: npt.NDArray[np.integer[Any]],
+) -> tuple[npt.NDArray[np.unsignedinteger[Any]], Int64Array]:
+    """The slots of each class, one class after the other, and where each class begins.
+
+    Args:
+        labels: class of each slot, from 0 up to the number of classes; shape ``(n,)``.
+
+    Returns:
+        Slots in 4 bytes (8 from 2**32 slots), shape ``(n,)``; starts, shape ``(classes + 1,)``.
+    """
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels) if len(labels) else np.empty(0, np.int64)
+    rows = order.astype(np.uint32 if len(labels) < 2**32 else np.uint64)
+    return rows, np.concatenate([[0], np.cumsum(counts)])
+
+
+def weight_table(
+    weights: npt.NDArray[np.float64], *, replacement: bool, seed: int
+) -> tuple[Int64Array, int]:
+    """The sums of whole weights, and the most rows of an epoch without replacement.
+
+    Args:
+        weights: of each slot; finite, at least 0, not all 0; shape ``(n,)``. Their ratios are exact
+            to 2**-31 of the largest one.
+        replacement: False: the slots are permuted first.
+        seed: of the permutation.
+    """
+    whole = _whole_weights(weights)
+    if not len(whole):
+        return whole, 0
+    if not replacement:
+        whole = whole[_row_order(len(whole), seed).apply(np.arange(len(whole)))]
+    return np.cumsum(whole), int(whole.sum()) // int(whole.max())
+
+
+def _row_order(size: int, seed: int) -> Permutation:
+    return Permutation(size, seed=seed, epoch=0, stream=_STREAM_WEIGHTS)
 
 
 def _whole_weights(weights: npt.NDArray[np.float64]) -> Int64Array:

@@ -12,7 +12,14 @@ import pyarrow.compute as pc
 
 from cache_client.arguments import flag_problems, integer_or_problem
 from cache_client.permutation import Int64Array
-from cache_client.views.sampling import BalancedView, EpochRowsView, WeightedView
+from cache_client.views.sampling import (
+    BalancedView,
+    EpochRowsView,
+    WeightedView,
+    class_table,
+    weight_table,
+)
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, View
 from cache_protocol.errors import ConfigError
 
@@ -88,16 +95,21 @@ def make_sampling(
     if "weights" in options:
         name = options["weights"]
         weights = _weights(name, _of_slots(values(as_sql(name)), inner))
-        try:
-            return WeightedView(
-                inner, weights, name, options.get("replacement", True), epoch_rows, shuffle.seed
+        replacement = options.get("replacement", True)
+        ends, most = weight_table(weights, replacement=replacement, seed=shuffle.seed)
+        if not replacement and (epoch_rows or 0) > most and size:
+            raise ConfigError(
+                f"epoch_rows={epoch_rows} would take the row of the largest weight more than once: "
+                f"give at most {most}, or replacement=True"
             )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        chosen = epoch_rows or (size if replacement else most)
+        return WeightedView(inner, SharedArray(ends), name, replacement, chosen, shuffle.seed)
     if "per_class" in options:
         name = options["per_class"]
         labels = _labels(name, _of_slots(values(as_sql(name)), inner))
-        view = BalancedView(inner, labels, name, epoch_rows or size, shuffle)
+        slots, starts = class_table(labels)
+        chosen = epoch_rows or size
+        view = BalancedView(inner, SharedArray(slots), starts, name, chosen, shuffle)
         if size and not view.num_slots(0):
             raise ConfigError(
                 f"epoch_rows={epoch_rows} is less than the {view.num_classes} classes of "

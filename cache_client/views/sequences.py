@@ -40,31 +40,25 @@ _TOKENS_AT_ONCE = 2**16  # few calls a token, in the processor's cache
 class SequenceOptions(TypedDict, total=False):
     """Samples of several rows, and rows ordered by length.
 
-    Packed tokens:
-
-    - pack: a column of lists of integers, the tokens of a document; a batch has ``[B, L]`` of them,
-      int64, and no other column.
-    - sequence_length: L.
-    - cut_documents: True (the default): the stream of shuffled documents is cut every L tokens.
-      False: a document stays whole, unless it has more than L tokens.
-    - pad_token: fills places without a token; default: 0.
-    - pack_outputs: what a batch has beside the tokens, of ``position_ids``, ``labels`` (the
-      defaults), ``document_ids`` and ``cu_seqlens`` (with ``max_seqlen``).
-    - label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
-    - label_column: a column of lists of labels, beside the tokens.
-
-    Groups:
-
-    - group_by: a column; rows with one value of it are one sample.
-    - order_by: a column that orders the rows of a group; default: the order of the source.
-    - window: pair of length and stride: runs of so many rows of a group are the samples.
-
-    Rows of similar lengths:
-
-    - length_buckets: SQL of the length of a row, such as ``array_length(tokens)``.
-    - bucket_rows: rows among which lengths are similar; default: 1024. Best a multiple of
-      ``world_size * batch_size``.
-    - pad_lists: column of lists -> the value that pads it to the longest list of a batch.
+    Attributes:
+        pack: a column of lists of integers, the tokens of a document; a batch has ``[B, L]`` of
+            them, int64, and no other column.
+        sequence_length: tokens L of a packed sequence.
+        cut_documents: True (the default): the stream of shuffled documents is cut every L tokens.
+            False: a document stays whole, unless it has more than L tokens.
+        pad_token: in places of a sequence without a token; default: 0.
+        pack_outputs: what a batch has beside the tokens: some of ``position_ids``, ``labels``
+            (these two by default), ``document_ids`` and ``cu_seqlens``, with ``max_seqlen``.
+        label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
+        label_column: a column of lists of labels, beside the tokens; default: the tokens.
+        group_by: a column; the rows with one value of it are one sample.
+        order_by: a column that orders the rows of a group; default: the order of the source.
+        window: pair of length and stride; samples are so many rows of a group, every stride rows.
+        length_buckets: SQL of the length of a row, such as ``array_length(tokens)``: steps have
+            rows of similar lengths.
+        bucket_rows: rows among which lengths are similar; default: 1024. Give a multiple of
+            ``world_size * batch_size``.
+        pad_lists: column of lists -> the value that pads it to the longest list of a batch.
     """
 
     pack: str
@@ -273,7 +267,11 @@ def _packing(
         options.get("label_mask"),
         options.get("label_column"),
     )
-    return view, lambda _: assemble
+    return view, partial(_without_converter, assemble)
+
+
+def _without_converter(assemble: PackedAssembler, _: object) -> PackedAssembler:
+    return assemble
 
 
 def _groups(

@@ -38,6 +38,7 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
         {
             "tokens": pa.array(TOKENS, pa.list_(pa.int32())),
             "mask": pa.array([[token % 2 for token in each] for each in TOKENS]),
+            "flags": pa.array([[token % 2 > 0 for token in each] for each in TOKENS]),
             "user": USERS,
             "t": TIMES,
             "row": np.arange(DOCUMENTS),
@@ -95,7 +96,7 @@ def test_another_world_size_continues_a_packed_epoch(cluster: LocalCluster, name
         dataset(cluster, name, rank=rank, world_size=2, batch_size=4, audit="states", **PACKED)
         for rank in range(2)
     ]
-    loaders = [iter(each.loader(num_workers=2)) for each in ranks]
+    loaders = [iter(each.loader(num_workers=2, multiprocessing_context="spawn")) for each in ranks]
     for _ in range(5):
         for loader in loaders:
             taken += next(loader)["tokens"].reshape(-1).tolist()
@@ -157,7 +158,7 @@ def test_groups_are_in_the_order_of_their_times(cluster: LocalCluster, name: str
     )  # fmt: skip
     assert reader.num_samples == 7
     groups = {}
-    for batch in reader.loader(num_workers=2):
+    for batch in reader.loader(num_workers=2, multiprocessing_context="spawn"):
         for rows, length in zip(batch["row"], batch["lengths"].tolist(), strict=True):
             groups[USERS[rows[0]]] = rows.tolist()
             assert len(rows) == length
@@ -193,14 +194,17 @@ def test_length_buckets_read_each_row_once_with_little_padding(
     cluster: LocalCluster, name: str
 ) -> None:
     options: dict[str, Any] = {
-        "length_buckets": "array_length(tokens)", "bucket_rows": 32, "pad_lists": {"tokens": -1},
-        "columns": ["row", "tokens"], "shuffle": True,
+        "length_buckets": "array_length(tokens)", "bucket_rows": 32,
+        "pad_lists": {"tokens": -1, "flags": 0},
+        "columns": ["row", "tokens", "flags"], "shuffle": True,
     }  # fmt: skip
     rows: list[int] = []
     padding = places = 0
     for step in steps_of(cluster, name, 2, batch_size=8, **options):
         for batch in step:
             rows += batch["row"].tolist()
+            assert batch["flags"].dtype == torch.bool
+            assert batch["flags"].equal(batch["tokens"] % 2 * batch["tokens_mask"] > 0)
             for row, tokens, mask in zip(
                 batch["row"], batch["tokens"], batch["tokens_mask"], strict=True
             ):

@@ -38,7 +38,7 @@ def reference(row_ids, keys, times, window):
     window=st.one_of(st.none(), st.tuples(st.integers(1, 4), st.integers(1, 4))),
     data=st.data(),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_samples_are_those_of_a_loop_over_the_rows(rows, window, data):
     row_ids = np.cumsum([gap for gap, _, _ in rows]).astype(np.int64)
     keys, times = [key for _, key, _ in rows], [time for *_, time in rows]

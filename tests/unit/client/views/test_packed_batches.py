@@ -70,7 +70,7 @@ def reference(documents, masks, slots, *, length, pad, cut, order):
     seed=st.integers(0, 9),
     data=st.data(),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 999, n).tolist() for n in lengths]

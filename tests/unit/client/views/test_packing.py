@@ -61,7 +61,7 @@ def tokens_of(samples, lengths, sequence_length):
     at_once=st.integers(1, 9),
     data=st.data(),
 )
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_sequences_are_those_of_a_loop_over_the_documents(
     lengths, sequence_length, cut, shuffle, epoch, at_once, data
 ):

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from cache_client.order import EpochOrder, StepPlan
-from cache_client.views.sampling import BalancedView, EpochRowsView, WeightedView
+from cache_client.views.sampling import (
+    BalancedView,
+    EpochRowsView,
+    WeightedView,
+    class_table,
+    weight_table,
+)
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Shuffle
 
 
@@ -23,6 +30,18 @@ def in_pieces(view, epoch, size, rng):
         piece = slots[start : start + size]
         found[piece] = view.samples(piece, epoch).row_ids
     return found.tolist()
+
+
+def balanced(labels, epoch_rows, shuffle, name="label"):
+    slots, starts = class_table(labels)
+    view = PlainView(len(labels))
+    return BalancedView(view, SharedArray(slots), starts, name, epoch_rows, shuffle)
+
+
+def weighted(weights, replacement, epoch_rows, seed, name="w"):
+    ends, most = weight_table(weights, replacement=replacement, seed=seed)
+    chosen = epoch_rows or (len(weights) if replacement else most)
+    return WeightedView(PlainView(len(weights)), SharedArray(ends), name, replacement, chosen, seed)
 
 
 # -- epochs of another length ----------------------------------------------------------------------
@@ -59,7 +78,7 @@ def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_aga
     rng.shuffle(labels)
     shuffle = Shuffle(bool(seed % 2), None, seed)
     epoch_rows = int(rng.integers(num_classes, 200))
-    view = BalancedView(PlainView(len(labels)), labels, "label", epoch_rows, shuffle)
+    view = balanced(labels, epoch_rows, shuffle)
 
     epochs = [rows(view, epoch) for epoch in range(5)]
     assert {len(epoch) for epoch in epochs} == {epoch_rows - epoch_rows % num_classes}
@@ -78,7 +97,7 @@ def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_aga
 
 def test_every_rank_gets_every_class_where_a_batch_has_one_row():
     labels = np.arange(64) % 2
-    view = BalancedView(PlainView(64), labels, "label", 64, Shuffle(True, None, 1))
+    view = balanced(labels, 64, Shuffle(True, None, 1))
     plan, all_rows = StepPlan(64, 2, 1), rows(view)
     for rank in range(2):
         taken = [labels[all_rows[plan.positions(step, rank).start]] for step in range(32)]
@@ -86,16 +105,14 @@ def test_every_rank_gets_every_class_where_a_batch_has_one_row():
 
 
 def test_classes_without_a_row_make_an_empty_epoch():
-    view = BalancedView(PlainView(0), np.empty(0, np.int64), "label", 10, Shuffle(True))
+    view = balanced(np.empty(0, np.int64), 10, Shuffle(True))
     assert view.num_slots(0) == 0
     assert rows(view) == []
 
 
 def test_epochs_differ_and_depend_on_the_seed():
     labels = np.arange(60) % 3
-    views = [
-        BalancedView(PlainView(60), labels, "label", 60, Shuffle(True, None, s)) for s in (1, 2)
-    ]
+    views = [balanced(labels, 60, Shuffle(True, None, s)) for s in (1, 2)]
     assert rows(views[0], 0) != rows(views[0], 1)
     assert rows(views[0], 0) != rows(views[1], 0)
 
@@ -110,7 +127,7 @@ def test_without_replacement_an_epoch_takes_no_row_twice_and_no_row_of_weight_0(
     weights = rng.random(size) if seed % 2 else rng.integers(0, 9, size).astype(float)
     weights[rng.random(size) < 0.2] = 0.0
     weights[rng.integers(size)] = 1.0
-    view = WeightedView(PlainView(size), weights.copy(), "w", False, None, seed)
+    view = weighted(weights.copy(), False, None, seed)
     for epoch in range(4):
         taken = rows(view, epoch)
         assert len(set(taken)) == len(taken) == view.num_slots(epoch) >= 1
@@ -120,21 +137,20 @@ def test_without_replacement_an_epoch_takes_no_row_twice_and_no_row_of_weight_0(
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 1 / 3, 1e-300, 1e300])
 def test_equal_weights_without_replacement_give_every_row_once(weight):
-    view = WeightedView(PlainView(1000), np.full(1000, weight), "w", False, None, 0)
+    view = weighted(np.full(1000, weight), False, None, 0)
     assert sorted(rows(view, 7)) == list(range(1000))
 
 
 def test_the_largest_weight_limits_an_epoch_without_replacement():
-    weights = np.array([1.0, 2.0, 5.0])
-    with pytest.raises(ValueError, match=r"epoch_rows=2 .* give at most 1, or replacement=True"):
-        WeightedView(PlainView(3), weights, "w", False, 2, 0)
+    _, most = weight_table(np.array([1.0, 2.0, 5.0]), replacement=False, seed=0)
+    assert most == 1
 
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_rows_come_as_often_as_their_weights_say(replacement):
     weights = np.array([0.0, 1.0, 2.0, 3.0, 0.5, 3.5])
     epoch_rows = 1000 if replacement else 2
-    view = WeightedView(PlainView(6), weights.copy(), "w", replacement, epoch_rows, 4)
+    view = weighted(weights.copy(), replacement, epoch_rows, 4)
     epochs = 40 if replacement else 4000
     counts = Counter(row for epoch in range(epochs) for row in rows(view, epoch))
     shares = np.array([counts[row] for row in range(6)]) / (epochs * epoch_rows)
@@ -144,7 +160,7 @@ def test_rows_come_as_often_as_their_weights_say(replacement):
 
 def test_draws_depend_on_slot_epoch_and_seed_alone():
     weights = np.array([3.0, 0.0, 1.0, 4.0])
-    views = [WeightedView(PlainView(4), weights.copy(), "w", True, 100, s) for s in (1, 1, 2)]
+    views = [weighted(weights.copy(), True, 100, s) for s in (1, 1, 2)]
     taken = rows(views[0], 2)
     assert taken == rows(views[1], 2) == in_pieces(views[0], 2, 13, np.random.default_rng(0))
     assert set(taken) == {0, 2, 3}
@@ -152,25 +168,22 @@ def test_draws_depend_on_slot_epoch_and_seed_alone():
     assert taken != rows(views[2], 2)
 
 
-def test_views_do_not_keep_what_they_are_made_from():
+def test_a_view_says_what_memory_its_tables_take():
     size = 100_000
-    weighted = WeightedView(PlainView(size), np.ones(size), "w", True, None, 0)
-    assert (len(weighted.weights), weighted.num_bytes) == (0, 8 * size)
-    balanced = BalancedView(PlainView(size), np.zeros(size, np.int32), "l", size, Shuffle(True))
-    assert len(balanced.labels) == 0
-    assert balanced.num_bytes == 4 * size + 16
+    assert weighted(np.ones(size), True, None, 0).num_bytes == 8 * size
+    labels = np.zeros(size, np.int32)
+    assert balanced(labels, size, Shuffle(True)).num_bytes == 4 * size + 16
 
 
 def test_what_differs_has_another_identity():
-    plain, shuffle = PlainView(4), Shuffle(True)
-    weights = np.ones(4)
+    shuffle, weights, labels = Shuffle(True), np.ones(4), np.zeros(4, np.int64)
     identities = [
-        EpochRowsView(plain, 3, shuffle).identity,
-        EpochRowsView(plain, 4, shuffle).identity,
-        BalancedView(plain, np.zeros(4, np.int64), "a", 4, shuffle).identity,
-        BalancedView(plain, np.zeros(4, np.int64), "b", 4, shuffle).identity,
-        WeightedView(plain, weights, "a", True, None, 0).identity,
-        WeightedView(plain, weights, "a", False, None, 0).identity,
-        WeightedView(plain, weights, "b", True, None, 0).identity,
+        EpochRowsView(PlainView(4), 3, shuffle).identity,
+        EpochRowsView(PlainView(4), 4, shuffle).identity,
+        balanced(labels, 4, shuffle, "a").identity,
+        balanced(labels, 4, shuffle, "b").identity,
+        weighted(weights, True, None, 0, "a").identity,
+        weighted(weights, False, None, 0, "a").identity,
+        weighted(weights, True, None, 0, "b").identity,
     ]
     assert len(set(identities)) == len(identities)
