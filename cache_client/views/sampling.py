@@ -225,7 +225,9 @@ def class_table(
     """
     order = np.argsort(labels, kind="stable")
     counts = np.bincount(labels) if len(labels) else np.empty(0, np.int64)
-    rows = order.astype(np.uint32 if len(labels) < 2**32 else np.uint64)
+    rows: npt.NDArray[np.unsignedinteger[Any]] = order.astype(
+        np.uint32 if len(labels) < 2**32 else np.uint64
+    )
     return rows, np.concatenate([[0], np.cumsum(counts)])
 
 
