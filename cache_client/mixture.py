@@ -10,6 +10,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from cache_client.arguments import BatchFormat, integer_or_problem
@@ -397,7 +398,7 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
                 f"{name!r} has {_only(ours, theirs)}, {other_name!r} has {_only(theirs, ours)}: "
                 "give both datasets the same columns=, or cast and rename them in the sql"
             )
-        if first._job_view.assembler != other._job_view.assembler:
+        if not _same(first._job_view.assembler, other._job_view.assembler):
             problems.append(f"the sources {name!r} and {other_name!r} make different batches")
     for name, dataset in datasets.items():
         sizes = {dataset._view.num_slots(epoch) for epoch in range(3)}
@@ -410,6 +411,14 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
         if dataset._skipped:
             problems.append(f"source {name!r} has skip_steps: give it to the mixture")
     return problems
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions do the same, as far as one can see."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        same = (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+        return bool(same)
+    return bool(one == other)
 
 
 def _columns(dataset: CacheIterableDataset) -> list[str]:

@@ -1,4 +1,4 @@
-"""Train on two tables in given proportions, stop, and go on with other proportions.
+"""Train on two tables in given proportions, stop, and resume with other proportions.
 
 Starts a cache on this machine, loads two tables of prices, and fits one line to both:
 

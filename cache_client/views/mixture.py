@@ -38,7 +38,7 @@ MAX_PATTERN: Final = 65_536
 BLOCK_SLOTS: Final = 4_096
 """Slots whose sources are permuted among themselves where the draw is random."""
 
-_CHUNK_SLOTS: Final = 15_000  # of which the arrays stay in the processor's cache
+_CHUNK_SLOTS: Final = 15_000  # their arrays stay in the processor's cache
 _STREAM_DRAWS: Final = 3
 _Integer = TypeVar("_Integer", bound=np.signedinteger)
 
@@ -129,7 +129,7 @@ class Pattern:
         )
 
     def slots_until(self, source: int, rows: int) -> int | None:
-        """The fewest slots of which ``rows`` (at least 1) are of a source; None: never."""
+        """The fewest slots that hold ``rows`` rows of a source, at least 1; None: never."""
         if not self.weights[source]:
             return None
         rounds, rest = divmod(rows - 1, self.weights[source])

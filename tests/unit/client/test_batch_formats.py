@@ -10,6 +10,7 @@ import polars
 import pyarrow as pa
 import pytest
 
+from cache_client import batch_formats
 from cache_client.convert import Converter
 from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError
@@ -64,6 +65,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ConfigError, match=f"package {package!r}: pip install {package}"):
             Converter(LAYOUT, None, package)  # type: ignore[arg-type]
+
+
+def test_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_formats, "get_worker_info", lambda: "a worker")
+    with pytest.raises(ConfigError, match="batch_format='polars' cannot be used in DataLoader"):
+        Converter(LAYOUT, None, "polars")(rows([1]))
 
 
 JAX = """
