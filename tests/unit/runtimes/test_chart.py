@@ -134,16 +134,18 @@ def test_images_and_pull_secrets_reach_every_pod() -> None:
     mirror = "registry.example.com:5000"
     built = helm(
         f'images.server.repository="{mirror}/server"',
+        f'images.serverFull.repository="{mirror}/server-full"',
         f'images.trainer.repository="{mirror}/trainer"',
         'images.pullSecrets=["mirror"]',
     )
     found = [pod for thing in built.values() for _, pod in pods(thing)]
     assert {each["image"] for pod in found for each in containers(pod)} == {
         f"{mirror}/server:0.1.0",
+        f"{mirror}/server-full:0.1.0",
         f"{mirror}/trainer:0.1.0",
     }
     assert all(pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}] for pod in found)
-    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server:0.1.0") == 1
+    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server-full:0.1.0") == 1
 
 
 def test_cache_pods_have_their_size_and_machines() -> None:

@@ -193,11 +193,13 @@ def test_images_change_in_every_pod(tmp_path: Path) -> None:
         for container in containers(pod)
     }
     repository = "registry.example.com:5000/trainer-data-cache"
-    assert images == {f"{repository}/server:tomorrow", f"{repository}/trainer:tomorrow"}
+    assert images == {
+        f"{repository}/{name}:tomorrow" for name in ("server", "server-full", "trainer")
+    }
     made = built["ClusterTrainingRuntime/torch-distributed-with-cache"]
     pod = pod_of(job_named(made, "dataset-initializer"))
     image = env_of(container_named(pod, "dataset-initializer"))["CACHE_IMAGE"]
-    assert image == f"{repository}/server:tomorrow"
+    assert image == f"{repository}/server-full:tomorrow"
 
 
 def test_a_kustomization_on_top_changes_images_too(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_a_kustomization_on_top_changes_images_too(tmp_path: Path) -> None:
         for thing in built.values()
         for _, pod in pods(thing)
         for container in containers(pod)
-        if "/server" in container["image"]
+        if "/server:" in container["image"]
     ]
     assert changed
     assert all(image.endswith("/server:tomorrow") for image in changed)
