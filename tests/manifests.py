@@ -28,7 +28,7 @@ _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 def read(path: Path) -> Json:
     """The one object of a file, as the SDK's `TrainingRuntimeSource` reads it."""
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert isinstance(found, dict), path
     return found
 

@@ -38,7 +38,7 @@ def helm(*values: str) -> dict[str, Json]:
         command += ["--set-json", value]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    built = [thing for thing in yaml.safe_load_all(done.stdout) if thing]
+    built = [thing for thing in yaml.load_all(done.stdout, yaml.CSafeLoader) if thing]
     found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
     assert len(found) == len(built)
     return found
