@@ -49,7 +49,7 @@ class Image:
 
 IMAGES = {
     "server": Image("server", max_bytes=600_000_000),
-    "server-full": Image("server", ("EXTRAS=sources,auth,kubernetes",)),
+    "server-full": Image("server", ("EXTRAS=sources,kubernetes",)),
     "trainer": Image("trainer"),
     "trainer-jax": Image("trainer", ("PACKAGES=jax[cuda12]==0.10.2",)),
     "trainer-mpi": Image("trainer", ("PACKAGES=deepspeed==0.19.8 mpi4py==4.1.2",), "mpi"),

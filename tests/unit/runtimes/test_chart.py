@@ -109,6 +109,21 @@ def test_the_rules_of_the_shared_cache_are_a_value() -> None:
     assert yaml.safe_load(data["auth.yaml"]) == {"rules": rules}
 
 
+@needs_kubectl
+def test_monitoring_is_that_of_its_kustomization() -> None:
+    built = build(MANIFESTS.parent / "docs/monitoring")
+    made = helm("runtimes=[]", "shared.enabled=false", "monitoring.enabled=true")
+    assert made == built
+    assert built.keys() == {
+        *("PodMonitor/data-cache", "PrometheusRule/data-cache", "ConfigMap/data-cache-dashboard")
+    }
+    labels = 'monitoring={"enabled":true,"namespace":"watch","labels":{"release":"prometheus"}}'
+    placed = helm("runtimes=[]", "shared.enabled=false", labels)
+    for thing in placed.values():
+        assert thing["metadata"]["namespace"] == "watch"
+        assert thing["metadata"]["labels"]["release"] == "prometheus"
+
+
 @pytest.mark.parametrize(
     "values",
     [
