@@ -21,10 +21,17 @@ Json = dict[str, Any]
 _FILE = Path(__file__).parent / "schemas" / "schemas.json.xz"
 _META = "#/definitions/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 _RULES = "x-kubernetes-validations"
+# Groups whose CRDs are not in the file.
+_ELSEWHERE = ("cert-manager.io/", "monitoring.coreos.com/")
 
 
 def problems(thing: Json) -> Iterator[str]:
-    """The violations of the schema of an object that is created, each with its path."""
+    """The violations of the schema of an object that is created, each with its path.
+
+    There are none for kinds whose CRDs the file does not have.
+    """
+    if thing["apiVersion"].startswith(_ELSEWHERE):
+        return
     found = list(_validator(kind_of(thing)).iter_errors(thing))
     yield from (_line(error) for error in found)
     if not found:  # the rules expect the types of the schema

@@ -21,6 +21,7 @@ DOCKERFILES = sorted((MANIFESTS / "images").glob("*/Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # A pin of a Debian package breaks the build as soon as Debian has a newer one.
 ALLOWED_IGNORES = {"DL3008"}
+VERSION_OF_GPUS = "0.1.0-cuda"  # of components/gpu
 BUILT_FROM = {
     *("LICENSE", "README.md", "pyproject.toml"),
     *("cache_client", "cache_server", "protos", "runtimes"),
@@ -187,6 +188,18 @@ def test_manifests_name_images_that_are_built_here() -> None:
     built = {f"{images.REPOSITORY}/{name}:{PROJECT['version']}" for name in images.IMAGES}
     assert named == built
     assert PROJECT["version"] == images.VERSION
+
+
+def test_the_page_for_clusters_without_internet_names_every_image() -> None:
+    page = (ROOT / "docs/air-gapped.md").read_text("utf-8")
+    used = {
+        container["image"]
+        for path in [*MANIFESTS.rglob("runtime.yaml"), MANIFESTS / "shared/stateful-set.yaml"]
+        for _, pod in pods(read(path))
+        for container in containers(pod)
+    }
+    assert {image for image in used if f"`{image}`" not in page} == set()
+    assert f"{VERSION_OF_GPUS}`" in page
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
