@@ -286,6 +286,8 @@ REFUSED: dict[str, set[str]] = {
         *("deepspeed-data-cache", "torchtune-qwen2.5-1.5b"),
         f"overlays/{CACHE}-start-together",
     },
+    "tls": set(),
+    "tls-cert-manager": set(),
     "volcano-topology": {*OBJECTS} - {f"overlays/{CACHE}-colocated-volcano"},
 }
 
