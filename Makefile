@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-frameworks floor e2e soak fuzz soak-queries soak-texts damage writers large \
-	check format docs bench bench-quick proto venv clean
+	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,9 @@ format: $(STAMP)  ## sort imports and format
 
 docs: $(STAMP)  ## build the site in build/site; a broken link fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+images:  ## build the images and try them out, with docker, podman or buildah; ARGS="server"
+	$(PYTHON) runtimes/images/build_images.py $(ARGS)
 
 bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 20 minutes
 	for name in shuffle load resume; do \

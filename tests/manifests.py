@@ -13,9 +13,10 @@ from typing import Any
 
 import yaml
 from kubeflow_trainer_api import models as trainer_models
-from kubernetes.client import models as kubernetes_models
 
 from cache_protocol.storage.memory_budget import shard_bytes
+from cache_runtimes.local.trainer.quantities import value_of
+from tests import admission
 
 Json = dict[str, Any]
 Rule = Callable[[Json], Iterator[str]]
@@ -27,7 +28,7 @@ _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 def read(path: Path) -> Json:
     """The one object of a file, as the SDK's `TrainingRuntimeSource` reads it."""
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    found = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert isinstance(found, dict), path
     return found
 
@@ -65,7 +66,7 @@ def pods(thing: Json) -> Iterator[tuple[str, Json]]:
     if is_runtime(thing):
         for job in jobs(thing):
             yield job["name"], pod_of(job)
-    elif thing["kind"] == "StatefulSet":
+    elif thing["kind"] in ("StatefulSet", "Job"):
         yield thing["metadata"]["name"], thing["spec"]["template"]
 
 
@@ -91,20 +92,19 @@ def memory_bytes(quantity: str) -> int:
 # Every object.
 
 
-def fields_are_known(thing: Json) -> Iterator[str]:
-    """The API server drops or refuses a field that the schema lacks.
+def admission_lets_it_in(thing: Json) -> Iterator[str]:
+    """The schema and the CEL rules of the API server; see `tests.admission`."""
+    yield from admission.problems(thing)
 
-    Runtimes by the models of kubeflow-trainer-api, by which the SDK also reads them: one that does
-    not parse fails `list_runtimes` altogether. Other objects by those of the Kubernetes client,
-    which has none of cert-manager.
+
+def the_sdk_keeps_every_field(thing: Json) -> Iterator[str]:
+    """The SDK reads runtimes by the models of kubeflow-trainer-api.
+
+    One that does not parse fails `list_runtimes` altogether.
     """
-    if thing["apiVersion"].startswith("cert-manager.io/"):
-        return
     if is_runtime(thing):
         model = getattr(trainer_models, f"TrainerV1alpha1{thing['kind']}")
         yield from _lost(thing, model.from_dict(thing).to_dict(), "$")
-    else:
-        yield from _unknown(thing, f"V1{thing['kind']}", "$")
 
 
 def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
@@ -121,33 +121,7 @@ def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
         yield f"{path} is {kept!r}, not {given!r}"
 
 
-_PLAIN = {"str": str, "int": int, "bool": bool}
-
-
-def _unknown(value: Any, kind: str, path: str) -> Iterator[str]:
-    if match := re.fullmatch(r"list\[(.+)\]", kind):
-        if not isinstance(value, list):
-            yield f"{path} must be a list"
-            return
-        for index, item in enumerate(value):
-            yield from _unknown(item, match[1], f"{path}[{index}]")
-    elif match := re.fullmatch(r"dict\(str, (.+)\)", kind):
-        for key, item in value.items():
-            yield from _unknown(item, match[1], f"{path}.{key}")
-    elif kind in _PLAIN:
-        if type(value) is not _PLAIN[kind]:
-            yield f"{path} must be {kind}, got {value!r}"
-    elif kind not in ("object", "datetime"):
-        model = getattr(kubernetes_models, kind)
-        names = {name: attribute for attribute, name in model.attribute_map.items()}
-        for key, item in value.items():
-            if key not in names:
-                yield f"{path}.{key} is no field"
-            else:
-                yield from _unknown(item, model.openapi_types[names[key]], f"{path}.{key}")
-
-
-FIELD_RULES: tuple[Rule, ...] = (fields_are_known,)
+FIELD_RULES: tuple[Rule, ...] = (admission_lets_it_in, the_sdk_keeps_every_field)
 
 
 # Every pod.
@@ -249,6 +223,19 @@ def restarts_are_possible(thing: Json) -> Iterator[str]:
                 yield f"{name}/{container['name']}: restartPolicyRules with {policy}"
 
 
+def requests_fit_limits(thing: Json) -> Iterator[str]:
+    """Kubernetes' validation: a request is not above its limit; a device needs the same limit."""
+    for name, pod in pods(thing):
+        for container in containers(pod):
+            resources = container.get("resources", {})
+            limits = resources.get("limits", {})
+            for what, request in resources.get("requests", {}).items():
+                limit, is_device = limits.get(what), "/" in what
+                above = limit and value_of(request) > value_of(limit)
+                if above or (is_device and request != limit):
+                    yield f"{name}/{container['name']}: {what} {request} of {limit}"
+
+
 def keys_are_matched_once(thing: Json) -> Iterator[str]:
     """Kubernetes' validation: a key of ``matchLabelKeys`` is not in the label selector too."""
     for name, pod in pods(thing):
@@ -346,6 +333,7 @@ POD_RULES: tuple[Rule, ...] = (
     variables_are_defined,
     probes_find_their_port,
     restarts_are_possible,
+    requests_fit_limits,
     keys_are_matched_once,
     shards_fit_their_volume,
 )

@@ -24,6 +24,11 @@ _FAILED = "Failed"
 # What a message says -> what to do. The first that matches counts.
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (
+        r"Limit must be set for non overcommitable resources|must be equal to \S+ limit",
+        "A device, such as nvidia.com/gpu, needs the same number in `requests` and `limits` of "
+        "`spec.trainer.resourcesPerNode`.",
+    ),
+    (
         r"must be less than or equal to .*limit",
         "The requests of `spec.trainer.resourcesPerNode` are above the limits of the runtime, or "
         "its limits are below the requests. Set `limits` and `requests` of the same resources.",
@@ -76,6 +81,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"secret \"?[^ ]*\"? not found|configmap \"?[^ ]*\"? not found|MountVolume",
         "A Secret or ConfigMap that the pod mounts or reads does not exist in this namespace.",
+    ),
+    (
+        r"needs the package .* on every node",
+        "The image of the cache pods lacks this source. Install the runtimes with the image "
+        "server-full (`kustomize edit set image`, or `images.server` of the chart).",
     ),
     (
         r"exited with 65\b",

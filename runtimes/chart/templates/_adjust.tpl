@@ -7,6 +7,8 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- $images := .values.images -}}
 {{- if hasPrefix "ghcr.io/trainer-data-cache/server:" .image -}}
 {{ $images.server.repository }}:{{ $images.server.tag }}
+{{- else if hasPrefix "ghcr.io/trainer-data-cache/server-full:" .image -}}
+{{ $images.serverFull.repository }}:{{ $images.serverFull.tag }}
 {{- else if hasPrefix "ghcr.io/trainer-data-cache/trainer:" .image -}}
 {{ $images.trainer.repository }}:{{ $images.trainer.tag }}{{ if .values.gpu }}-cuda{{ end }}
 {{- else -}}

@@ -38,7 +38,7 @@ def helm(*values: str) -> dict[str, Json]:
         command += ["--set-json", value]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    built = [thing for thing in yaml.safe_load_all(done.stdout) if thing]
+    built = [thing for thing in yaml.load_all(done.stdout, yaml.CSafeLoader) if thing]
     found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
     assert len(found) == len(built)
     return found
@@ -109,6 +109,21 @@ def test_the_rules_of_the_shared_cache_are_a_value() -> None:
     assert yaml.safe_load(data["auth.yaml"]) == {"rules": rules}
 
 
+@needs_kubectl
+def test_monitoring_is_that_of_its_kustomization() -> None:
+    built = build(MANIFESTS.parent / "docs/monitoring")
+    made = helm("runtimes=[]", "shared.enabled=false", "monitoring.enabled=true")
+    assert made == built
+    assert built.keys() == {
+        *("PodMonitor/data-cache", "PrometheusRule/data-cache", "ConfigMap/data-cache-dashboard")
+    }
+    labels = 'monitoring={"enabled":true,"namespace":"watch","labels":{"release":"prometheus"}}'
+    placed = helm("runtimes=[]", "shared.enabled=false", labels)
+    for thing in placed.values():
+        assert thing["metadata"]["namespace"] == "watch"
+        assert thing["metadata"]["labels"]["release"] == "prometheus"
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -134,16 +149,18 @@ def test_images_and_pull_secrets_reach_every_pod() -> None:
     mirror = "registry.example.com:5000"
     built = helm(
         f'images.server.repository="{mirror}/server"',
+        f'images.serverFull.repository="{mirror}/server-full"',
         f'images.trainer.repository="{mirror}/trainer"',
         'images.pullSecrets=["mirror"]',
     )
     found = [pod for thing in built.values() for _, pod in pods(thing)]
     assert {each["image"] for pod in found for each in containers(pod)} == {
         f"{mirror}/server:0.1.0",
+        f"{mirror}/server-full:0.1.0",
         f"{mirror}/trainer:0.1.0",
     }
     assert all(pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}] for pod in found)
-    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server:0.1.0") == 1
+    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server-full:0.1.0") == 1
 
 
 def test_cache_pods_have_their_size_and_machines() -> None:

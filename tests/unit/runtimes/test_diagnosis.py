@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cache_runtimes.diagnosis.findings import Objects
 
 Json = dict[str, Any]
 
+GUIDE = Path(__file__).parents[3] / "docs/kubernetes.md"
 JOB = {"metadata": {"name": "job", "uid": "1"}, "spec": {}}
 JOBSET = {
     "kind": "JobSet",
@@ -43,49 +45,135 @@ def conditions(**true: str) -> Json:
 BASE = Objects(train_job=JOB, jobset=JOBSET)
 
 
-@pytest.mark.parametrize(
-    ("status", "what", "remedy"),
-    [
-        (
-            {"containerStatuses": [container(waiting={"reason": "ImagePullBackOff"})]},
-            "ImagePullBackOff",
-            "imagePullSecrets",
+def waiting(reason: str, message: str = "") -> Objects:
+    state = {"reason": reason, "message": message}
+    listed = [pod(containerStatuses=[container(waiting=state)])]
+    return dataclasses.replace(BASE, pods=listed)
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> Objects:
+    state = {"exitCode": code, "reason": reason, "message": message}
+    listed = [pod(containerStatuses=[container(terminated=state)])]
+    return dataclasses.replace(BASE, pods=listed)
+
+
+def unschedulable(message: str) -> Objects:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    listed = [pod(conditions=[{**condition, "message": message}])]
+    return dataclasses.replace(BASE, pods=listed)
+
+
+def refused(kind: str, name: str, reason: str, message: str) -> Objects:
+    return dataclasses.replace(BASE, events=[event(kind, name, reason, message)])
+
+
+# Words of a row of docs/kubernetes.md -> what the cluster has, in its own words, and what the
+# remedy says.
+ROWS: dict[str, tuple[Objects, str]] = {
+    "`must be less than or equal to`": (
+        refused(
+            *("JobSet", "job", "JobCreationFailed"),
+            'resources.requests: Invalid value: "16": must be less than or equal to cpu limit of 2',
         ),
-        (
-            {"containerStatuses": [container(terminated={"exitCode": 137, "reason": "OOMKilled"})]},
-            "exited with 137: OOMKilled",
-            "more memory than its limit",
+        "`limits` and `requests`",
+    ),
+    "`Limit must be set`": (
+        refused(
+            *("JobSet", "job", "JobCreationFailed"),
+            "resources.limits: Required value: Limit must be set for non overcommitable resources",
         ),
-        (
-            {"containerStatuses": [container(terminated={"exitCode": 65, "message": "bad file"})]},
-            "exited with 65: bad file",
-            "source or the SQL",
+        "nvidia.com/gpu",
+    ),
+    "`TrainJobResourcesCreationFailed`": (
+        refused(
+            *("TrainJob", "job", "TrainJobResourcesCreationFailed"),
+            'no matches for kind "PodGroup" in version "scheduling.x-k8s.io/v1alpha1"',
         ),
-        (
-            {
-                "conditions": [
-                    {
-                        "type": "PodScheduled",
-                        "status": "False",
-                        "reason": "Unschedulable",
-                        "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu",
-                    }
-                ]
-            },
-            "Insufficient nvidia.com/gpu",
-            "No machine has room",
+        "gang scheduler",
+    ),
+    "`exceeded quota`": (
+        refused(
+            *("Job", "job-node-0", "FailedCreate"),
+            'pods "job-node-0-0-x" is forbidden: exceeded quota: team, requested: pods=1, used: '
+            "pods=4, limited: pods=4",
         ),
-    ],
-    ids=["image", "memory", "data", "room"],
-)
-def test_a_pod_that_does_not_run_is_named_with_a_remedy(
-    status: Json, what: str, remedy: str
-) -> None:
-    found = diagnose("job", "a", dataclasses.replace(BASE, pods=[pod(**status)]))
-    (finding,) = found.findings
-    assert finding.where == f"Pod/{NAME}"
-    assert what in finding.what
-    assert remedy in finding.remedy
+        "no quota left",
+    ),
+    "`violates PodSecurity`": (
+        refused(
+            *("Job", "job-node-0", "FailedCreate"),
+            'pods "job-node-0-0-x" is forbidden: violates PodSecurity "restricted:latest": '
+            "runAsNonRoot != true",
+        ),
+        "Pod Security level",
+    ),
+    "`security context constraint`": (
+        refused(
+            *("Job", "job-node-0", "FailedCreate"),
+            'pods "job-node-0-0-" is forbidden: unable to validate against any security context '
+            "constraint: [.spec.securityContext.fsGroup: Invalid value: [1000]]",
+        ),
+        "components/openshift",
+    ),
+    "`serviceaccount ... not found`": (
+        refused(
+            *("Job", "job-dataset-initializer-0", "FailedCreate"),
+            'pods "a" is forbidden: error looking up service account a/data-cache-initializer: '
+            'serviceaccount "data-cache-initializer" not found',
+        ),
+        "namespace-access/",
+    ),
+    "`Insufficient`": (
+        unschedulable("0/3 nodes are available: 3 Insufficient nvidia.com/gpu"),
+        "No machine has room",
+    ),
+    "`untolerated taint`": (
+        unschedulable("0/3 nodes are available: 3 node(s) had untolerated taint {gpu: yes}"),
+        "`nodeSelector`",
+    ),
+    "`ImagePullBackOff`": (waiting("ImagePullBackOff"), "imagePullSecrets"),
+    "`CreateContainerConfigError`": (
+        waiting("CreateContainerConfigError", 'secret "warehouse-keys" not found'),
+        "Secret or ConfigMap",
+    ),
+    "`FailedMount`": (
+        refused(
+            *("Pod", NAME, "FailedMount"),
+            'MountVolume.SetUp failed for volume "keys" : secret "warehouse-keys" not found',
+        ),
+        "Secret or ConfigMap",
+    ),
+    "`OOMKilled`": (ended(137, "OOMKilled"), "more memory than its limit"),
+    "`needs the package`": (
+        ended(
+            65,
+            message="RequestError: format delta needs the package 'deltalake': "
+            "pip install 'trainer-data-cache[delta]' on every node",
+        ),
+        "server-full",
+    ),
+    "exit code 65": (ended(65, message="bad file"), "source or the SQL"),
+    "exit code 78": (ended(78, message="CACHE_REPLICAS must be a number"), "A setting is bad"),
+    "`Suspended`": (
+        Objects(train_job={**JOB, "spec": {"suspend": True}}, jobset=JOBSET),
+        "kubectl patch",
+    ),
+    "`403 Forbidden`": (dataclasses.replace(BASE, refused={"events": "403"}), "get and list"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_platform_engineer_sees_has_a_remedy(row: str) -> None:
+    objects, remedy = ROWS[row]
+    (finding,) = diagnose("job", "a", objects).findings
+    assert remedy in finding.remedy, finding
+
+
+def test_the_guide_has_a_row_for_each_of_them() -> None:
+    table = GUIDE.read_text("utf-8").partition("| you see |")[2].partition("\n\n")[0]
+    seen = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+    assert [line for line in seen if not any(row in line for row in ROWS)] == []
+    assert [row for row in ROWS if not any(row in line for line in seen)] == []
 
 
 def test_the_last_refusal_of_each_object_counts_and_other_jobs_do_not() -> None:

@@ -1,4 +1,4 @@
-"""The Dockerfiles of runtimes/images: a linter, and rules that it does not know."""
+"""The images of runtimes/images: a linter, rules that it does not know, and how they are built."""
 
 import fnmatch
 import json
@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import build_images as images
 import pytest
 
 from cache_runtimes import MANIFESTS
@@ -20,6 +21,7 @@ DOCKERFILES = sorted((MANIFESTS / "images").glob("*/Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # A pin of a Debian package breaks the build as soon as Debian has a newer one.
 ALLOWED_IGNORES = {"DL3008"}
+VERSION_OF_GPUS = "0.1.0-cuda"  # of components/gpu
 BUILT_FROM = {
     *("LICENSE", "README.md", "pyproject.toml"),
     *("cache_client", "cache_server", "protos", "runtimes"),
@@ -54,7 +56,7 @@ def copied(stage: list[tuple[str, str]]) -> list[str]:
     return [
         word
         for keyword, arguments in stage
-        if keyword == "COPY"
+        if keyword == "COPY" and not arguments.startswith("--from=")
         for word in arguments.split()[:-1]
         if not word.startswith("--")
     ]
@@ -66,11 +68,25 @@ def copied_for_the_wheel(path: Path) -> list[str]:
     return found
 
 
+def pip_installs(path: Path) -> list[str]:
+    runs = [arguments for keyword, arguments in instructions(path) if keyword == "RUN"]
+    commands = [command for run in runs for command in run.split("&&")]
+    return [each for each in commands if re.search(r"\bpip( --python=\S+)? install\b", each)]
+
+
 def test_there_is_one_image_with_torch_and_one_without() -> None:
     assert [name_of(path) for path in DOCKERFILES] == ["server", "trainer"]
-    server = (MANIFESTS / "images/server/Dockerfile").read_text("utf-8")
     assert "torch" not in "".join(arguments for _, arguments in instructions(DOCKERFILES[0]))
-    assert "[server,auth,sources,kubernetes]" in server
+
+
+def test_the_server_image_has_no_extras_but_those_that_are_asked_for() -> None:
+    found = instructions(DOCKERFILES[0])
+    assert ("ARG", 'EXTRAS=""') in found
+    (install,) = [each for each in pip_installs(DOCKERFILES[0]) if "${wheel}" in each]
+    assert install.split()[-1] == '"${wheel}[server,auth${EXTRAS:+,${EXTRAS}}]"'
+    extras = PROJECT["optional-dependencies"].keys()
+    (argument,) = images.IMAGES["server-full"].arguments
+    assert set(argument.removeprefix("EXTRAS=").split(",")) <= extras
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
@@ -98,7 +114,11 @@ def test_only_agreed_rules_of_the_linter_are_ignored(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
 def test_images_start_from_a_version_of_the_python_that_is_tested(path: Path) -> None:
-    bases = {stage[0][1].split()[0] for stage in stages(path)}
+    arguments = dict(
+        each.split("=") for keyword, each in instructions(path) if keyword == "ARG" and "=" in each
+    )
+    named = {stage[0][1].split()[0] for stage in stages(path)}
+    bases = {arguments["BASE"] if each == "${BASE}" else each for each in named}
     own = {stage[0][1].split()[-1] for stage in stages(path)}
     constraints = (ROOT / "constraints.txt").read_text("utf-8")
     (tested,) = set(re.findall(r"Python (3\.\d+)", constraints))
@@ -121,10 +141,9 @@ def test_images_run_as_a_user_who_is_not_root(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
 def test_pip_installs_wheels_of_the_pinned_versions_and_keeps_no_cache(path: Path) -> None:
     runs = [arguments for keyword, arguments in instructions(path) if keyword == "RUN"]
-    installs = [command for run in runs for command in run.split("&&") if "pip install" in command]
-    assert installs
-    for command in installs:
-        words = shlex.split(command.partition("pip install")[2].partition(";")[0])
+    assert pip_installs(path)
+    for command in pip_installs(path):
+        words = shlex.split(command.partition("install")[2].partition(";")[0])
         assert "--no-cache-dir" in words
         assert "--constraint=/wheels.txt" in words
         # What is asked for at build time may have no wheel; then nothing is there to compile it.
@@ -158,11 +177,100 @@ def test_an_image_copies_only_files_of_the_build_context(path: Path) -> None:
     assert "constraints.txt" in let_in
 
 
-def test_manifests_name_no_image_that_is_not_built_here() -> None:
-    text = (MANIFESTS / "images/trainer/Dockerfile").read_text("utf-8")
-    for path in MANIFESTS.rglob("runtime.yaml"):
-        for _, pod in pods(read(path)):
-            for container in containers(pod):
-                image = container["image"].rpartition("/")[2].partition(":")[0]
-                if "/trainer-data-cache/" in container["image"] and image != "server":
-                    assert f"{image} " in text or f"/{image}:" in text, image
+def test_manifests_name_images_that_are_built_here() -> None:
+    named = {
+        container["image"]
+        for path in MANIFESTS.rglob("runtime.yaml")
+        for _, pod in pods(read(path))
+        for container in containers(pod)
+        if "/trainer-data-cache/" in container["image"]
+    }
+    built = {f"{images.REPOSITORY}/{name}:{PROJECT['version']}" for name in images.IMAGES}
+    assert named == built
+    assert PROJECT["version"] == images.VERSION
+
+
+def test_the_page_for_clusters_without_internet_names_every_image() -> None:
+    page = (ROOT / "docs/air-gapped.md").read_text("utf-8")
+    used = {
+        container["image"]
+        for path in [*MANIFESTS.rglob("runtime.yaml"), MANIFESTS / "shared/stateful-set.yaml"]
+        for _, pod in pods(read(path))
+        for container in containers(pod)
+    }
+    assert {image for image in used if f"`{image}`" not in page} == set()
+    assert f"{VERSION_OF_GPUS}`" in page
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
+def test_an_image_has_a_bill_of_materials_without_the_tool_that_writes_it(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert f"--output-file={images.BILL}" in text
+    # It stays in another stage, or goes before its layer ends.
+    assert f"{images.BILL} /opt/" in text or "rm -r /tmp/bill" in text
+
+
+@pytest.mark.parametrize("name", images.IMAGES)
+def test_an_image_is_built_with_arguments_and_stages_of_its_dockerfile(name: str) -> None:
+    image = images.IMAGES[name]
+    path = MANIFESTS / "images" / image.folder / "Dockerfile"
+    known = {each.partition("=")[0] for keyword, each in instructions(path) if keyword == "ARG"}
+    assert {each.partition("=")[0] for each in image.arguments} <= known
+    assert image.target in {"", *(stage[0][1].split()[-1] for stage in stages(path))}
+
+
+def test_the_first_builder_that_works_is_used() -> None:
+    def found(*working: str) -> str:
+        return images.find_builder(lambda name: name, lambda name: name in working)
+
+    assert found("docker", "podman") == "docker"
+    assert found("buildah", "podman") == "podman"  # docker is there, and its server is not
+    with pytest.raises(images.ImageError, match="docker, podman, buildah"):
+        found()
+
+
+# An engine that notes what it is asked, and answers as a container of the image does.
+ENGINE = """#!/bin/sh
+echo "$*" >> "$CALLS"
+case "$*" in
+  *Size*) echo "$SIZE";;
+  *ExitCode*) echo "$STATE";;
+  *"cat /opt/bill"*) echo '{"bomFormat": "CycloneDX"}';;
+  "run --detach"*) echo c1;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "state", "problem"),
+    [
+        ("585000000", "143", ""),
+        ("600000001", "143", "more than 600000000"),
+        ("585000000", "0", "SIGTERM ended it with 0"),
+    ],
+)
+def test_an_image_is_built_measured_and_tried_out(
+    size: str, state: str, problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "podman").write_text(ENGINE)
+    (tmp_path / "podman").chmod(0o755)
+    calls = tmp_path / "calls"
+    shutil.copytree(MANIFESTS / "images", tmp_path / "a/runtimes/images")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "a/runtimes/images/build_images.py", "server", "--base=b"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": calls, "SIZE": size, "STATE": state},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == (1 if problem else 0), done.stderr
+    assert problem in done.stderr
+    asked = calls.read_text()
+    assert "build --file=runtimes/images/server/Dockerfile --build-arg=BASE=b" in asked
+    if not problem:
+        assert "loaded and read 20000 rows" in done.stdout
+        assert re.search(r"run --detach --read-only --user=\d{5}:0 --cap-drop=ALL", asked)
+        assert asked.splitlines()[-1] == "rm --force c1"
+        (bill,) = (tmp_path / "a/build/images").iterdir()
+        assert bill.name == "server.cdx.json"

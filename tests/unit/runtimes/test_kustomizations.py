@@ -93,7 +93,7 @@ def build(folder: Path) -> dict[str, Json]:
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
+    built = list(yaml.load_all(done.stdout, yaml.CSafeLoader))
     found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
     assert len(found) == len(built)
     return found
@@ -193,11 +193,13 @@ def test_images_change_in_every_pod(tmp_path: Path) -> None:
         for container in containers(pod)
     }
     repository = "registry.example.com:5000/trainer-data-cache"
-    assert images == {f"{repository}/server:tomorrow", f"{repository}/trainer:tomorrow"}
+    assert images == {
+        f"{repository}/{name}:tomorrow" for name in ("server", "server-full", "trainer")
+    }
     made = built["ClusterTrainingRuntime/torch-distributed-with-cache"]
     pod = pod_of(job_named(made, "dataset-initializer"))
     image = env_of(container_named(pod, "dataset-initializer"))["CACHE_IMAGE"]
-    assert image == f"{repository}/server:tomorrow"
+    assert image == f"{repository}/server-full:tomorrow"
 
 
 def test_a_kustomization_on_top_changes_images_too(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_a_kustomization_on_top_changes_images_too(tmp_path: Path) -> None:
         for thing in built.values()
         for _, pod in pods(thing)
         for container in containers(pod)
-        if "/server" in container["image"]
+        if "/server:" in container["image"]
     ]
     assert changed
     assert all(image.endswith("/server:tomorrow") for image in changed)
@@ -263,12 +265,76 @@ def test_trainers_that_start_together_with_the_cache_wait_for_it(
     assert built == base
 
 
+COMPONENTS = sorted(path.parent.name for path in MANIFESTS.glob("components/*/kustomization.yaml"))
+NO_CACHE_IN_JOB = {
+    ".",
+    "shared",
+    *({*RUNTIMES} - {*IN_JOB}),
+    *(f for f in OBJECTS if f"{CACHE}-col" in f),
+}
+# What a component is not for. It must say so, not build something else.
+REFUSED: dict[str, set[str]] = {
+    "before-kubernetes-1.35": {"overlays/before-kubernetes-1.35"},
+    "cache-nodes-4": {*NO_CACHE_IN_JOB, "torchtune-qwen2.5-1.5b"},
+    "cache-nodes-8": {*NO_CACHE_IN_JOB, "torchtune-qwen2.5-1.5b"},
+    "gpu": {*NO_CACHE_IN_JOB, "torchtune-qwen2.5-1.5b"},
+    "job-network-policy": set(),
+    "kueue-topology": {*NO_CACHE_IN_JOB, "deepspeed-data-cache", "torchtune-qwen2.5-1.5b"},
+    "openshift": {"deepspeed-data-cache"},
+    "start-together": {
+        *NO_CACHE_IN_JOB,
+        *("deepspeed-data-cache", "torchtune-qwen2.5-1.5b"),
+        f"overlays/{CACHE}-start-together",
+    },
+    "tls": set(),
+    "tls-cert-manager": set(),
+    "volcano-topology": {*OBJECTS} - {f"overlays/{CACHE}-colocated-volcano"},
+}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_builds_with_every_folder_that_it_is_for(
+    component: str, tmp_path: Path
+) -> None:
+    """All in one call, by a suffix of the names for each folder."""
+    folders = [folder for folder in OBJECTS if folder not in REFUSED[component]]
+    for number, folder in enumerate(folders):
+        (tmp_path / str(number)).mkdir()
+        fields = {
+            "nameSuffix": f"-in{number}",
+            "resources": [os.path.relpath(MANIFESTS / folder, tmp_path / "0")],
+            "components": [os.path.relpath(MANIFESTS / "components" / component, tmp_path / "0")],
+        }
+        if folder in (".", "shared"):  # no suffix reaches the name of a Namespace
+            fields["namespace"] = f"x-in{number}"
+        file = tmp_path / str(number) / "kustomization.yaml"
+        file.write_text(yaml.safe_dump(fields), encoding="utf-8")
+    numbers = [str(number) for number in range(len(folders))]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump({"resources": numbers}))
+    seen, found = set(), {}
+    for key, thing in build(tmp_path).items():
+        thing["metadata"]["name"], _, number = thing["metadata"]["name"].rpartition("-in")
+        seen.add(number)
+        found[folders[int(number)], key] = problems(thing)
+    assert {key: lines for key, lines in found.items() if lines} == {}
+    assert seen == {*numbers}
+
+
 @pytest.mark.parametrize(
-    "folder", sorted({*RUNTIMES} - {"torch-distributed-data-cache", "jax-distributed-data-cache"})
+    ("folder", "component"),
+    [
+        (folder, component)
+        for component in COMPONENTS
+        if component != "cache-nodes-8"  # as cache-nodes-4 but for the number
+        for folder in sorted(REFUSED[component])
+        if "/" not in folder or component in folder  # others are as the runtime below them
+    ],
 )
-def test_no_other_runtime_starts_together_with_its_cache(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"test failed|test operation does not apply"):
-        customised(tmp_path, resources=[folder], components=["components/start-together"])
+def test_a_component_refuses_what_it_is_not_for(
+    folder: str, component: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"test failed|missing|multiple|nothing selected"):
+        customised(tmp_path, resources=[folder], components=[f"components/{component}"])
 
 
 def test_pods_of_jobs_reach_each_other_in_a_namespace_that_denies_by_default(

@@ -55,10 +55,13 @@ def _key(place: Any, step: str) -> str | int:
 
 # The rule, a manifest that it has nothing against, and a change that it does not let through.
 BITES: list[tuple[str, Json, str, Any]] = [
-    ("fields_are_known", FLAGSHIP, f"{CACHE} livenessProb", {}),
-    ("fields_are_known", FLAGSHIP, f"{CACHE_JOB} template spec paralelism", "2"),
-    ("fields_are_known", SHARED, f"{SPEC} terminationGracePeriod", 1),
-    ("fields_are_known", SHARED, "spec replicas", "2"),
+    ("admission_lets_it_in", FLAGSHIP, f"{CACHE} livenessProb", {}),
+    ("admission_lets_it_in", FLAGSHIP, f"{CACHE_JOB} template spec paralelism", "2"),
+    ("admission_lets_it_in", SHARED, f"{SPEC} terminationGracePeriod", 1),
+    ("admission_lets_it_in", SHARED, "spec replicas", "2"),
+    ("the_sdk_keeps_every_field", FLAGSHIP, f"{CACHE} livenessProb", {}),
+    ("requests_fit_limits", FLAGSHIP, f"{CACHE} resources limits cpu", "500m"),
+    ("requests_fit_limits", FLAGSHIP, f"{NODE} resources", {"requests": {"nvidia.com/gpu": 1}}),
     ("pods_are_restricted", FLAGSHIP, f"{CACHE_POD} securityContext runAsNonRoot", False),
     ("pods_are_restricted", FLAGSHIP, f"{CACHE_POD} securityContext runAsUser", 0),
     ("pods_are_restricted", FLAGSHIP, f"{NODE_POD} securityContext seccompProfile", GONE),

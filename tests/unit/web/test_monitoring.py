@@ -59,7 +59,7 @@ def expressions() -> list[str]:
     rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     return [
-        *(rule["expr"] for group in rules["groups"] for rule in group["rules"]),
+        *(rule["expr"] for group in rules["spec"]["groups"] for rule in group["rules"]),
         *(target["expr"] for panel in dashboard["panels"] for target in panel["targets"]),
     ]
 
@@ -72,7 +72,7 @@ def test_every_metric_of_the_dashboard_and_the_rules_exists() -> None:
 
 
 def test_every_label_of_a_text_exists() -> None:
-    texts = "".join(path.read_text() for path in MONITORING.iterdir())
+    texts = "".join((MONITORING / name).read_text() for name in ("alerts.yaml", "dashboard.json"))
     labels = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", texts))
     known = {label for samples in metrics().values() for s in samples for label in s.labels}
 
