@@ -583,8 +583,8 @@ def run_local(
     except ImportError as error:
         raise ConfigError(missing_package(error, "run-local", "server,kubernetes")) from None
     manifests = local.read_manifests(train_job, runtimes or shipped.MANIFESTS)
-    jobset = local.render(manifests.train_job, manifests.runtime)
     if render:
+        jobset = local.render(manifests.train_job, manifests.runtime)
         print(yaml.safe_dump(jobset, sort_keys=False), end="")
         return
     given = dict(_pair("--env must be NAME=VALUE", text) for text in env or ())
@@ -599,7 +599,6 @@ def run_local(
 
     code = local.run_local(
         manifests,
-        jobset,
         environment=os.environ,
         extra_environment=given,
         console=local.Console(event=event, line=line),

@@ -1,8 +1,8 @@
 """Finds rank, world size and endpoint of this process, from arguments or the launcher.
 
-A rank comes from the arguments, else from an initialised `torch.distributed`, JAX or torch_xla,
-else from the first of `RANK_VARIABLES` that applies; else it is 0 of 1. The first one wins, even if
-a later one differs.
+A rank comes from the arguments, else from an initialised `torch.distributed`, JAX, torch_xla or
+XGBoost, else from the first of `RANK_VARIABLES` that applies; else it is 0 of 1. The first one
+wins, even if a later one differs.
 So under torchrun the ``PET_*`` variables of the pod, which count nodes, have no effect. An
 incomplete or impossible pair is an error and never skipped: two processes that both take rank 0
 would silently train on the same rows.
@@ -194,7 +194,7 @@ class InitialisedRank(NamedTuple):
 
 
 def find_initialised_rank() -> InitialisedRank | None:
-    """What `torch.distributed`, JAX or torch_xla says; None while none is initialised.
+    """What `torch.distributed`, JAX, torch_xla or XGBoost says; None while none is initialised.
 
     Imports none of them, and initialises nothing.
     """
@@ -208,19 +208,32 @@ def find_initialised_rank() -> InitialisedRank | None:
         return InitialisedRank("jax.distributed", Rank(state.process_id, state.num_processes))
     # Devices are replicated in the processes that `torch_xla.launch` starts, and only there.
     xla, runtime = sys.modules.get("torch_xla"), sys.modules.get("torch_xla.runtime")
-    if runtime is None or xla is None or not xla._XLAC._xla_get_replication_devices_count():
-        return None
-    return InitialisedRank("torch_xla", Rank(runtime.global_ordinal(), runtime.world_size()))
+    if runtime is not None and xla is not None and xla._XLAC._xla_get_replication_devices_count():
+        return InitialisedRank("torch_xla", Rank(runtime.global_ordinal(), runtime.world_size()))
+    xgboost = sys.modules.get("xgboost.collective")
+    if xgboost is not None and xgboost.is_distributed():
+        rank = Rank(xgboost.get_rank(), xgboost.get_world_size())
+        return InitialisedRank("xgboost.collective", rank)
+    return None
 
 
 def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
     """The rank of the first of `RANK_VARIABLES` that applies; None if none does. Pure.
 
     Raises:
-        ConfigError: its pair is incomplete or impossible; quotes it.
+        ConfigError: its pair is incomplete or impossible, or only XGBoost's tracker knows the rank;
+            quotes it.
     """
     found = (source.find(environ) for source in RANK_VARIABLES)
-    return next((rank for rank in found if rank is not None), None)
+    rank = next((rank for rank in found if rank is not None), None)
+    # DMLC_TASK_ID is no rank: the tracker numbers the workers, several of them in a pod with GPUs.
+    if rank is None and environ.get("DMLC_NUM_WORKER", "1") not in ("", "1"):
+        raise ConfigError(
+            f"{_quoted(environ, 'DMLC_NUM_WORKER', 'DMLC_TASK_ID')} but XGBoost is not connected: "
+            "make the dataset inside xgboost.collective.CommunicatorContext, or pass rank and "
+            "world_size"
+        )
+    return rank
 
 
 def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:

@@ -54,6 +54,7 @@ RESOURCES = (
     Resource("apps", "v1", "statefulsets", "StatefulSet"),
     Resource("batch", "v1", "jobs", "Job"),
     Resource("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
+    Resource("kubeflow.org", "v1beta1", "experiments", "Experiment"),
     Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
     Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
     Resource(

@@ -8,6 +8,7 @@ build_trainjob_manifest of ``trainjob_manifest_utils.py``. No release has them y
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -46,34 +47,71 @@ def _positive(environ: Mapping[str, str], name: str) -> int | None:
     return value if value is not None and value > 0 else None
 
 
+# Every field of ``KubeflowTrainerStepOperatorSettings``, in the order of ZenML's page, with its
+# default.
+SETTINGS: Json = {
+    "runtime_ref_name": None,  # must be given
+    "runtime_ref_kind": "ClusterTrainingRuntime",
+    "runtime_ref_api_group": "trainer.kubeflow.org",
+    "num_nodes": 1,
+    "num_proc_per_node": None,
+    "trainer_overrides": {},
+    "trainer_env": {},
+    "pod_template_overrides": [],
+    "poll_interval_seconds": 5.0,
+    "timeout_seconds": None,
+    "delete_trainjob_after_completion": False,
+    "kubernetes_namespace": "default",
+    "incluster": False,
+    "kubernetes_context": None,
+    "image": None,
+}
+
+
 def train_job(
     name: str,
-    runtime: str,
+    settings: Json,
     entrypoint: Sequence[str],
     *,
-    num_nodes: int,
-    num_proc_per_node: int | None = None,
     environment: Mapping[str, str],
-    trainer_env: Mapping[str, str],
+    resources: Json | None = None,
 ) -> Json:
     """The TrainJob of a step.
 
     Args:
+        settings: of the step, by the names of `SETTINGS`.
         entrypoint: of which the first three are the command.
         environment: ZenML's own.
-        trainer_env: of the settings of the step.
+        resources: quantities of ``ResourceSettings`` as Kubernetes writes them.
     """
-    variables = {**environment, **trainer_env}
+    of = {**SETTINGS, **settings}
+    variables = {**environment, **of["trainer_env"]}
     trainer: Json = {
-        "numNodes": num_nodes,
-        "image": "registry.example.com/zenml:lineitem-train",
+        "numNodes": of["num_nodes"],
+        "image": of["image"] or "registry.example.com/zenml:lineitem-train",
         "command": [*entrypoint[:3]],
         "args": [*entrypoint[3:]],
         "env": [{"name": key, "value": value} for key, value in sorted(variables.items())],
     }
-    if num_proc_per_node is not None:
+    if of["num_proc_per_node"] is not None:
+        trainer["numProcPerNode"] = of["num_proc_per_node"]
+    if resources:
+        trainer["resourcesPerNode"] = {"requests": {**resources}, "limits": {**resources}}
+    trainer = _merged(trainer, of["trainer_overrides"])
+    processes = trainer.get("numProcPerNode")
+    if isinstance(processes, int) and processes > 1:
         # One process a pod: there is no torchrun.
-        trainer |= {"numNodes": num_nodes * num_proc_per_node, "numProcPerNode": 1}
+        trainer |= {"numNodes": trainer["numNodes"] * processes, "numProcPerNode": 1}
+    spec: Json = {
+        "runtimeRef": {
+            "name": of["runtime_ref_name"],
+            "kind": of["runtime_ref_kind"],
+            "apiGroup": of["runtime_ref_api_group"],
+        },
+        "trainer": trainer,
+    }
+    if of["pod_template_overrides"]:
+        spec["podTemplateOverrides"] = copy.deepcopy(of["pod_template_overrides"])
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -82,15 +120,17 @@ def train_job(
             "labels": {"pipeline": "lineitem", "step_name": "train"},
             "annotations": {"zenml.step_name": "train"},
         },
-        "spec": {
-            "runtimeRef": {
-                "name": runtime,
-                "kind": "ClusterTrainingRuntime",
-                "apiGroup": "trainer.kubeflow.org",
-            },
-            "trainer": trainer,
-        },
+        "spec": spec,
     }
+
+
+def _merged(base: Json, override: Json) -> Json:
+    """``deep_merge_dicts``: lists are replaced."""
+    merged = dict(base)
+    for key, value in override.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -167,7 +168,8 @@ def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluste
         files = map(str, (kubeconfig, logs, root_ca))
         kubelet = [sys.executable, "-m", "tests.e2e.kubelet", *files]
         python = forked_python.executable()
-        path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"]))
+        scripts = sysconfig.get_path("scripts")  # mpirun
+        path = os.pathsep.join((str(Path(python).parent), os.environ["PATH"], scripts))
         with _program(kubelet, PATH=path) as running:
             assert _first_line(running) == "kubelet: ready\n"
             yield Cluster(kubeconfig, storage_uri, logs)

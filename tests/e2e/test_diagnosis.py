@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 from kubernetes import client
@@ -10,6 +11,7 @@ from kubernetes import client
 from cache_runtimes.diagnosis import Diagnosis, diagnose, read_objects
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
+from tests.e2e.kubelet.pod import NO_REGISTRY
 from tests.e2e.test_as_run_local import job_of
 from tests.train_jobs import container, replicated_job, runtime, train_job
 
@@ -43,12 +45,18 @@ def with_limits(made: Json) -> Json:
     return limited
 
 
-# Name -> the runtime, the trainer of the job, and what a finding and its remedy say.
+# Name -> the runtime, the trainer of the job, and patterns of what a finding and its remedy say.
 HANGING: dict[str, tuple[Json, Json, str, str]] = {
+    "no-image": (
+        runtime(job_of("node", "exit 0")),
+        {"image": f"{NO_REGISTRY}trainer:1"},
+        f"ImagePullBackOff.*{NO_REGISTRY}trainer:1",
+        "imagePullSecrets",
+    ),
     "above-limits": (
         with_limits(runtime(job_of("node", "exit 0"))),
         {"resourcesPerNode": {"requests": {"cpu": "16"}}},
-        "must be less than or equal to cpu limit",
+        "JobCreationFailed.*must be less than or equal to cpu limit",
         "`limits` and `requests`",
     ),
     "insecure": (
@@ -66,11 +74,11 @@ def diagnosis_of(cluster: Cluster, namespace: str, name: str) -> Diagnosis:
 
 
 def wait_for_finding(cluster: Cluster, namespace: str, name: str, what: str, remedy: str) -> None:
-    """Waits until one finding has these words and this remedy."""
+    """Waits until one finding has words of a pattern and this remedy."""
     cluster.wait(
         namespace,
         lambda: any(
-            what in finding.what and remedy in finding.remedy
+            re.search(what, finding.what) and remedy in finding.remedy
             for finding in diagnosis_of(cluster, namespace, name).findings
         ),
         f"a finding {what!r} of {name}",
@@ -99,8 +107,9 @@ def test_a_gang_without_its_scheduler_and_a_full_quota_are_named(
     gang = make_job("gang", runtime=colocated)
     del gang["spec"]["initializer"]
     cluster.apply(gang, namespace=namespace)
-    wait_for_finding(cluster, namespace, "full", "exceeded quota", "no quota left")
-    wait_for_finding(cluster, namespace, "gang", "PodGroup", "gang scheduler")
+    wait_for_finding(cluster, namespace, "full", "FailedCreate.*exceeded quota", "no quota left")
+    failed = "TrainJobResourcesCreationFailed.*PodGroup"
+    wait_for_finding(cluster, namespace, "gang", failed, "gang scheduler")
 
 
 def test_a_bad_source_a_suspended_job_and_an_unknown_one_are_named(

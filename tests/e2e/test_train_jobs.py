@@ -11,7 +11,6 @@ import pytest
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
 from tests.e2e.rows import NUM_ROWS
-from tests.train_jobs import env
 
 Json = dict[str, Any]
 
@@ -190,6 +189,11 @@ def shared_cache(cluster: Cluster) -> Any:
     )
     yield
     cluster.delete("Namespace", "data-cache-system")
+    cluster.wait(  # the next test makes it again
+        "data-cache-system",
+        lambda: cluster.get("Namespace", "data-cache-system", "") is None,
+        "the end of the shared cache",
+    )
 
 
 @pytest.mark.usefixtures("shared_cache")
@@ -208,26 +212,3 @@ def test_two_jobs_read_one_dataset_of_the_shared_cache_at_once(
         if f"shard sealed dataset={namespace}/" in line
     ]
     assert len(sealed) == len(set(line.partition("shard=")[2] for line in sealed))
-
-
-def test_a_job_sets_the_size_of_a_cache_that_its_initializer_makes(
-    cluster: Cluster, namespace: str, make_job: MakeJob
-) -> None:
-    name = "torch-distributed-with-cache"
-    access = [each for each in manifests(name) if not each["kind"].startswith("Cluster")]
-    for each in access:
-        for subject in each.get("subjects") or ():
-            subject["namespace"] = namespace
-    cluster.apply(*access, namespace=namespace)
-    made = make_job(runtime=name, hook=SLOWLY)
-    # The ready file is the default; a process without a mount finds it by the variable.
-    made["spec"]["initializer"]["dataset"]["env"] += env(
-        CLUSTER_SIZE="3", CACHE_READY_FILE="/tmp/ready"
-    )
-    cluster.apply(made, namespace=namespace)
-    wait_for_step(cluster, namespace, 2)
-    cluster.evict(namespace, "job-cache-1")
-    assert_complete(cluster, namespace)
-    cluster.wait(
-        namespace, lambda: not cluster.list_of("StatefulSet", namespace), "the end of the cache"
-    )

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from cache_protocol.errors import ConfigError
-from cache_runtimes.local import Console, kubelet, read_manifests, render, run_local
+from cache_runtimes.local import Console, kubelet, read_manifests, run_local
 from cache_runtimes.local.supported import UnsupportedFieldError
 from tests import forked_python
 from tests.train_jobs import container, replicated_job, runtime, train_job, write
@@ -76,7 +76,6 @@ def run(
     seen = Seen()
     code = run_local(
         manifests,
-        render(manifests.train_job, manifests.runtime),
         environment=os.environ,
         extra_environment={"DIR": str(tmp_path), "MARKED": str(tmp_path)},
         console=console or seen.console,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 import cache_runtimes
 from cache_client import CacheClient
-from cache_runtimes.local import Console, read_manifests, render, run_local
+from cache_runtimes.local import Console, read_manifests, run_local
 from cache_server import LocalCluster
 from tests import forked_python
+from tests.kubeflow_backend import EXAMPLES, lineitem
 from tests.train_jobs import env, train_job, write
 
 Json = dict[str, Any]
@@ -29,6 +33,7 @@ Json = dict[str, Any]
 FLAGSHIP = "torch-distributed-data-cache"
 COLOCATED = "torch-distributed-data-cache-colocated"
 ROWS = 2_000
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 # Reads one epoch, writes the ids of its rows, and says which step it is at. Over the network, as
 # trainers on other machines do.
@@ -52,6 +57,11 @@ name = f"rank-{rank.rank}-of-{rank.world_size}.json"
 """
 
 
+needs_ssh = pytest.mark.skipif(
+    not Path("/usr/sbin/sshd").exists(), reason="no sshd; the package openssh-server has one"
+)
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of Parquet files with the column id, 0 to ROWS."""
@@ -73,8 +83,14 @@ class Run:
         self.events: list[str] = []
         self.on_line: Callable[[str, str], None] = lambda pod, text: None
 
-    def __call__(self, job: Json, hosts: dict[str, str] | None = None) -> int:
-        manifests = read_manifests(write(self.folder / "job.yaml", job), cache_runtimes.MANIFESTS)
+    def __call__(
+        self,
+        job: Json,
+        hosts: dict[str, str] | None = None,
+        *,
+        runtimes: Path = cache_runtimes.MANIFESTS,
+    ) -> int:
+        manifests = read_manifests(write(self.folder / "job.yaml", job), runtimes)
 
         def line(pod: str, container: str, text: str) -> None:
             self.lines.append((pod, text))
@@ -84,9 +100,8 @@ class Run:
             patch.setattr(sys, "executable", forked_python.executable())
             return run_local(
                 manifests,
-                render(manifests.train_job, manifests.runtime),
                 environment=os.environ,
-                extra_environment={"DIR": str(self.folder)},
+                extra_environment={"DIR": str(self.folder), **AS_ROOT},
                 console=Console(event=self.events.append, line=line),
                 hosts=hosts,
                 backoff_s=0.05,
@@ -255,6 +270,51 @@ def test_processes_of_jax_find_their_ranks_and_the_cache(rows: Path, run: Run) -
     del made["spec"]["trainer"]["numProcPerNode"]
     assert run(made) == 0, run.report()
     assert_once(run, world_size=2)
+
+
+@needs_ssh
+@pytest.mark.frameworks
+def test_mpirun_of_the_launcher_starts_ranks_in_other_pods_over_ssh(rows: Path, run: Run) -> None:
+    hook = 'print("in", os.environ["HOSTNAME"], os.environ["TRAIN_JOB_NAME"], flush=True)'
+    made = job(rows, run, hook=hook)
+    trainer = made["spec"]["trainer"]
+    # Open MPI 5, which pip installs, does not read the variables of Trainer.
+    launch = ["--hostfile", "/etc/mpi/hostfile", "-n", "2", "python"]
+    mpirun = f"{sysconfig.get_path('scripts')}/mpirun"
+    trainer |= {"command": [mpirun], "args": [*launch, *trainer["args"]]}
+    made["spec"]["runtimeRef"]["name"] = "deepspeed-data-cache"
+    assert run(made) == 0, run.report()
+    assert_once(run, world_size=2)
+    for name in ("launcher", "node"):
+        assert run.of("launcher", f"in job-{name}-0-0 job"), run.report()
+    assert run.of("node", "Accepted publickey"), run.report()
+
+
+@pytest.mark.frameworks
+@pytest.mark.skipif(importlib.util.find_spec("xgboost") is None, reason="not installed: xgboost")
+def test_workers_of_xgboost_build_one_model_of_all_rows(tmp_path: Path, run: Run) -> None:
+    table = lineitem(tmp_path / "tpch")
+    made = job(table, run)
+    sql = yaml.safe_load((EXAMPLES / "lineitem.yaml").read_text())["sql"]
+    made["spec"]["initializer"]["dataset"]["env"] = env(CACHE_SQL=sql, CACHE_DATASET="lineitem")
+    made["spec"]["trainer"] = {
+        "numNodes": 2,
+        "command": ["python"],
+        "args": [str(EXAMPLES / "train_xgboost.py")],
+    }
+    shipped = yaml.safe_load((cache_runtimes.MANIFESTS / FLAGSHIP / "runtime.yaml").read_text())
+    shipped["metadata"]["name"] = made["spec"]["runtimeRef"]["name"] = "xgboost-data-cache"
+    shipped["spec"]["mlPolicy"] = {"numNodes": 1, "xgboost": {}}
+    assert run(made, runtimes=write(tmp_path / "runtime.yaml", shipped)) == 0, run.report()
+    (errors,) = run.of("node-0-0", "error")
+    assert "2 workers" in errors
+    first, last = map(float, re.findall(r"\d\.\d+", errors))
+    assert last < first
+    (rows,) = run.of("node-0-0", "exactly once")
+    keys = pq.read_table(table, columns=["l_orderkey", "l_linenumber"])
+    orders, numbers = (sum(column.to_pylist()) for column in keys.columns)
+    total = 8 * orders + numbers
+    assert rows == f"6005 of 6005 rows, exactly once: True, keys {total}"
 
 
 def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) -> None:

@@ -5,6 +5,7 @@
     supported   the fields of a JobSet that can run here    pure
     pods        JobSet -> pods -> processes                 pure
     policies    exit code -> restart, replace, fail         pure
+    ssh         the files of ssh and sshd, for MPI
     containers  a process and all that it starts
     kubelet     one pod
     controller  Jobs and the JobSet

@@ -7,16 +7,13 @@ import contextlib
 import os
 import re
 import signal
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Self
 
 import psutil
 
-from cache_runtimes.local.pods import Process
+from cache_runtimes.local.pods import MARK, Process
 
-# In the environment of every process of a container, so that none is left behind.
-_MARK = "RUN_LOCAL_CONTAINER"
 _MAX_LINE_BYTES = 65_536
 _MAX_MESSAGE_LENGTH = 2_048
 _ERROR = re.compile(r"\w(Error|Exception): \S")
@@ -55,7 +52,6 @@ class RunningContainer:
         Raises:
             OSError: the program or its directory cannot be used.
         """
-        mark = uuid.uuid4().hex
         reading, writing = os.pipe()
         # Not asyncio's pipe: its `wait` does not return while a child of the program, which may
         # outlive it, holds that pipe.
@@ -67,7 +63,7 @@ class RunningContainer:
             try:
                 started = await asyncio.create_subprocess_exec(
                     *process.argv,
-                    env={**process.environment, _MARK: mark},
+                    env=process.environment,
                     cwd=process.directory,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sink,
@@ -77,7 +73,7 @@ class RunningContainer:
             except BaseException:
                 transport.close()
                 raise
-        return cls(started, mark, output, transport.close, log)
+        return cls(started, process.environment[MARK], output, transport.close, log)
 
     async def ends_within(self, seconds: float) -> bool:
         """Waits until the process has ended, at most ``seconds``; whether it has."""
@@ -128,10 +124,12 @@ class RunningContainer:
             self._pump.result()
 
     def _marked(self) -> Iterator[psutil.Process]:
-        """Every process of the container, orphans included."""
+        """Every process of the container, orphans included; sshd overwrites its environment."""
+        session = self._process.pid
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(_MARK) == self._mark:
+                in_session = os.getsid(process.pid) == session
+                if in_session or process.environ().get(MARK) == self._mark:
                     yield process
 
     async def _pump_lines(self, output: asyncio.StreamReader) -> None:

@@ -51,7 +51,7 @@ class PodRun:
     restarted: Callable[[ContainerExit], None]
     changed: Callable[[], None]
     backoff_s: float
-    probe: Probe = field(default_factory=lambda: grpc_probe)
+    probe: Probe = field(default_factory=lambda: probe_succeeds)
     _ready: set[str] = field(default_factory=set)
 
     @property
@@ -197,11 +197,24 @@ class PodRun:
         self.changed()
 
 
-async def grpc_probe(pod: Pod, container: Json, probe: Json) -> bool:
-    """Whether a gRPC probe of a container succeeds."""
+async def probe_succeeds(pod: Pod, container: Json, probe: Json) -> bool:
+    """Whether a probe of a container succeeds, by gRPC or by TCP."""
+    timeout_s = float(probe.get("timeoutSeconds", 1))
+    if "tcpSocket" in probe:
+        return await is_listening(pod.address, int(probe["tcpSocket"]["port"]), timeout_s)
     address = f"{pod.address}:{probe['grpc']['port']}"
-    service = probe["grpc"].get("service") or ""
-    return await is_serving(address, service, float(probe.get("timeoutSeconds", 1)))
+    return await is_serving(address, probe["grpc"].get("service") or "", timeout_s)
+
+
+async def is_listening(address: str, port: int, timeout_s: float) -> bool:
+    """Whether a TCP connection to ``address`` can be made."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(address, port)
+    except OSError:  # TimeoutError included
+        return False
+    writer.close()
+    return True
 
 
 async def is_serving(address: str, service: str, timeout_s: float) -> bool:

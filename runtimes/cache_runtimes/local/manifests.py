@@ -1,4 +1,4 @@
-"""YAML files -> the TrainJob, the runtime that it names, and their Secrets.
+"""YAML files -> the TrainJob, the runtime that it names, their Secrets and ConfigMaps.
 
 The models of `kubeflow-trainer-api` check them, as the API server of a cluster does. A server may
 drop an unknown field; here it is an error.
@@ -23,6 +23,8 @@ Json = dict[str, Any]
 
 _API_VERSION = "trainer.kubeflow.org/v1alpha1"
 _DEFAULT_RUNTIME_KIND = "ClusterTrainingRuntime"
+# Fields of Trainer before 2.2; an API server drops them and says nothing.
+_SUCCESSORS = {"spec.podTemplateOverrides": ": Trainer 2.2 and newer read spec.runtimePatches"}
 _MODELS = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
@@ -32,18 +34,19 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class Manifests:
-    """A TrainJob and its runtime as their files say them, and the values of each Secret."""
+    """A TrainJob and its runtime as their files say them; the values of Secrets and ConfigMaps."""
 
     train_job: Json
     runtime: Json
     secrets: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    config_maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
     """Reads a TrainJob and the runtime that it names.
 
     Args:
-        train_job: a YAML file with one TrainJob; it may also hold Secrets and runtimes.
+        train_job: a YAML file with one TrainJob; it may also hold Secrets, ConfigMaps and runtimes.
         runtimes: a folder of manifests, or a file such as ``kubectl kustomize`` prints.
 
     Raises:
@@ -58,7 +61,8 @@ def read_manifests(train_job: Path, runtimes: Path) -> Manifests:
     return Manifests(
         train_job=job,
         runtime=_runtime(job, documents, runtimes),
-        secrets={_name(d): _secret(d) for d in documents if d.get("kind") == "Secret"},
+        secrets={_name(d): _values(d) for d in documents if d.get("kind") == "Secret"},
+        config_maps={_name(d): _values(d) for d in documents if d.get("kind") == "ConfigMap"},
     )
 
 
@@ -107,9 +111,10 @@ def _name(document: Json) -> str:
     return name
 
 
-def _secret(document: Json) -> dict[str, str]:
-    """The values of a Secret; no message shows them."""
-    where, values = f"Secret {_name(document)}", {}
+def _values(document: Json) -> dict[str, str]:
+    """The values of a Secret or a ConfigMap; no message shows them."""
+    where, values = f"{document['kind']} {_name(document)}", {}
+    is_plain = {"stringData": True, "data": document["kind"] == "ConfigMap"}
     for name in ("data", "stringData"):
         given = document.get(name) or {}
         if not isinstance(given, dict):
@@ -118,9 +123,7 @@ def _secret(document: Json) -> dict[str, str]:
             if not isinstance(value, str):
                 raise ConfigError(f"{where}: {name}.{key} must be a string: quote a number")
             try:
-                values[key] = (
-                    value if name == "stringData" else b64decode(value, validate=True).decode()
-                )
+                values[key] = value if is_plain[name] else b64decode(value, validate=True).decode()
             except ValueError:
                 raise ConfigError(f"{where}: data.{key} must be base64") from None
     return values
@@ -160,5 +163,6 @@ def _told(problem: ErrorDetails) -> str:
     """Such as ``spec.trainer.command[0]: Input should be a valid string``; never the input."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
     path = "".join(steps).removeprefix(".")
-    unknown = problem["type"] == "extra_forbidden"
-    return f"unknown field {path}" if unknown else f"{path}: {problem['msg']}"
+    if problem["type"] != "extra_forbidden":
+        return f"{path}: {problem['msg']}"
+    return f"unknown field {path}" + _SUCCESSORS.get(path, "")

@@ -4,7 +4,7 @@ A container here is a process without an image and without namespaces. Its comma
 environment are therefore rewritten:
 
 - the DNS name of a pod becomes a loopback address, ``127.x.y.z``;
-- a mount path becomes the directory of the volume;
+- a mount path becomes the directory of the volume, and the home of MPI's image that of the pod;
 - one token takes the place of the tokens of a cluster, if there is one (`Surroundings.token`);
 - the port of a trainer's framework becomes a free one, because all pods share one machine.
 """
@@ -26,7 +26,12 @@ from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 
 Json = dict[str, Any]
 _T = TypeVar("_T")
+Objects = Mapping[str, Mapping[str, str]]  # the values of Secrets or ConfigMaps, by their names
 
+# In the environment of every process of a container, so that none is left behind.
+MARK = "RUN_LOCAL_CONTAINER"
+SSH_KEYS = "mpi-ssh-auth"  # the volume that makes a pod one of MPI
+_MPI_HOME = "/home/mpiuser"  # in the image of MPI
 _TOKEN = "CACHE_TOKEN"
 _TOKEN_FILE = "CACHE_TOKEN_FILE"
 _OF_CLUSTER = ("--auth-pods=", "--service-account-dir=")  # arguments of cache nodes
@@ -59,7 +64,7 @@ class Pod:
 class Surroundings:
     """What pods find on this machine."""
 
-    secrets: Mapping[str, Mapping[str, str]] = field(repr=False)  # the values of each, by its name
+    secrets: Objects = field(repr=False)
     environment: Mapping[str, str]  # replaces that of the images
     extra_environment: Mapping[str, str]  # overrides the manifests in every container
     ports: Mapping[int, int]  # of frameworks -> the free ports that replace them
@@ -109,17 +114,14 @@ def processes(
     Raises:
         ConfigError: naming the container, and what of it cannot be run here.
     """
-    addresses = dict(around.hosts)
-    for each in all_pods:
-        addresses[each.host] = each.address
-        for port, free in around.ports.items():
-            addresses[f"{each.host}:{port}"] = f"{each.address}:{free}"
-    # After a single slash stands a part of a path.
-    with_names = _substitution(addresses, r"(?<![\w.-])(?<![^/]/)(?<!^/)", r"(?![\w-]|\.\w)")
+    with_names = _names_replaced(_addresses(all_pods, around))
+    is_mpi = SSH_KEYS in volumes
     found: dict[str, Process] = {}
     for container in containers(pod.job):
         where = f"{pod.name}/{container['name']}"
         directories = _directories(container, volumes, where)
+        if is_mpi:
+            directories[_MPI_HOME] = str(home)
         with_paths = _substitution(directories, r"(?<![\w./-])", r"(?![\w.-])")
         env = _environment(pod, container, around.secrets, where)
         if around.token is not None and _TOKEN_FILE not in env:
@@ -140,11 +142,13 @@ def processes(
         environment = {
             **around.environment,
             **{"HOME": str(home), "TMPDIR": str(home), "HOSTNAME": pod.name},
+            **({"PATH": f"{home}/bin:{around.environment['PATH']}"} if is_mpi else {}),
             **{
                 name: _port(name, with_paths(with_names(value)), around.ports)
                 for name, value in env.items()
             },
             **around.extra_environment,
+            MARK: f"{home}/{container['name']}",
         }
         directory = container.get("workingDir")
         found[container["name"]] = Process(
@@ -155,11 +159,55 @@ def processes(
     return found
 
 
+def with_addresses(
+    data: Mapping[str, str], pod: Pod, all_pods: Sequence[Pod], around: Surroundings
+) -> dict[str, str]:
+    """The values of MPI's ConfigMap, with the addresses of this machine for names of pods.
+
+    The pod's own name becomes ``localhost``: mpirun starts processes there without ssh.
+    """
+    replaced = _names_replaced({**_addresses(all_pods, around), pod.host: "localhost"})
+    return {name: replaced(text) for name, text in data.items()}
+
+
+def volume_files(volume: Json, pod: Pod, secrets: Objects, config_maps: Objects) -> dict[str, str]:
+    """The text of each file of a Secret's or a ConfigMap's volume; nothing for an emptyDir.
+
+    Raises:
+        ConfigError: naming the object or the key that is absent.
+    """
+    if source := volume.get("secret"):
+        kind, name, known = "Secret", source["secretName"], secrets
+    elif source := volume.get("configMap"):
+        kind, name, known = "ConfigMap", source["name"], config_maps
+    else:
+        return {}
+    values = _known(known, name, f"{pod.name} needs the {kind}")
+    items = source.get("items") or [{"key": key, "path": key} for key in values]
+    needs = f"{pod.name} needs, in the {kind} {name!r}, the key"
+    return {item["path"]: _known(values, item["key"], needs) for item in items}
+
+
 def token_files(volume: Json, token: str) -> dict[str, str]:
     """The content of each file of a volume that holds a token of the cluster, here ``token``."""
     sources = (volume.get("projected") or {}).get("sources") or ()
     tokens = (source.get("serviceAccountToken") for source in sources)
     return {each["path"]: token for each in tokens if each is not None}
+
+
+def _addresses(all_pods: Iterable[Pod], around: Surroundings) -> dict[str, str]:
+    """DNS names, with and without the port of a framework -> addresses."""
+    found = dict(around.hosts)
+    for each in all_pods:
+        found[each.host] = each.address
+        for port, free in around.ports.items():
+            found[f"{each.host}:{port}"] = f"{each.address}:{free}"
+    return found
+
+
+def _names_replaced(addresses: Mapping[str, str]) -> Callable[[str], str]:
+    # After a single slash stands a part of a path.
+    return _substitution(addresses, r"(?<![\w.-])(?<![^/]/)(?<!^/)", r"(?![\w-]|\.\w)")
 
 
 def _no_proxy(
@@ -201,9 +249,7 @@ def _substitution(values: Mapping[str, str], before: str, after: str) -> Callabl
     return lambda text: pattern.sub(lambda match: values[match[1]], text)
 
 
-def _environment(
-    pod: Pod, container: Json, secrets: Mapping[str, Mapping[str, str]], where: str
-) -> dict[str, str]:
+def _environment(pod: Pod, container: Json, secrets: Objects, where: str) -> dict[str, str]:
     """As a kubelet makes it: envFrom, then env in order; each may refer to earlier ones."""
     env: dict[str, str] = {"JOB_COMPLETION_INDEX": str(pod.index)}
     for item in container.get("envFrom") or ():

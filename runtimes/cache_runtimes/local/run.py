@@ -15,18 +15,30 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cache_protocol.errors import ConfigError
+from cache_runtimes.local import ssh
 from cache_runtimes.local.controller import Console, JobFailed, JobSetRun
 from cache_runtimes.local.manifests import Manifests
-from cache_runtimes.local.pods import Pod, Process, Surroundings, pods, processes, token_files
-from cache_runtimes.local.render import Json
+from cache_runtimes.local.pods import (
+    SSH_KEYS,
+    Objects,
+    Pod,
+    Process,
+    Surroundings,
+    pods,
+    processes,
+    token_files,
+    volume_files,
+    with_addresses,
+)
+from cache_runtimes.local.render import Json, render_objects
 from cache_runtimes.local.supported import JOBSET, check_supported
-from cache_runtimes.local.trainer.info import TRAINER_PORT
+from cache_runtimes.local.trainer.info import NODE, TRAINER_PORT
 
 EXIT_FAILURE = 1
 # They replace the environment of an image.
@@ -41,7 +53,6 @@ _MAX_PODS = 250
 
 def run_local(
     manifests: Manifests,
-    jobset: Json,
     *,
     environment: Mapping[str, str],
     extra_environment: Mapping[str, str],
@@ -49,14 +60,13 @@ def run_local(
     hosts: Mapping[str, str] | None = None,
     backoff_s: float = 0.5,
 ) -> int:
-    """Runs a JobSet to its end; returns the exit code of the job.
+    """Runs a TrainJob to its end; returns the exit code of the job.
 
     0 when it is complete, else the exit code of the container that failed it, or 128 + the signal
     that interrupted it. The last event gives the reason. When it returns, no process and no file of
     the job is left.
 
     Args:
-        manifests, jobset: as read and as rendered.
         environment: of this process: PATH, and a few variables that images have too.
         extra_environment: set in every container.
         hosts: names outside the job -> their addresses on this machine.
@@ -65,16 +75,18 @@ def run_local(
     Raises:
         ConfigError: something that cannot run on one machine, named before anything runs.
     """
+    objects = render_objects(manifests.train_job, manifests.runtime)
+    jobset = next(each for each in objects if each["kind"] == "JobSet")
     check_supported(jobset["spec"], JOBSET, "spec")
     path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", "")))
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
-    with _subnet() as subnet, _free_ports() as ports:
+    with _subnet() as subnet, _free_ports(subnet) as ports:
         every_pod = pods(jobset, lambda number: f"{subnet}.{number + 2}")
         if len(every_pod) > _MAX_PODS:
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
         token = secrets.token_urlsafe(32)
         around = Surroundings(
-            secrets=manifests.secrets,
+            secrets={**_made_secrets(objects), **manifests.secrets},
             environment={"PATH": path, **kept},
             extra_environment=extra_environment,
             ports=ports,
@@ -85,8 +97,16 @@ def run_local(
 
         @contextmanager
         def plan(pod: Pod) -> Iterator[Mapping[str, Process]]:
-            with _volumes(pod, token) as (volumes, home):
-                yield processes(pod, every_pod, volumes, around, home=home)
+            hosts_of_mpi = {
+                name: with_addresses(data, pod, every_pod, around)
+                for name, data in _made_config_maps(objects).items()
+            }
+            config_maps = {**hosts_of_mpi, **manifests.config_maps}
+            with _volumes(pod, around.secrets, config_maps, token) as (volumes, home):
+                found = processes(pod, every_pod, volumes, around, home=home)
+                if SSH_KEYS in volumes:
+                    ssh.write_files(pod, volumes, home, found[NODE], around.find_program("ssh"))
+                yield found
 
         for pod in every_pod:
             with plan(pod):
@@ -99,8 +119,23 @@ def run_local(
         return code
 
 
+def _made_secrets(objects: Iterable[Json]) -> dict[str, dict[str, str]]:
+    """The Secrets that Trainer makes: the key of MPI."""
+    names = [each["metadata"]["name"] for each in objects if each["kind"] == "Secret"]
+    return {name: ssh.new_key() for name in names}
+
+
+def _made_config_maps(objects: Iterable[Json]) -> dict[str, dict[str, str]]:
+    """The ConfigMaps that Trainer makes: the hosts of MPI."""
+    return {
+        each["metadata"]["name"]: each["data"] for each in objects if each["kind"] == "ConfigMap"
+    }
+
+
 @contextmanager
-def _volumes(pod: Pod, token: str) -> Iterator[tuple[dict[str, Path], Path]]:
+def _volumes(
+    pod: Pod, secrets: Objects, config_maps: Objects, token: str
+) -> Iterator[tuple[dict[str, Path], Path]]:
     """The directory of each volume of a pod, and one for its other files.
 
     They end with the pod: a container that restarts in place finds its files, a pod that replaces
@@ -117,8 +152,13 @@ def _volumes(pod: Pod, token: str) -> Iterator[tuple[dict[str, Path], Path]]:
         for volume in pod.spec.get("volumes") or ():
             in_memory = (volume.get("emptyDir") or {}).get("medium") == "Memory"
             found[volume["name"]] = path = directory(_MEMORY if in_memory else None)
-            for name, content in token_files(volume, token).items():
-                (path / name).write_text(content)
+            files = {
+                **volume_files(volume, pod, secrets, config_maps),
+                **token_files(volume, token),
+            }
+            for name, text in files.items():
+                (path / name).touch(0o600)  # ssh refuses a key that others may read
+                (path / name).write_text(text)
         yield found, directory(None)
 
 
@@ -165,12 +205,16 @@ def _subnet() -> Iterator[str]:
 
 
 @contextmanager
-def _free_ports() -> Iterator[dict[int, int]]:
-    """A free port for the frameworks, which bind their port on every address.
+def _free_ports(subnet: str) -> Iterator[dict[int, int]]:
+    """A free port for the frameworks: torch binds it on every address, XGBoost on that of a pod.
 
-    The port is bound and does not listen, so no other program gets it before the framework.
+    It is held on an address of this run that no pod has, so no other program gets it on every
+    address before the framework. The socket does not listen.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
+    with socket.socket() as found, socket.socket() as held:
+        for each in (found, held):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(("", 0))
+        held.bind((f"{subnet}.1", found.getsockname()[1]))
+        found.close()
         yield {TRAINER_PORT: held.getsockname()[1]}

@@ -25,10 +25,14 @@ def _fields(*names: str, **rules: Any) -> Json:
     return {**dict.fromkeys(names, _ANY), **rules}
 
 
-_GRPC = _fields("port", "service")
 _SLEEP = _fields("seconds")
-_REQUIRED = (_GRPC, _SLEEP)
-_PROBE = _fields("periodSeconds", "timeoutSeconds", "failureThreshold", grpc=_GRPC)
+_REQUIRED = (_SLEEP,)
+_PROBE = _fields(
+    *("periodSeconds", "timeoutSeconds", "failureThreshold"),
+    grpc=_fields("port", "service"),
+    tcpSocket=_fields("port"),
+)
+_ITEMS = _fields("key", "path", "mode")
 _CONTAINER = _fields(
     *("name", "image", "imagePullPolicy", "command", "args", "workingDir", "ports", "resources"),
     *("securityContext", "terminationMessagePolicy"),
@@ -69,6 +73,8 @@ _POD = _fields(
     },
     volumes=_fields(
         *("name", "emptyDir"),
+        secret=_fields("secretName", "defaultMode", items=_ITEMS),
+        configMap=_fields("name", "defaultMode", items=_ITEMS),
         # Who a pod is: the token of the run takes its place.
         projected=_fields(
             "defaultMode",
@@ -149,3 +155,5 @@ def _unsupported(value: Any, rule: Any, path: str) -> Iterator[tuple[str, Any]]:
             needed = wanted in _REQUIRED or (isinstance(wanted, tuple) and None not in wanted)
             if needed and name not in value:
                 yield f"{path}.{name}", None
+        if rule is _PROBE and not {"grpc", "tcpSocket"} & value.keys():
+            yield f"{path}.grpc", None

@@ -9,17 +9,20 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from cache_runtimes.local.kubelet import PodRun, grpc_probe
-from cache_runtimes.local.pods import Pod, Surroundings, processes
+from cache_runtimes.local import ssh
+from cache_runtimes.local.kubelet import PodRun, probe_succeeds
+from cache_runtimes.local.pods import SSH_KEYS, Pod, Surroundings, processes, with_addresses
 from cache_runtimes.local.policies import ContainerExit
 from tests.e2e.kubelet.objects import runner_pod
-from tests.e2e.kubelet.status import PodState, pod_status
+from tests.e2e.kubelet.status import PodState, pod_status, waiting_status
 from tests.e2e.kubelet.volumes import Objects, Tokens, directories
 
 Json = dict[str, Any]
 
+NO_REGISTRY = "nowhere.example.com/"
 _BACKOFF_S = 0.2
 _STOPPED = 143  # what a container that was stopped counts as
 
@@ -48,7 +51,15 @@ class ClusterPod:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        """Runs it to its end, or until it is cancelled; the last status is shown either way."""
+        """Runs it to its end, or until it is cancelled; the last status is shown either way.
+
+        A pod with an image of `NO_REGISTRY` never starts.
+        """
+        for container in self.pod["spec"]["containers"]:
+            if container["image"].startswith(NO_REGISTRY):
+                status = waiting_status(self.pod["spec"], container["image"])
+                await self.report({"status": status})
+                return
         state = PodState(self.address, now())
         names = [container["name"] for container in self.pod["spec"]["containers"]]
         try:
@@ -66,12 +77,21 @@ class ClusterPod:
 
     async def _run(self, state: PodState) -> list[ContainerExit]:
         pod = runner_pod(self.pod, self.address)
-        mounted = (self.pod["spec"], self.secrets, self.config_maps, self.tokens)
-        with directories(*mounted) as volumes:
-            home = next(iter(volumes.values()), Path("/tmp"))
+        hosts_of_mpi = {
+            name: {"data": with_addresses(one["data"], pod, (), self.around)}
+            for name, one in self.config_maps.items()
+            if name.endswith("-mpi-hostfile")
+        }
+        config_maps = {**self.config_maps, **hosts_of_mpi}
+        mounted = directories(self.pod["spec"], self.secrets, config_maps, self.tokens)
+        with mounted as volumes, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            home = Path(folder)
+            found = processes(pod, (), volumes, self.around, home=home)
+            if SSH_KEYS in volumes:
+                ssh.write_files(pod, volumes, home, found["node"], self.around.find_program("ssh"))
             run = PodRun(
                 pod,
-                processes(pod, (), volumes, self.around, home=home),
+                found,
                 self._log_line,
                 lambda ended: self._restarted(state, ended),
                 self._changed.set,
@@ -108,7 +128,7 @@ class ClusterPod:
     def _probe(self, volumes: Mapping[str, Path]) -> Callable[[Pod, Json, Json], Awaitable[bool]]:
         async def succeeds(pod: Pod, container: Json, probe: Json) -> bool:
             if "exec" not in probe:
-                return await grpc_probe(pod, container, probe)
+                return await probe_succeeds(pod, container, probe)
             command = shlex.join(probe["exec"]["command"])
             for mount in container.get("volumeMounts") or ():
                 path = rf"(?<![\w./-]){re.escape(mount['mountPath'])}(?![\w.-])"

@@ -28,6 +28,19 @@ class PodState:
         return "Failed" if any(exit.code for exit in self.exits) else "Succeeded"
 
 
+def waiting_status(spec: Mapping[str, Any], image: str) -> Json:
+    """The ``status`` of a pod whose image cannot be fetched."""
+    waiting = {"reason": "ImagePullBackOff", "message": f'Back-off pulling image "{image}"'}
+    statuses = [
+        {
+            **{"name": each["name"], "image": each["image"], "imageID": ""},
+            **{"ready": False, "restartCount": 0, "state": {"waiting": waiting}},
+        }
+        for each in spec["containers"]
+    ]
+    return {"phase": "Pending", "containerStatuses": statuses}
+
+
 def pod_status(spec: Mapping[str, Any], state: PodState, now: str) -> Json:
     """The ``status`` of a pod, to be merged strategically."""
     conditions = {

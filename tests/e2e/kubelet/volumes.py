@@ -41,6 +41,7 @@ def directories(
             found[volume["name"]] = path = Path(root, volume["name"])
             path.mkdir()
             for name, content in _files(volume, secrets, config_maps, tokens).items():
+                (path / name).touch(0o600)  # ssh refuses a key that others may read
                 (path / name).write_bytes(content)
         yield found
 

@@ -104,6 +104,9 @@ def test_the_order_of_the_variables_is_the_documented_one() -> None:
     ]
 
 
+XGBOOST = {"DMLC_TASK_ID": "1", "DMLC_NUM_WORKER": "2"}
+
+
 @given(st.sampled_from(RANK_VARIABLES), st.integers(1, 2**31 - 1), st.data())
 def test_every_pair_of_every_source_is_found(
     source: RankVariables, world_size: int, data: st.DataObject
@@ -352,6 +355,24 @@ def test_torch_xla_is_asked_in_the_processes_that_it_launches(
     assert find_rank(environ={}) == Rank(0, 1)
     devices = 4
     assert find_rank(environ={}) == Rank(3, 4)
+
+
+def test_xgboost_is_asked_once_its_workers_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    connected = False
+    collective = SimpleNamespace(
+        is_distributed=lambda: connected, get_rank=lambda: 1, get_world_size=lambda: 2
+    )
+    monkeypatch.setitem(sys.modules, "xgboost.collective", collective)  # type: ignore
+    assert find_rank(environ={}) == Rank(0, 1)
+    connected = True
+    assert find_rank(environ=XGBOOST) == Rank(1, 2)
+
+
+def test_the_variables_of_xgboost_alone_are_no_rank() -> None:
+    assert find_rank(environ={**XGBOOST, "DMLC_NUM_WORKER": "1"}) == Rank(0, 1)
+    assert find_rank(environ={**XGBOOST, **JAX}) == Rank(5, 8)
+    with pytest.raises(ConfigError, match=r"DMLC_NUM_WORKER='2', DMLC_TASK_ID='1'.*Communicator"):
+        find_rank(environ=XGBOOST)
 
 
 MESHES = """

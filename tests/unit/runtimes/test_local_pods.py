@@ -12,7 +12,16 @@ import pytest
 from cache_protocol.errors import ConfigError
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local import policies
-from cache_runtimes.local.pods import Process, Surroundings, pods, processes, token_files
+from cache_runtimes.local.pods import (
+    Pod,
+    Process,
+    Surroundings,
+    pods,
+    processes,
+    token_files,
+    volume_files,
+    with_addresses,
+)
 from cache_runtimes.local.policies import ContainerExit
 from cache_runtimes.local.render import render
 from tests.manifests import job_named, pod_of, read
@@ -146,6 +155,64 @@ def test_mount_paths_become_the_directories_of_volumes() -> None:
     assert found.argv[-1] == "--dir=/tmp/c/x:/tmp/c /cached /my/cache s3://bucket/cache"
     assert found.directory == Path("/tmp/w")
     assert found.environment["HOME"] == "/tmp/w/home"
+
+
+def pod_named(name: str, index: int = 0) -> Pod:
+    return Pod("mine", "default", name, address(index), {"name": "node"}, index)
+
+
+SECRETS = {"keys": {"ID": "key", "TOKEN": "secret"}}
+CONFIG_MAPS = {"hosts": {"file": "here\n"}}
+
+
+@pytest.mark.parametrize(
+    ("volume", "files"),
+    [
+        ({"emptyDir": {}}, {}),
+        ({"secret": {"secretName": "keys"}}, SECRETS["keys"]),
+        (
+            {"secret": {"secretName": "keys", "items": [{"key": "ID", "path": "id_rsa"}]}},
+            {"id_rsa": "key"},
+        ),
+        ({"configMap": {"name": "hosts"}}, {"file": "here\n"}),
+    ],
+)
+def test_volumes_have_the_files_of_their_objects(volume: Json, files: Json) -> None:
+    assert volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS) == files
+
+
+@pytest.mark.parametrize(
+    ("volume", "words"),
+    [
+        ({"secret": {"secretName": "none"}}, "p needs the Secret 'none'"),
+        ({"configMap": {"name": "none"}}, "p needs the ConfigMap 'none'"),
+        (
+            {"configMap": {"name": "hosts", "items": [{"key": "none", "path": "x"}]}},
+            "p needs, in the ConfigMap 'hosts', the key 'none'",
+        ),
+    ],
+)
+def test_an_absent_object_of_a_volume_is_named(volume: Json, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS)
+
+
+def test_config_maps_have_addresses_for_names_and_localhost_for_the_pod_itself() -> None:
+    every = [pod_named("launcher-0-0"), pod_named("node-0-0", 1)]
+    data = {"hostfile": "launcher-0-0.mine slots=1\nnode-0-0.mine slots=1\n"}
+    for pod, hosts in zip(
+        every, (["localhost", "127.1.2.3"], ["127.1.2.2", "localhost"]), strict=True
+    ):
+        found = with_addresses(data, pod, every, AROUND)["hostfile"].split()
+        assert found[::2] == hosts
+
+
+def test_pods_of_mpi_have_the_home_and_the_ssh_of_their_image() -> None:
+    keys = {"name": "mpi-ssh-auth", "mountPath": "/home/mpiuser/.ssh"}
+    node = container("node", "/home/mpiuser/x /home/mpiuser/.ssh/id_rsa", volumeMounts=[keys])
+    found = planned(node, volumes={"mpi-ssh-auth": Path("/keys")})
+    assert found.argv[-1] == "/home-of-pod/x /keys/id_rsa"
+    assert found.environment["PATH"] == "/home-of-pod/bin:/bin"
 
 
 @pytest.mark.parametrize("given", [None, "localhost,.svc"])

@@ -40,6 +40,7 @@ def with_container(**fields: Any) -> Json:
 @pytest.mark.parametrize(
     "name",
     [
+        "deepspeed-data-cache",
         "jax-distributed-data-cache",
         "torch-distributed-data-cache",
         "torch-distributed-data-cache-colocated",
@@ -54,7 +55,6 @@ def test_runtimes_that_run_on_one_machine_are_supported(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("deepspeed-data-cache", "volumes[mpi-ssh-auth].secret={"),
         ("torch-distributed-with-cache", "readinessProbe.exec={"),
         ("torchtune-qwen2.5-1.5b", "spec.volumeClaimPolicies="),
     ],
@@ -71,8 +71,9 @@ def test_runtimes_that_need_a_cluster_are_refused(name: str, words: str) -> None
     [
         (with_container(startupProbe={}), f"{CONTAINER}.startupProbe.grpc=None"),
         (
-            with_container(livenessProbe={"tcpSocket": {"port": 1}}),
-            f"{CONTAINER}.livenessProbe.tcpSocket={{'port': 1}}",
+            with_container(livenessProbe={"exec": {"command": ["true"]}}),
+            f"{CONTAINER}.livenessProbe.exec={{'command': ['true']}}; "
+            f"{CONTAINER}.livenessProbe.grpc=None",
         ),
         (
             with_container(readinessProbe={**GRPC, "successThreshold": 2}),
