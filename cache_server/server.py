@@ -148,7 +148,11 @@ class CacheServer:
         stack.callback(self._web.stop)  # if the node does not start
         try:
             self._flight = FlightService(
-                config.listen_host, config.flight_port, self._traffic, **access
+                config.listen_host,
+                config.flight_port,
+                self._traffic,
+                slow_reader_timeout_s=config.slow_reader_timeout_s,
+                **access,
             )
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
