@@ -265,7 +265,8 @@ def _run(node: LocalNode, source: Path, calls: int, seed: int, max_growth: float
     growth = (after[0] - before[0]) / (calls - calls // 4)
     text = (
         f"{calls} calls, seed {seed}, {time.monotonic() - start:.0f} s, {epochs[0]} exact epochs, "
-        f"memory {before[0]} -> {after[0]}, {growth:.0f} bytes a call, descriptors {before[1]} -> {after[1]}, log {len(log)} bytes"
+        f"memory {before[0]} -> {after[0]}, {growth:.0f} bytes a call, "
+        f"descriptors {before[1]} -> {after[1]}, log {len(log)} bytes"
     )
     _require(not wrong, f"{wrong}: {text}")
     _require("Traceback" not in log and "defect" not in log, f"{text}\n{log[-8000:]}")

@@ -125,10 +125,10 @@ def flight_error(error: CacheError) -> flight.FlightError:
 class UnformattedError(flight.FlightServerError):
     """An error of GetSchema, without a traceback.
 
-    pyarrow 26 formats every error of this verb as a traceback, sends it to the caller, and leaks its
-    lines: 2.4 KB a call. It sends only the message where `traceback` cannot format the error.
+    pyarrow 26 formats every error of this verb as a traceback, sends it to the caller, and leaks
+    its lines: 2.4 KB a call. If `traceback` cannot format the error, it sends only the message.
     """
 
     @property
-    def __cause__(self) -> BaseException | None:  # type: ignore[override]
+    def __cause__(self) -> BaseException | None:
         raise RuntimeError("not to be formatted")

@@ -232,6 +232,8 @@ class ShardStore:
             digests = PieceDigests()
             with temporary.open("w+b") as file:
                 for chunk in chunks:
+                    if file.tell() + len(chunk) > sealed.num_bytes:
+                        break  # the room was reserved for so many
                     digests.add(file.tell(), chunk)
                     file.write(chunk)
                 file.flush()
