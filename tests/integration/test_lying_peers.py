@@ -250,25 +250,28 @@ def test_a_request_for_too_many_rows_is_refused_with_the_limit(
 def test_a_reader_with_a_replica_soon_leaves_a_frozen_node(
     tmp_path: Path, dataset_name: str
 ) -> None:
-    source = write_numbered(tmp_path / "source", 400_000, files=8)
+    source = write_numbered(tmp_path / "source", 40_000, files=8)
     with LocalCluster(2) as cluster:
         spec = DatasetSpec(dataset_name, source, target_shard_bytes=1, replicas=2)
         CacheClient(cluster.endpoint).load(spec)
-        dataset = CacheIterableDataset(
-            dataset_name, batch_size=100, endpoint=cluster.endpoint, columns=["row"],
-            local=False, prefetch_batches=1, message_bytes=4096,
-        )  # fmt: skip
         node = psutil.Process(cluster.nodes[1].pid)
-        rows, longest_s, before = [], 0.0, time.monotonic()
+        longest_s = []
         try:
-            for number, batch in enumerate(dataset):
-                longest_s = max(longest_s, time.monotonic() - before)
-                rows += batch["row"].tolist()
-                if number == 20:
-                    suspend(node)
-                before = time.monotonic()
+            for freeze_at in (20, None):  # the second reader opens new connections
+                dataset = CacheIterableDataset(
+                    dataset_name, batch_size=100, endpoint=cluster.endpoint, columns=["row"],
+                    local=False, prefetch_batches=1, message_bytes=4096,
+                )  # fmt: skip
+                rows, waits_s, before = [], [], time.monotonic()
+                for number, batch in enumerate(dataset):
+                    waits_s.append(time.monotonic() - before)
+                    rows += batch["row"].tolist()
+                    if number == freeze_at:
+                        suspend(node)
+                    before = time.monotonic()
+                assert rows == list(range(40_000))
+                longest_s.append(max(waits_s))
         finally:
             node.resume()
-    assert rows == list(range(400_000))
-    # 1.2 to 1.7 s; 5 s more if a new connection to the node was being opened. It was 20 s.
-    assert 0.5 < longest_s < 10.0, longest_s
+    # 1.2 to 1.7 s on an idle machine. It was 20 s, and 5 s for new connections.
+    assert all(0.5 < found < 4.0 for found in longest_s), longest_s
