@@ -12,14 +12,13 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Protocol
 
-import xxhash
-
 from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.storage import piece_digests
 from cache_protocol.wire.credentials import Credentials
 from cache_server.coordination.holder_checks import Outcome, ShardCheck
 from cache_server.node import peer_files
 from cache_server.secrets import error_text
-from cache_server.shards.checksums import PIECE_BYTES
+from cache_server.shards.checksums import PieceDigests
 
 logger = logging.getLogger(__name__)
 
@@ -108,26 +107,18 @@ class SecondReader:
         """
         key, index, _ = check.claim
         deadline = self._clock() + _LEAST_S + check.num_bytes / _LEAST_BYTES_PER_S
-        whole, piece, left, num_bytes = xxhash.xxh3_128(), xxhash.xxh3_128(), PIECE_BYTES, 0
+        digests, num_bytes = PieceDigests(), 0
         chunks = peer_files.shard_file(
             check.holder.location, key, index, credentials=self._credentials,
             timeout_s=deadline - self._clock(),
         )  # fmt: skip
         with closing(chunks):
             for chunk in chunks:
-                num_bytes += len(chunk)
                 if self._stop.is_set():
                     return Outcome.UNREAD
+                digests.add(num_bytes, chunk)
+                num_bytes += len(chunk)
                 if num_bytes > check.num_bytes:
-                    return Outcome.DIFFERS
-                view = memoryview(chunk)
-                while view.nbytes:
-                    part, view = view[:left], view[left:]
-                    piece.update(part)
-                    left -= part.nbytes
-                    if not left:
-                        whole.update(piece.digest())
-                        piece, left = xxhash.xxh3_128(), PIECE_BYTES
-        if left < PIECE_BYTES:
-            whole.update(piece.digest())
-        return Outcome.MATCHES if whole.hexdigest() == check.checksum else Outcome.DIFFERS
+                    break
+        found = piece_digests.checksum(digests.in_order())
+        return Outcome.MATCHES if found == check.checksum else Outcome.DIFFERS
