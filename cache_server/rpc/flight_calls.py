@@ -48,10 +48,10 @@ class Call(flight.ServerMiddleware):
         assert self.caller is not None
         return self.caller.still_allowed()
 
-    def paced(self, messages: Iterable[_T], num_bytes: int) -> Iterator[_T]:
+    def paced(self, messages: Iterable[_T], num_bytes: int, request_bytes: int = 0) -> Iterator[_T]:
         """See `LimitedCall.paced`."""
         assert self.limited is not None
-        return self.limited.paced(messages, num_bytes)
+        return self.limited.paced(messages, num_bytes, request_bytes)
 
     def call_completed(self, exception: BaseException | None) -> None:
         """Gives its share back; Flight calls it at the end of every call."""

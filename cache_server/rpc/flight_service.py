@@ -227,7 +227,7 @@ class FlightService(flight.FlightServerBase):
                     writer.begin(selection.layout.schema)
                 num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)
                 batches = rows.gather(row_ids, selection, request.rows_per_message)
-                for batch in call.paced(batches, num_bytes):
+                for batch in call.paced(batches, num_bytes, row_ids.nbytes):
                     if batch.num_rows and not header:
                         header = header_size(batch)
                     num_bytes = batch.nbytes

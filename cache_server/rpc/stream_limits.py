@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,8 @@ from cache_server.shards.stoppable_thread import StoppableThread
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_OF_CONNECTION, MAX_CALLS_OF_PRINCIPAL = 128, 4096
-# Messages that are gathered and not yet taken. A larger one is sent alone.
+# Messages that are gathered and not yet taken, with their requests; a larger one is sent alone. And
+# as many bytes again of requests that wait.
 MAX_BYTES_OF_CONNECTION, MAX_BYTES_OF_PRINCIPAL = 64 << 20, 256 << 20
 _LOOK_EVERY_S = 1.0
 _T = TypeVar("_T")
@@ -45,6 +47,7 @@ class StreamLimits:
         self._open: set[LimitedCall] = set()
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
+        self._waiting: Counter[tuple[str, str]] = Counter()  # bytes of requests
 
     def begin(self, principal: str, peer: str) -> LimitedCall:
         """Counts a call; `LimitedCall.end` must follow.
@@ -63,7 +66,7 @@ class StreamLimits:
                         f"a {owner[0]} has at most {limit} running calls on a node, and "
                         f"{owner[1]!r} has them: end some"
                     )
-            self._calls.update(call.owners)
+            self._add(self._calls, call, 1)
             self._open.add(call)
         return call
 
@@ -72,41 +75,53 @@ class StreamLimits:
         with self._changed:
             if call in self._open:
                 self._open.remove(call)
-                self._subtract(self._calls, call, 1)
+                self._add(self._calls, call, -1)
 
-    def reserve(self, call: LimitedCall, num_bytes: int) -> None:
+    def reserve(self, call: LimitedCall, num_bytes: int, request_bytes: int = 0) -> None:
         """Waits until a message may take so much memory.
 
+        Args:
+            request_bytes: of them are taken already, by the request.
+
         Raises:
-            NodeUnavailableError: other messages were not taken in time; names the limit.
+            NodeUnavailableError: other messages were not taken in time, or too many requests wait;
+                names the limit.
         """
-
-        def has_room() -> bool:
-            return all(
-                not self._bytes[owner] or self._bytes[owner] + num_bytes <= limit
-                for owner, limit in zip(call.owners, _MAX_BYTES, strict=True)
-            )
-
+        refusal = NodeUnavailableError(
+            f"{call.owners[1][1]!r} reads too slowly: its messages on their way have at most "
+            f"{MAX_BYTES_OF_CONNECTION} bytes a connection, and {MAX_BYTES_OF_PRINCIPAL} in all"
+        )
         with self._changed:
-            if not self._changed.wait_for(has_room, self._timeout_s):
-                raise NodeUnavailableError(
-                    f"{call.owners[1][1]!r} reads too slowly: its messages on their way have at "
-                    f"most {MAX_BYTES_OF_CONNECTION} bytes a connection, and "
-                    f"{MAX_BYTES_OF_PRINCIPAL} in all"
-                )
-            for owner in call.owners:
-                self._bytes[owner] += num_bytes
+            if not self._has_room(self._bytes, call, num_bytes):
+                if not self._has_room(self._waiting, call, request_bytes):
+                    raise refusal
+                self._add(self._waiting, call, request_bytes)
+                try:
+                    if not self._changed.wait_for(
+                        lambda: self._has_room(self._bytes, call, num_bytes), self._timeout_s
+                    ):
+                        raise refusal
+                finally:
+                    self._add(self._waiting, call, -request_bytes)
+            self._add(self._bytes, call, num_bytes)
+
+    @staticmethod
+    def _has_room(sums: Counter[tuple[str, str]], call: LimitedCall, num_bytes: int) -> bool:
+        return all(
+            not sums[owner] or sums[owner] + num_bytes <= limit
+            for owner, limit in zip(call.owners, _MAX_BYTES, strict=True)
+        )
 
     def release(self, call: LimitedCall, num_bytes: int) -> None:
         """Gives the memory of a message back."""
         with self._changed:
-            self._subtract(self._bytes, call, num_bytes)
+            self._add(self._bytes, call, -num_bytes)
             self._changed.notify_all()
 
     @staticmethod
-    def _subtract(sums: Counter[tuple[str, str]], call: LimitedCall, amount: int) -> None:
+    def _add(sums: Counter[tuple[str, str]], call: LimitedCall, amount: int) -> None:
         for owner in call.owners:
-            sums[owner] -= amount
+            sums[owner] += amount
             if not sums[owner]:
                 del sums[owner]
 
@@ -142,18 +157,20 @@ class LimitedCall:
         """Ends it."""
         self._limits.end(self)
 
-    def paced(self, messages: Iterable[_T], num_bytes: int) -> Iterator[_T]:
+    def paced(self, messages: Iterable[_T], num_bytes: int, request_bytes: int = 0) -> Iterator[_T]:
         """The messages, each made when there is memory for it, and counted until it is sent.
 
         Args:
             num_bytes: of a message, about.
+            request_bytes: of the request, which is kept meanwhile.
 
         Raises:
             NodeUnavailableError: see `StreamLimits.reserve`.
         """
         for_each = iter(messages)
+        num_bytes += request_bytes
         while True:
-            self._limits.reserve(self, num_bytes)
+            self._limits.reserve(self, num_bytes, request_bytes)
             try:
                 try:
                     message = next(for_each)
@@ -188,9 +205,13 @@ def shut_down(peer: str) -> bool:
     """
     wanted = _address(peer)
     for name in os.listdir("/proc/self/fd"):
-        # A duplicate: gRPC may close its descriptor, and another file may get its number.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):  # it was closed meanwhile, or is not connected
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            # A duplicate: gRPC may close its descriptor, and another file may get its number.
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
                 host, port = connection.getpeername()[:2]
                 if (host.removeprefix("::ffff:"), port) == wanted:
                     connection.shutdown(socket.SHUT_RDWR)
