@@ -178,7 +178,7 @@ class Coordinator:
                 self._checks.forget(planned.version.key)
             if version is None:  # orphans of the nodes count before any heartbeat is answered
                 for node_id, member in self._membership.members.items():
-                    if planned.version.key in member.actual:
+                    if planned.version.key in member.actual and not member.untrusted:
                         made.apply_report(member.actual[planned.version.key], node_id)
                         self._note_claims(made, node_id, believed=True)
             self._created = made.created
@@ -560,7 +560,8 @@ class Coordinator:
             for shard in actual.shards:
                 if shard.sealed and version.agrees(shard):
                     is_known = shard.checksum == version.sealed[shard.index].checksum
-                    said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known)
+                    is_first = version.first_holders.get(shard.index) == node_id
+                    said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known, is_first)
         self._checks.apply_report(key, node_id, said, self._clock(), believed=believed)
 
     def _mark_changed(self) -> None:

@@ -1,8 +1,8 @@
 """Whose claim to hold a shard is proven, and which file to read next. Pure.
 
-A checksum is public, so any node can repeat it. The coordinator believes a node about the shards
-that it told the node to load. Every other claim counts once the second reader has read the file
-back from the node, and it had the checksum. Proven files are read again from time to time.
+A checksum is public, so any node can repeat it. The coordinator believes the first node that loads
+a shard from the source, as it was told to. Every other claim counts once the second reader has read
+the file back from the node, and it had the checksum. Proven files are read again from time to time.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ class Said:
 
     Attributes:
         is_known: the version has this checksum for the shard.
+        is_first: no other node said anything of the shard before.
     """
 
     num_bytes: int
     checksum: str
     is_known: bool
+    is_first: bool = False
 
 
 @dataclass(slots=True)
@@ -150,9 +152,10 @@ class HolderChecks:
                 continue
             self._forget(claim)
             self._claims[claim] = _State(now_said)
-            if believed or index in told or _WHOLE_QUERY in told:
+            was_told = index in told or _WHOLE_QUERY in told
+            if believed or (was_told and now_said.is_first):
                 self._prove(claim, now)
-            elif now_said.is_known:
+            elif was_told or now_said.is_known:
                 self._pending[claim] = None
         self._of[key, node_id] = set(said)
 
@@ -164,6 +167,12 @@ class HolderChecks:
         """Whether a read of the file failed: no other node should wait for it."""
         state = self._claims.get(Claim(key, index, node_id))
         return state is not None and bool(state.failures or state.lies)
+
+    def hopeless(self, key: VersionKey, node_id: str) -> set[int]:
+        """The shards that a node holds and no read can prove: they have other checksums."""
+        indices = self._of.get((key, node_id), set())
+        claims = (Claim(key, index, node_id) for index in indices)
+        return {c.shard for c in claims if c not in self._proven and c not in self._pending}
 
     def next(self, alive: Set[str], now: float) -> ShardCheck | None:
         """The next file to read; its outcome must follow. None: nothing is due.

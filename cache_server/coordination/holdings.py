@@ -111,17 +111,6 @@ class Holdings:
             shard.sealed and shard.index in self.version.sealed and not self.version.agrees(shard)
         )
 
-    def _is_odd(self, shard: pb.ActualShard, node_id: str) -> bool:
-        """Whether no read can prove a claim: its checksum is not that of the version."""
-        key, known = self.version.pinned.key, self.version.sealed.get(shard.index)
-        return (
-            self._checks is not None
-            and known is not None
-            and shard.sealed
-            and shard.checksum != known.checksum
-            and not self._checks.is_proven(key, shard.index, node_id)
-        )
-
     def lie(self, node_id: str) -> str:
         """A claim of a node against what a ready version has on other nodes; empty: none.
 
@@ -241,7 +230,9 @@ class Holdings:
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         reported = self._last_report(node_id).shards
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
-        odd = {shard.index for shard in reported if self._is_odd(shard, node_id)}
+        odd: set[int] = set()
+        if self._checks is not None:
+            odd = self._checks.hopeless(pinned.key, node_id)
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):

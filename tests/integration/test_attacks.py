@@ -6,15 +6,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, LoadError
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.coordination.membership import MAX_HEARTBEAT_BYTES
@@ -23,7 +20,6 @@ from tests.conftest import write_numbered
 from tests.waiting import suspend, wait_until
 
 ROWS, FILES, WAIT_S = 2000, 4, 30.0
-LIMIT_BYTES = 2 << 30
 
 
 def token(role: str) -> str:
@@ -41,7 +37,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
     ]
     (directory / "tokens.json").write_text(json.dumps({"principals": principals}))
     arguments = ["--allow-source", "", "--auth-tokens", str(directory / "tokens.json")]
-    arguments += ["--container-memory-limit", str(LIMIT_BYTES), "--heartbeat-interval-s", "0.1"]
+    arguments += ["--heartbeat-interval-s", "0.1"]
     running = LocalNode(directory / "node", arguments, token("node"))
     try:
         running.start()
@@ -106,20 +102,6 @@ def test_heartbeats_of_a_stolen_token_stop_no_reader(node: LocalNode) -> None:
         wait_until(lambda: admin.describe("t").state == "ready", WAIT_S, "ready")
         assert rows(node) == list(range(ROWS))
     assert {n.id for n in admin.nodes() if n.untrusted} == {"false"}
-
-
-def test_a_query_that_needs_more_than_the_container_has_fails_by_name(
-    node: LocalNode, tmp_path: Path
-) -> None:
-    pq.write_table(pa.table({"k": range(100_000)}), tmp_path / "a.parquet")
-    spec = DatasetSpec(
-        "crossed", sources={name: str(tmp_path / "a.parquet") for name in "ab"},
-        sql="SELECT a.k AS k FROM a CROSS JOIN b ORDER BY a.k",
-    )  # fmt: skip
-    with pytest.raises(LoadError, match=r"a query gets .* MiB"):
-        CacheClient(node.endpoint, token=token("writer")).load(spec)
-    assert psutil.Process(node.pid).memory_info().rss < LIMIT_BYTES
-    assert rows(node) == list(range(ROWS))
 
 
 def test_a_file_that_is_cut_in_place_costs_no_row(node: LocalNode) -> None:

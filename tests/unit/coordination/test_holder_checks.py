@@ -19,8 +19,8 @@ HOLDERS = {node: Holder(node, "cache", f"grpc://{node}:1") for node in NODES}
 AGAIN_S = 100.0
 
 
-def said(*indices: int, is_known: bool = True) -> dict[int, Said]:
-    return {index: Said(10, f"sum-{index}", is_known) for index in indices}
+def said(*indices: int, is_known: bool = True, is_first: bool = False) -> dict[int, Said]:
+    return {index: Said(10, f"sum-{index}", is_known, is_first) for index in indices}
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def test_a_node_is_believed_about_what_it_was_told_to_load_and_others_are_read_f
     checks: HolderChecks,
 ) -> None:
     checks.note_told(KEY, "a", {1, 2})
-    for node in "ab":
-        checks.apply_report(KEY, node, said(1, 2), 0.0)
+    checks.apply_report(KEY, "a", said(1, 2, is_first=True), 0.0)
+    checks.apply_report(KEY, "b", said(1, 2), 0.0)
     assert proven(checks, "a") == {1, 2} and not proven(checks, "b")
 
     check = next_check(checks)
@@ -59,7 +59,7 @@ def test_a_node_is_believed_about_what_it_was_told_to_load_and_others_are_read_f
     checks.apply_report(KEY, "b", said(1, 2), 0.0)
     assert not proven(checks, "b")
     checks.note_told(KEY, "c", {None})  # the whole query
-    checks.apply_report(KEY, "c", said(7), 0.0)
+    checks.apply_report(KEY, "c", said(7, is_first=True), 0.0)
     assert proven(checks, "c") == {7}
 
 
@@ -134,9 +134,22 @@ def test_a_node_at_another_place_or_of_another_principal_has_nothing_proven(
         assert not proven(checks, "a")
 
 
+def test_a_node_that_loads_a_lost_shard_again_is_read_first(checks: HolderChecks) -> None:
+    checks.note_told(KEY, "a", {1, 2})
+    again = {1: Said(10, "sum-1", is_known=True), 2: Said(10, "another", is_known=False)}
+    checks.apply_report(KEY, "a", again, 0.0)
+    assert not proven(checks, "a")
+    for index, checksum in ((1, "sum-1"), (2, "another")):
+        check = next_check(checks)
+        assert (check.claim.shard, check.checksum) == (index, checksum)
+        checks.apply_outcome(check, Outcome.MATCHES, 0.0)
+    assert proven(checks, "a") == {1, 2}
+
+
 def test_a_checksum_that_the_version_does_not_have_cannot_be_proven(checks: HolderChecks) -> None:
     checks.apply_report(KEY, "a", said(1, is_known=False), 0.0)
     assert checks.next(NODES, 0.0) is None and not proven(checks, "a")
+    assert checks.hopeless(KEY, "a") == {1}  # it must be dropped
     checks.forget(KEY)
     assert not checks.is_doubtful(KEY, 1, "a")
 
