@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -130,15 +131,12 @@ def counted() -> Iterator[Counter[str]]:
         sent["messages"] += len(batches)
         return batches
 
-    Connection._options = count_call  # type: ignore[method-assign]
-    GatherStream.send = count_request  # type: ignore[method-assign]
-    GatherStream.receive = count_messages  # type: ignore[method-assign]
-    try:
+    with (
+        patch.object(Connection, "_options", count_call),
+        patch.object(GatherStream, "send", count_request),
+        patch.object(GatherStream, "receive", count_messages),
+    ):
         yield sent
-    finally:
-        Connection._options = options  # type: ignore[method-assign]
-        GatherStream.send = send  # type: ignore[method-assign]
-        GatherStream.receive = receive  # type: ignore[method-assign]
 
 
 def main() -> None:
