@@ -84,6 +84,7 @@ class Coordinator:
     ) -> None:
         self._catalogue = catalogue
         self._checks = checks
+        self._proven = frozenset(catalogue.read_proven())
         self._sources = sources
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
@@ -444,7 +445,12 @@ class Coordinator:
         reports = [checked_report(report) for report in request.reports]
         with self._changed:
             known = self._membership.members.get(node_id)
-            returns = known is not None and known.reporter is None  # from before a restart
+            returns = (  # after a restart of the coordinator
+                known is not None
+                and known.reporter is None
+                and node_id in self._proven
+                and node_id in self._membership.alive()
+            )
             member = self._membership.apply_heartbeat(request, by.process)
             self.jobs.apply(reports)
             has_news = member.has_news
@@ -496,6 +502,8 @@ class Coordinator:
         self._membership.distrust(node_id, reason)
         if self._checks is not None:
             self._checks.forget_node(node_id)
+            if node_id in self._proven:
+                self._write_proven(self._proven - {node_id})
         self._mark_changed()
 
     # -- second reader -------------------------------------------------------------------------
@@ -537,6 +545,7 @@ class Coordinator:
                 )
             elif check.is_first or outcome is Outcome.DIFFERS:
                 self._mark_changed()
+            self._note_proven()
             self._settle()
         self._notify_listeners()
 
@@ -549,6 +558,19 @@ class Coordinator:
         believed |= location == self._endpoints.flight_location  # the node of this process
         for version in self._versions.values():
             self._note_claims(version, node_id, believed=believed)
+        self._note_proven()
+
+    def _note_proven(self) -> None:
+        """Writes that nodes were proven to hold a shard, once for each node."""
+        if self._checks is not None and not self._checks.proven_nodes() <= self._proven:
+            self._write_proven(self._proven | self._checks.proven_nodes())
+
+    def _write_proven(self, node_ids: frozenset[str]) -> None:
+        self._proven = node_ids
+        try:
+            self._catalogue.write_proven(node_ids)
+        except OSError as error:  # after a restart their files are read back
+            logger.error("members not written reason=%s", error.strerror)
 
     def _note_claims(self, version: VersionRecord, node_id: str, *, believed: bool) -> None:
         if self._checks is None:

@@ -7,6 +7,7 @@ the file back from the node, and it had the checksum. Proven files are read agai
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
@@ -112,6 +113,7 @@ class HolderChecks:
         self._of: dict[tuple[VersionKey, str], set[int]] = {}  # the indices of `_claims`
         self._pending: dict[Claim, None] = {}  # the oldest first
         self._proven: dict[Claim, None] = {}  # likewise, by the time of the last read
+        self._num_proven: Counter[str] = Counter()  # by node
         self._running: set[str] = set()  # nodes: one file at a time
 
     def meet(self, holder: Holder) -> None:
@@ -162,6 +164,10 @@ class HolderChecks:
     def is_proven(self, key: VersionKey, index: int, node_id: str) -> bool:
         """Whether a claim counts."""
         return Claim(key, index, node_id) in self._proven
+
+    def proven_nodes(self) -> Set[str]:
+        """The nodes that hold a shard for certain."""
+        return self._num_proven.keys()
 
     def is_doubtful(self, key: VersionKey, index: int, node_id: str) -> bool:
         """Whether a read of the file failed: no other node should wait for it."""
@@ -233,7 +239,7 @@ class HolderChecks:
         elif outcome is Outcome.UNREAD and not check.is_first:
             self._prove(claim, now)  # a node that is busy or lost is no liar
         else:
-            self._proven.pop(claim, None)
+            self._unprove(claim)
             self._pending.pop(claim, None)
             self._pending[claim] = None
             state.failures += outcome is Outcome.UNREAD
@@ -245,13 +251,21 @@ class HolderChecks:
     def _prove(self, claim: Claim, now: float) -> None:
         self._claims[claim].proven_at = now
         self._pending.pop(claim, None)
-        self._proven.pop(claim, None)
+        self._unprove(claim)
         self._proven[claim] = None
+        self._num_proven[claim.node_id] += 1
+
+    def _unprove(self, claim: Claim) -> None:
+        if claim in self._proven:
+            del self._proven[claim]
+            self._num_proven[claim.node_id] -= 1
+            if not self._num_proven[claim.node_id]:
+                del self._num_proven[claim.node_id]
 
     def _forget(self, claim: Claim) -> None:
         self._claims.pop(claim, None)
         self._pending.pop(claim, None)
-        self._proven.pop(claim, None)
+        self._unprove(claim)
 
     def forget(self, key: VersionKey) -> None:
         """Forgets a version."""

@@ -85,7 +85,6 @@ class Membership:
         if not member.untrusted:
             logger.error("node untrusted id=%s reason=%s", node_id, reason)
             member.untrusted = reason
-            self._write()
 
     def _answering(self) -> set[str]:
         return self._silent_for_less_than(self._timeout_s)
@@ -146,8 +145,6 @@ class Membership:
         if known is not None:
             if known.node.process == request.node.process:
                 member.untrusted = known.untrusted
-            else:
-                self._unwritten |= bool(known.untrusted)
             is_back = node_id not in self._answering()
             member.back_at = member.last_seen if is_back else known.back_at
             member.has_news = is_back or not _is_same_report(known, member)
@@ -192,10 +189,7 @@ class Membership:
 
     def _write(self) -> None:
         try:
-            # An untrusted node must not be believed after a restart.
-            self._catalogue.write_members(
-                node_id for node_id, member in self._members.items() if not member.untrusted
-            )
+            self._catalogue.write_members(self._members)
             self._unwritten = False
         except OSError as error:  # matters only after a restart; tried again at each heartbeat
             logger.error("members not written reason=%s", error.strerror)
