@@ -49,10 +49,10 @@ floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that
 e2e: $(STAMP)  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLANE=DIR
 	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(ARGS)
 
-soak: $(STAMP)  ## check every row while nodes die and sources change; 2 minutes, ARGS="--seed 1"
+soak: $(STAMP)  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)
 
-fuzz: $(STAMP)  ## send a million malformed calls to a node; 15 minutes, ARGS="--calls 20000 --seed 1"
+fuzz: $(STAMP)  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 soak-queries: $(STAMP)  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class GatherAttempt:
         on_failure: called with a node and its error; returns the reason, or an empty string if the
             node is not to blame.
         counts: of rows, bytes and waits.
+        patience_s: how long to wait for connections to nodes.
 
     Attributes:
         answers: what was received.
@@ -59,6 +61,7 @@ class GatherAttempt:
     on_answer: Callable[[NodeRef], None]
     on_failure: Callable[[NodeRef, CacheError], str]
     counts: ReadCounts = field(default_factory=ReadCounts)
+    patience_s: float = math.inf
     answers: list[Answer] = field(default_factory=list)
     failed: list[Part] = field(default_factory=list)
     last_error: str = ""
@@ -71,7 +74,7 @@ class GatherAttempt:
             CacheError: a node refused its request for good.
         """
         remote = [(part, part.node) for part in parts if part.node is not None]
-        streams = self.streams.take([node.location for _, node in remote])
+        streams = self.streams.take([node.location for _, node in remote], self.patience_s)
         unanswered = {stream for stream in streams if isinstance(stream, GatherStream)}
         try:
             requests = self._requests(remote, streams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,15 +82,20 @@ class NodeStreams:
                 self._connections[location] = connection
             return connection
 
-    def take(self, locations: Sequence[str]) -> list[GatherStream | CacheError]:
+    def take(
+        self, locations: Sequence[str], patience_s: float = math.inf
+    ) -> list[GatherStream | CacheError]:
         """A fresh stream to each location, in this order, or the error of opening it.
 
         Pass each stream to `give_back` or `discard` afterwards.
+
+        Args:
+            patience_s: how long to wait, if that is less than ``timeout_s``.
         """
         found = [self._take_idle(location) for location in locations]
         missing = [at for at, stream in zip(locations, found, strict=True) if stream is None]
         try:
-            opened = iter(self._open(missing))
+            opened = iter(self._open(missing, min(patience_s, self._timeout_s)))
         except BaseException:  # the caller gets none of them
             for stream in filter(None, found):
                 self.discard(stream)
@@ -148,7 +154,7 @@ class NodeStreams:
             stream.close()
         return None
 
-    def _open(self, locations: Sequence[str]) -> list[GatherStream | CacheError]:
+    def _open(self, locations: Sequence[str], timeout_s: float) -> list[GatherStream | CacheError]:
         """Opens streams in threads, because Flight cannot stop waiting for a node that hangs.
 
         A stream that opens too late is closed at once.
@@ -166,9 +172,9 @@ class NodeStreams:
             for opening in openings:
                 pool.submit(self._open_one, opening)
             with self._finished:
-                self._finished.wait_for(lambda: all(o.outcome for o in openings), self._timeout_s)
+                self._finished.wait_for(lambda: all(o.outcome for o in openings), timeout_s)
             for opening in openings:
-                self._finish(opening, self._timeout_error(opening))
+                self._finish(opening, _timeout_error(opening, timeout_s))
             return [_stream_or_error(opening) for opening in openings]
         except BaseException:  # for example an interrupt: the caller gets none of them
             for opening in openings:
@@ -202,12 +208,11 @@ class NodeStreams:
             self._finished.notify_all()
             return True
 
-    def _timeout_error(self, opening: _Opening) -> NodeUnavailableError:
-        if not opening.was_asked:
-            return NotAskedError(f"node at {opening.location} was not asked before the time limit")
-        return NodeUnavailableError(
-            f"node at {opening.location} did not answer within {self._timeout_s:g} s"
-        )
+
+def _timeout_error(opening: _Opening, timeout_s: float) -> NodeUnavailableError:
+    if not opening.was_asked:
+        return NotAskedError(f"node at {opening.location} was not asked before the time limit")
+    return NodeUnavailableError(f"node at {opening.location} did not answer within {timeout_s:g} s")
 
 
 def _stream_or_error(opening: _Opening) -> GatherStream | CacheError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook at exit must follow the one below
 import logging
+import math
 import os
 import threading
 import time
@@ -43,6 +44,9 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
+# A frozen node accepts connections and says nothing. Another replica is asked before the time limit
+# for connecting; if that fails too, every node gets the whole time.
+_PATIENCE_S = 1.5
 
 
 class _IncompleteError(Exception):
@@ -165,7 +169,8 @@ class Reader:
                     if last_error:
                         self._counts.add(REFETCHES, 1)
                         missing = self._reroute(missing, deadline)
-                    gather = self._ask(missing)
+                    is_first = attempt.retry_state.attempt_number == 1
+                    gather = self._ask(missing, is_first=is_first)
                     answers += gather.answers
                     missing, last_error = gather.failed, gather.last_error or last_error
                     if missing:
@@ -185,13 +190,15 @@ class Reader:
         """
         self._lease.renew_if_due()
 
-    def _ask(self, parts: list[Part]) -> GatherAttempt:
+    def _ask(self, parts: list[Part], *, is_first: bool) -> GatherAttempt:
+        has_replicas = any(len(held) > 1 for held in self._router.shards.replicas)
         attempt = GatherAttempt(
             self._streams,
             self._local,
             self._record_answer,
             self._record_failure,
             self._counts,
+            _PATIENCE_S if is_first and has_replicas else math.inf,
         )
         attempt.run(parts)
         return attempt

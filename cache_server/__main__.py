@@ -216,6 +216,12 @@ def serve(
             "at most, and repair damaged ones; 0: none."
         ),
     ] = 3600.0,
+    slow_reader_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="A connection is cut off when its reader takes no message for this many seconds."
+        ),
+    ] = 60.0,
     heartbeat_interval_s: Annotated[
         float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
     ] = 0.5,
@@ -286,6 +292,7 @@ def serve(
             scrub_interval_s=scrub_interval_s,
             # What a job asks of its own cache, its own pods may read.
             allow_source=allow_source or ([""] if load_from_env else None),
+            slow_reader_timeout_s=slow_reader_timeout_s,
             heartbeat_interval_s=heartbeat_interval_s,
             node_timeout_s=node_timeout_s,
             lease_s=lease_s,

@@ -116,6 +116,7 @@ class NodeConfig(BaseModel):
         huge_pages: move shards in memory to huge pages while nothing is loading.
         allow_source: prefixes of the sources that the node may touch, see `AllowedSources`.
         scrub_interval_s: between two passes that read every shard file again; 0: none.
+        slow_reader_timeout_s: how long a message may wait for its reader.
         heartbeat_interval_s: between the reports of a node.
         node_timeout_s: a node without a heartbeat for this long counts as lost.
         lease_s: how long a replaced version is kept after its last read.
@@ -150,6 +151,7 @@ class NodeConfig(BaseModel):
     huge_pages: bool = True
     allow_source: tuple[str, ...] | None = ("",)
     scrub_interval_s: Lease = 3600.0
+    slow_reader_timeout_s: Seconds = 60.0
     heartbeat_interval_s: Seconds = 0.5
     node_timeout_s: Seconds = 10.0
     lease_s: Lease = 600.0

@@ -30,8 +30,10 @@ from cache_server.config import NodeConfig
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
+from cache_server.coordination.holder_checks import HolderChecks
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
+from cache_server.node.second_reader import SecondReader
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
@@ -74,6 +76,7 @@ class CacheServer:
         self._credentials = config.credentials
         self._authenticator = _authenticator(config, self._credentials)
         self._load: EnvironmentLoad | None = None
+        self._second_reader: SecondReader | None = None
         load_threads = config.load_threads or loads_at_once(_num_processors())
         with ExitStack() as stack:
             store = stack.enter_context(
@@ -148,7 +151,11 @@ class CacheServer:
         stack.callback(self._web.stop)  # if the node does not start
         try:
             self._flight = FlightService(
-                config.listen_host, config.flight_port, self._traffic, **access
+                config.listen_host,
+                config.flight_port,
+                self._traffic,
+                slow_reader_timeout_s=config.slow_reader_timeout_s,
+                **access,
             )
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
@@ -178,6 +185,8 @@ class CacheServer:
         self._flight.attach(self._node)
         self._control.start(coordinator)
         self._node.start()
+        if self._second_reader is not None:
+            self._second_reader.start()
         self._scrub.start()
         if self._config.huge_pages:
             self._huge_pages.start()
@@ -229,8 +238,10 @@ class CacheServer:
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             node_timeout_s=self._config.node_timeout_s,
             lease_s=self._config.lease_s,
+            checks=HolderChecks(self._config.scrub_interval_s),
         )
         stack.callback(coordinator.close)
+        self._second_reader = stack.enter_context(SecondReader(coordinator, self._credentials))
         return coordinator
 
     def __enter__(self) -> CacheServer:

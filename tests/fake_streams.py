@@ -87,7 +87,7 @@ class FakeStreams:
     def drop(self, location: str) -> None:
         self.dropped.append(location)
 
-    def take(self, locations: Sequence[str]) -> list[FakeStream | CacheError]:
+    def take(self, locations: Sequence[str], patience_s: float) -> list[FakeStream | CacheError]:
         return [self.streams[location] for location in locations]
 
     def give_back(self, location: str, stream: FakeStream) -> None:

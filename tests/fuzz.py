@@ -1,14 +1,15 @@
-"""Sends malformed calls to every verb of a node, and checks that only the calls fail.
+"""Sends malformed calls to every verb of a node with tokens, and checks that only the calls fail.
 
 ``make fuzz`` sends a million; ``python -m tests.fuzz --calls 5000 --seed 7`` repeats a run. The
-node must write no traceback, its memory and descriptors must stay flat, and an epoch that is read
-meanwhile must be exact. GetSchema is left out: in pyarrow 26 each of its errors leaks 1.6 KB,
-because its callback, unlike the others, does not turn a FlightError into a status.
+callers have a good token of any role, a wrong one or none. The node must write no traceback, its
+memory and descriptors must stay flat, and an epoch that is read meanwhile must be exact.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import random
 import sys
@@ -33,6 +34,8 @@ from cache_server.local import LocalNode
 from tests.conftest import write_numbered
 
 NAME, NUM_ROWS = "table", 2000
+_ROLES = ("node", "admin", "writer", "reader")  # of a principal each; the token is its name
+_TOKENS = (*(f"the-token-of-{role}" for role in _ROLES), "wrong", None)
 _TIMEOUT_S = 20.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 _NUMBERS = (0, 1, 2, 7, NUM_ROWS - 1, NUM_ROWS, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
@@ -60,10 +63,10 @@ class Fuzzer:
         self._page = node.page
         self._channel = grpc.insecure_channel(node.control_location)
         self._client = flight.FlightClient(node.endpoint)
-        self._options = flight.FlightCallOptions(timeout=_TIMEOUT_S)
+        self._headers: list[tuple[str, str]] = []
         self._verbs: tuple[Callable[[], object], ...] = (
-            self._control, self._control, self._get, self._info, self._exchange, self._action,
-            self._list, self._http,
+            self._control, self._control, self._get, self._info, self._schema, self._exchange,
+            self._action, self._list, self._put, self._http,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -72,6 +75,8 @@ class Fuzzer:
 
     def call(self) -> None:
         """One call; it may fail, but not hang."""
+        token = self._random.choices(_TOKENS, (3, 3, 3, 3, 1, 1))[0]
+        self._headers = [] if token is None else [("authorization", f"Bearer {token}")]
         try:
             self._random.choice(self._verbs)()
         except grpc.RpcError as error:
@@ -82,12 +87,17 @@ class Fuzzer:
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             _require("defect" not in str(error), repr(error))
 
+    @property
+    def _options(self) -> flight.FlightCallOptions:
+        headers = [(name.encode(), value.encode()) for name, value in self._headers]
+        return flight.FlightCallOptions(timeout=_TIMEOUT_S, headers=headers)
+
     def _control(self) -> None:
         verb = self._random.choice(_SERVICE.methods)
         send = self._channel.unary_stream if verb.server_streaming else self._channel.unary_unary
         call = send(f"/{_SERVICE.full_name}/{verb.name}", None, None)
         request = self._bytes(getattr(pb, verb.input_type.name)())
-        answer = call(request, timeout=_TIMEOUT_S)
+        answer = call(request, timeout=_TIMEOUT_S, metadata=self._headers)
         if verb.server_streaming:
             with suppress(StopIteration):
                 next(answer)
@@ -106,6 +116,12 @@ class Fuzzer:
 
     def _info(self) -> None:
         self._client.get_flight_info(self._descriptor(), self._options)
+
+    def _schema(self) -> None:
+        self._client.get_schema(self._descriptor(), self._options)
+
+    def _put(self) -> None:
+        self._client.do_put(self._descriptor(), pa.schema([]), self._options)[0].close()
 
     def _exchange(self) -> None:
         command = flight.FlightDescriptor.for_command(self._bytes(pb.GatherRequest()))
@@ -132,7 +148,8 @@ class Fuzzer:
 
     def _http(self) -> None:
         path = self._random.choice(("", "metrics", "ready", "x", "%00", "../x"))
-        with urllib.request.urlopen(self._page + path, timeout=_TIMEOUT_S) as answer:
+        request = urllib.request.Request(self._page + path, headers=dict(self._headers))
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
             answer.read()
 
     def _noise(self) -> bytes:
@@ -194,7 +211,15 @@ def run(calls: int, seed: int, *, max_growth_bytes_per_call: float) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as directory:
         source = write_numbered(Path(directory, "source"), NUM_ROWS, files=4)
-        node = LocalNode(Path(directory, "node"), ["--allow-source", f"{source}/"])
+        principals = [
+            {"name": role, "sha256": hashlib.sha256(token.encode()).hexdigest(), "roles": [role]}
+            for role, token in zip(_ROLES, _TOKENS, strict=False)
+            if token is not None
+        ]
+        tokens = Path(directory, "tokens.yaml")
+        tokens.write_text(json.dumps({"principals": principals}), encoding="utf-8")
+        arguments = ["--allow-source", f"{source}/", "--auth-tokens", str(tokens)]
+        node = LocalNode(Path(directory, "node"), arguments, _TOKENS[0])
         try:
             node.start()
             return _run(node, source, calls, seed, max_growth_bytes_per_call)
@@ -204,13 +229,14 @@ def run(calls: int, seed: int, *, max_growth_bytes_per_call: float) -> str:
 
 def _run(node: LocalNode, source: Path, calls: int, seed: int, max_growth: float) -> str:
     spec = DatasetSpec(NAME, source, target_shard_bytes=1)
-    fingerprint = CacheClient(node.endpoint).load(spec).fingerprint
+    fingerprint = CacheClient(node.endpoint, token=_TOKENS[1]).load(spec).fingerprint
     stop, epochs, wrong = threading.Event(), [0], list[str]()
 
     def read() -> None:
         dataset = CacheIterableDataset(
-            NAME, batch_size=100, endpoint=node.endpoint, columns=["row"], local=False
-        )
+            NAME, batch_size=100, endpoint=node.endpoint, columns=["row"], local=False,
+            token=_TOKENS[3],
+        )  # fmt: skip
         while not stop.is_set() and not wrong:
             rows = [row for batch in dataset for row in batch["row"].tolist()]
             if rows != list(range(NUM_ROWS)):
@@ -239,7 +265,8 @@ def _run(node: LocalNode, source: Path, calls: int, seed: int, max_growth: float
     growth = (after[0] - before[0]) / (calls - calls // 4)
     text = (
         f"{calls} calls, seed {seed}, {time.monotonic() - start:.0f} s, {epochs[0]} exact epochs, "
-        f"{growth:.0f} bytes a call, descriptors {before[1]} -> {after[1]}, log {len(log)} bytes"
+        f"memory {before[0]} -> {after[0]}, {growth:.0f} bytes a call, "
+        f"descriptors {before[1]} -> {after[1]}, log {len(log)} bytes"
     )
     _require(not wrong, f"{wrong}: {text}")
     _require("Traceback" not in log and "defect" not in log, f"{text}\n{log[-8000:]}")

@@ -1,4 +1,4 @@
-"""Readers check every row they are given while nodes die, sources change and datasets are dropped.
+"""Readers check every row they are given while nodes die, freeze, rot and lie, and sources change.
 
     python -m tests.soak [--seconds 120] [--seed 0]
 
@@ -6,6 +6,9 @@ The suite does so for a moment; `make soak` for minutes, after a change to what 
 or adopted. A seed draws the same actions again, though not at the same moments. Ends with 1 if a
 row was wrong, missing or repeated, if an error was none of `cache_protocol.errors`, or if the cache
 did not recover.
+
+Bytes that change in a file while it is served are found within a second. Values of an epoch that
+overlaps this second may be wrong; they are counted apart.
 """
 
 from __future__ import annotations
@@ -19,24 +22,31 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_client import CacheClient, CacheError, CacheIterableDataset, DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
+from tests.control_clients import open_channel
+from tests.false_nodes import FalseNode, false_report
 from tests.waiting import files_below, wait_until
 
 NAME, NODES, READERS = "soak", 3, 4
 ROWS, FILES, ROW_GROUP, SHARD_BYTES = 6_000, 6, 250, 20_000
 BATCH_SIZES = {1: 100, 2: 37}  # by world size
 LEASE_S, NODE_TIMEOUT_S, WAIT_S = 3.0, 2.0, 60.0
+ROTTEN_S = 3.0  # a node looks for changed files every second; readers have windows in flight
 
 
 class Table:
@@ -66,6 +76,13 @@ def derived(rows: Any, version: int) -> dict[str, Any]:
     }
 
 
+def flipped(data: bytes) -> bytes:
+    """The file with 64 other bytes in the middle."""
+    middle = len(data) // 2
+    changed = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+    return data[:middle] + changed + data[middle + 64 :]
+
+
 class Findings:
     """What the readers and the actions met."""
 
@@ -73,11 +90,25 @@ class Findings:
         self._lock = threading.Lock()
         self.wrong: list[str] = []
         self.epochs = 0
+        self.while_rotten = 0  # epochs with wrong values
         self.met: Counter[str] = Counter()
+        self._rotten_until = 0.0
+
+    def note_rot(self, seconds: float) -> None:
+        """Says that values may be wrong from now on, for so long."""
+        self._rotten_until = time.monotonic() + seconds
 
     def note_epoch(self) -> None:
         with self._lock:
             self.epochs += 1
+
+    def note_values(self, what: str, begun: float) -> None:
+        """Notes wrong values of an epoch, which may come from bytes that just changed."""
+        if begun < self._rotten_until:
+            with self._lock:
+                self.while_rotten += 1
+        else:
+            self.note_wrong(what)
 
     def note_wrong(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -96,6 +127,10 @@ class Findings:
             self.note_wrong(traceback.format_exc())
 
 
+class WrongValuesError(Exception):
+    """Rows have other values than those of their table."""
+
+
 class Reader:
     """Reads epochs: a part by one rank, the rest, from its state, by two with other batches."""
 
@@ -106,9 +141,13 @@ class Reader:
 
     def read_until(self, over: threading.Event, findings: Findings) -> None:
         while not over.is_set():
+            begun = time.monotonic()
             with findings.noting_errors():
-                if wrong := self.read_epoch():
-                    findings.note_wrong(f"reader {self._number}: {wrong}")
+                try:
+                    if wrong := self.read_epoch():
+                        findings.note_wrong(f"reader {self._number}: {wrong}")
+                except WrongValuesError as error:
+                    findings.note_values(f"reader {self._number}: {error}", begun)
                 findings.note_epoch()
             over.wait(self._random.random() * 0.2)
 
@@ -124,16 +163,16 @@ class Reader:
             np.concatenate([batch[name].numpy() for batch in batches])
             for name in ("row", "version")
         )
-        if not np.array_equal(np.sort(rows), np.arange(first.num_rows)):
-            return f"{len(rows)} rows, {len(np.unique(rows))} different ones, of {first.num_rows}"
-        if len(np.unique(versions)) > 1:
-            return f"versions {np.unique(versions)} in one epoch"
         for batch in batches:
             right = derived(batch["row"].numpy(), int(versions[0]))
             if not np.array_equal(batch["number"].numpy(), right["number"]):
-                return f"numbers {batch['number'][:5]} of rows {batch['row'][:5]}"
+                raise WrongValuesError(f"numbers {batch['number'][:5]} of rows {batch['row'][:5]}")
             if batch["text"] != right["text"]:
-                return f"texts {batch['text'][:5]} of rows {batch['row'][:5]}"
+                raise WrongValuesError(f"texts {batch['text'][:5]} of rows {batch['row'][:5]}")
+        if len(np.unique(versions)) > 1:
+            raise WrongValuesError(f"versions {np.unique(versions)} in one epoch")
+        if not np.array_equal(np.sort(rows), np.arange(first.num_rows)):
+            return f"{len(rows)} rows, {len(np.unique(rows))} different ones, of {first.num_rows}"
         return ""
 
     def _open(self, rank: int, world_size: int) -> CacheIterableDataset:
@@ -159,8 +198,12 @@ class Reader:
 class Actions:
     """What happens to the cache meanwhile, drawn by chance."""
 
-    def __init__(self, cluster: LocalCluster, table: Table, seed: int) -> None:
+    def __init__(
+        self, cluster: LocalCluster, table: Table, seed: int, findings: Findings, false: FalseNode
+    ) -> None:
         self._nodes = cluster.nodes
+        self._findings = findings
+        self._false = false
         self._client = CacheClient(cluster.endpoint)
         self._table = table
         self._random = random.Random(seed)
@@ -171,6 +214,11 @@ class Actions:
             self.the_source_changes,
             self.the_source_changes_and_a_node_is_away,
             self.the_dataset_is_dropped,
+            self.a_node_is_frozen,
+            self.bytes_change_while_a_node_is_away,
+            self.files_become_shorter_while_a_node_is_away,
+            self.bytes_change_in_a_file_that_is_served,
+            self.a_node_lies,
         ]
 
     def act(self) -> None:
@@ -214,6 +262,58 @@ class Actions:
         self._pause(1.0)
         self.load()
 
+    def a_node_is_frozen(self) -> None:
+        node = psutil.Process(self._random.choice(self._nodes).pid)
+        node.suspend()
+        try:
+            self._pause(3.0)
+        finally:
+            node.resume()
+
+    def bytes_change_while_a_node_is_away(self) -> None:
+        self._damage_while_away(flipped)
+
+    def files_become_shorter_while_a_node_is_away(self) -> None:
+        self._damage_while_away(lambda data: data[: len(data) // 2])
+
+    def _damage_while_away(self, damaged: Callable[[bytes], bytes]) -> None:
+        node = self._random.choice(self._nodes)
+        node.kill()
+        for path in self._shards(node)[:2]:
+            # Another file: this process may have mapped the one before.
+            draft = path.with_name("draft")
+            draft.write_bytes(damaged(path.read_bytes()))
+            draft.replace(path)
+        self._pause(2.0)
+        node.restart()
+
+    def bytes_change_in_a_file_that_is_served(self) -> None:
+        for path in self._shards(self._random.choice(self._nodes))[:1]:
+            with suppress(FileNotFoundError):  # it is dropped meanwhile
+                data = path.read_bytes()
+                path.chmod(0o644)
+                self._findings.note_rot(ROTTEN_S)
+                with path.open("r+b") as file:
+                    file.write(flipped(data))
+        time.sleep(ROTTEN_S)
+
+    def _shards(self, node: LocalNode) -> list[Path]:
+        found = [p for p in files_below(node.cache_dir) if p.match(f"{NAME}/*/shard-*.arrow")]
+        return self._random.sample(sorted(found), len(found))
+
+    def a_node_lies(self) -> None:
+        """It claims every shard with its checksum, and would serve zeros."""
+        node = pb.Node(
+            id="false", process=str(self._random.random()), cache_dir=str(self._nodes[0].cache_dir),
+            flight_location=self._false.location,
+        )  # fmt: skip
+        with open_channel(self._nodes[0].control_location) as channel, suppress(grpc.RpcError):
+            coordinator = cache_pb2_grpc.CoordinatorStub(channel)
+            for _ in range(10):
+                info = coordinator.GetDataset(pb.GetDatasetRequest(name=NAME), timeout=5).dataset
+                coordinator.Heartbeat(false_report(info, node), timeout=5)
+                time.sleep(0.2)
+
     def _send_away(self, *nodes: LocalNode) -> None:
         for node in nodes:
             node.kill()
@@ -229,10 +329,13 @@ def soak(directory: Path, seconds: float, seed: int) -> Findings:
     """What was met in so many seconds, and after the last of them."""
     findings, over = Findings(), threading.Event()
     table = Table(directory / "source")
-    with LocalCluster(
-        NODES, directory / "cache", node_timeout_s=NODE_TIMEOUT_S, lease_s=LEASE_S
-    ) as cluster:
-        actions = Actions(cluster, table, seed)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(
+            LocalCluster(NODES, directory / "cache", node_timeout_s=NODE_TIMEOUT_S, lease_s=LEASE_S)
+        )
+        false = FalseNode()
+        stack.callback(false.shutdown)
+        actions = Actions(cluster, table, seed, findings, false)
         actions.load()
         readers = [Reader(number, cluster.endpoint, seed) for number in range(READERS)]
         threads = [
@@ -248,6 +351,8 @@ def soak(directory: Path, seconds: float, seed: int) -> Findings:
         for thread in threads:
             thread.join()
         check_recovery(actions, readers, directory, findings)
+        if false.gathers:
+            findings.note_wrong(f"readers asked a false node {false.gathers} times")
     return findings
 
 
@@ -274,7 +379,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         findings = soak(Path(directory), arguments.seconds, arguments.seed)
     print(f"{findings.epochs} epochs; errors by name: {dict(findings.met)}")
-    print(f"wrong: {len(findings.wrong)}")
+    print(f"wrong: {len(findings.wrong)}; while bytes had just changed: {findings.while_rotten}")
     sys.exit(bool(findings.wrong))
 
 

@@ -2,6 +2,7 @@
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
 <cache_dir>/.members.json                              the nodes that ever joined
+<cache_dir>/.proven-members.json                       those that hold a shard for certain
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
 <cache_dir>/.catalogue-made                            empty; its time is the first start
 """
@@ -67,6 +68,7 @@ class Catalogue:
     def __init__(self, directory: Path) -> None:
         self._entries = directory / ".catalogue"
         self._members = directory / ".members.json"
+        self._proven = directory / ".proven-members.json"
         self._dropped = directory / ".dropped.json"
         self._made = directory / ".catalogue-made"
 
@@ -153,16 +155,19 @@ class Catalogue:
 
         The nodes join again, but shards may move in the meantime.
         """
-        if not self._members.exists():
-            return []
-        try:
-            names = json.loads(self._members.read_text(encoding="utf-8"))
-            if not isinstance(names, list):
-                raise ValueError("not a list")
-        except (OSError, ValueError) as error:
-            logger.warning("members forgotten path=%s reason=%s", self._members, error)
-            return []
-        return [str(name) for name in names]
+        return _read_names(self._members)
+
+    def write_proven(self, node_ids: Iterable[str]) -> None:
+        """Writes the ids of the nodes that hold a shard for certain.
+
+        Raises:
+            OSError: as `write`.
+        """
+        replace_file(self._proven, json.dumps(sorted(node_ids)))
+
+    def read_proven(self) -> list[str]:
+        """Their ids; all members if no release wrote them before."""
+        return _read_names(self._proven if self._proven.exists() else self._members)
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
         """Writes the dropped versions, with the last attempt of each, in this order.
@@ -192,6 +197,19 @@ class Catalogue:
 
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.folder}@{key.fingerprint}.json"
+
+
+def _read_names(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(names, list):
+            raise ValueError("not a list")
+    except (OSError, ValueError) as error:
+        logger.warning("members forgotten path=%s reason=%s", path, error)
+        return []
+    return [str(name) for name in names]
 
 
 def _read_entry(path: Path) -> CatalogueEntry:

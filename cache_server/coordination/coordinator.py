@@ -29,9 +29,16 @@ from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.forecast import LoadRate, forecast
+from cache_server.coordination.holder_checks import (
+    Holder,
+    HolderChecks,
+    Outcome,
+    Said,
+    ShardCheck,
+)
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.jobs import Jobs, checked_report
-from cache_server.coordination.membership import Membership
+from cache_server.coordination.membership import Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import plan_version
@@ -56,6 +63,7 @@ class Coordinator:
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
         sources: that it may read.
+        checks: which claims of nodes count; None: all. `next_check` must be called for it.
         clock: monotonic seconds.
 
     Attributes:
@@ -71,9 +79,12 @@ class Coordinator:
         heartbeat_interval_s: float,
         node_timeout_s: float,
         lease_s: float = 600.0,
+        checks: HolderChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
+        self._checks = checks
+        self._proven = frozenset(catalogue.read_proven())
         self._sources = sources
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
@@ -164,10 +175,13 @@ class Coordinator:
                 raise
             if version is not None:
                 version.release()
-            else:  # orphans of the nodes count before any heartbeat is answered
+            if self._checks is not None:
+                self._checks.forget(planned.version.key)
+            if version is None:  # orphans of the nodes count before any heartbeat is answered
                 for node_id, member in self._membership.members.items():
-                    if planned.version.key in member.actual:
+                    if planned.version.key in member.actual and not member.untrusted:
                         made.apply_report(member.actual[planned.version.key], node_id)
+                        self._note_claims(made, node_id, believed=True)
             self._created = made.created
             self._versions[planned.version.key] = made
             logger.info(
@@ -430,6 +444,13 @@ class Coordinator:
         node_id = request.node.id
         reports = [checked_report(report) for report in request.reports]
         with self._changed:
+            known = self._membership.members.get(node_id)
+            returns = (  # after a restart of the coordinator
+                known is not None
+                and known.reporter is None
+                and node_id in self._proven
+                and node_id in self._membership.alive()
+            )
             member = self._membership.apply_heartbeat(request, by.process)
             self.jobs.apply(reports)
             has_news = member.has_news
@@ -446,6 +467,7 @@ class Coordinator:
                             version.last_used or 0.0, self._clock() - actual.idle_s
                         )
             if has_news:
+                self._note_holder(node_id, member, believed=returns)
                 self._mark_changed()
             self._distrust_liar(node_id, reported)
             self._settle()
@@ -458,6 +480,9 @@ class Coordinator:
                 if version.failure is None:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
+                    if self._checks is not None:
+                        key = version.pinned.key
+                        self._checks.note_told(key, node_id, _loads(desired))
                     response.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
             for key in member.actual.keys() & (
@@ -470,9 +495,96 @@ class Coordinator:
         """Marks a node that claims what contradicts the other nodes."""
         for version in filter(None, map(self._versions.get, keys)):
             if version.was_ready and (lie := self._holdings(version).lie(node_id)):
-                self._membership.distrust(node_id, lie)
-                self._mark_changed()
+                self._distrust(node_id, lie)
                 return
+
+    def _distrust(self, node_id: str, reason: str) -> None:
+        self._membership.distrust(node_id, reason)
+        if self._checks is not None:
+            self._checks.forget_node(node_id)
+            if node_id in self._proven:
+                self._write_proven(self._proven - {node_id})
+        self._mark_changed()
+
+    # -- second reader -------------------------------------------------------------------------
+
+    def next_check(self, wait_s: float) -> ShardCheck | None:
+        """The next file to read back from a node; `apply_check` must follow.
+
+        Args:
+            wait_s: for a file, if none is due.
+
+        Returns:
+            None if none was due.
+        """
+        with self._changed:
+            if (found := self._next_check()) is None:
+                self._changed.wait(wait_s)
+                found = self._next_check()
+            return found
+
+    def _next_check(self) -> ShardCheck | None:
+        if self._checks is None:
+            return None
+        return self._checks.next(self._membership.alive(), self._clock())
+
+    def apply_check(self, check: ShardCheck, outcome: Outcome) -> None:
+        """Takes the outcome of a check: the claim counts, or the node is not trusted."""
+        if self._checks is None:
+            return
+        key, index, node_id = check.claim
+        with self._changed:
+            lies = self._checks.apply_outcome(check, outcome, self._clock())
+            if outcome is Outcome.DIFFERS:
+                logger.warning(
+                    "shard differs node=%s dataset=%s shard=%d", node_id, key.dataset, index
+                )
+            if lies and node_id in self._membership.members:
+                self._distrust(
+                    node_id, f"{key.dataset!r}: the file of shard {index} has another checksum"
+                )
+            elif check.is_first or outcome is Outcome.DIFFERS:
+                self._mark_changed()
+            self._note_proven()
+            self._settle()
+        self._notify_listeners()
+
+    def _note_holder(self, node_id: str, member: Member, *, believed: bool) -> None:
+        """Takes the claims of a report."""
+        if self._checks is None or member.untrusted:
+            return
+        location = member.node.flight_location
+        self._checks.meet(Holder(node_id, member.reporter or "", location))
+        believed |= location == self._endpoints.flight_location  # the node of this process
+        for version in self._versions.values():
+            self._note_claims(version, node_id, believed=believed)
+        self._note_proven()
+
+    def _note_proven(self) -> None:
+        """Writes that nodes were proven to hold a shard, once for each node."""
+        if self._checks is not None and not self._checks.proven_nodes() <= self._proven:
+            self._write_proven(self._proven | self._checks.proven_nodes())
+
+    def _write_proven(self, node_ids: frozenset[str]) -> None:
+        self._proven = node_ids
+        try:
+            self._catalogue.write_proven(node_ids)
+        except OSError as error:  # after a restart their files are read back
+            logger.error("members not written reason=%s", error.strerror)
+
+    def _note_claims(self, version: VersionRecord, node_id: str, *, believed: bool) -> None:
+        if self._checks is None:
+            return
+        key = version.pinned.key
+        actual = self._membership.members[node_id].actual.get(key)
+        said = {}
+        if actual is not None and version.is_current(actual):
+            for shard in actual.shards:
+                if shard.sealed and version.agrees(shard):
+                    is_known = shard.checksum == version.sealed[shard.index].checksum
+                    is_first = version.first_holders.get(shard.index) == node_id
+                    said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known, is_first)
+        self._checks.apply_report(key, node_id, said, self._clock(), believed=believed)
 
     def _mark_changed(self) -> None:
         """Wakes watchers and outdates every view. Call it inside the lock after a change."""
@@ -585,6 +697,8 @@ class Coordinator:
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
+            if self._checks is not None:
+                self._checks.forget(key)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
         if keys:
@@ -598,7 +712,7 @@ class Coordinator:
         known = self._views.get(key)
         if known is not None and known[0] == as_of and known[1].version is version:
             return known[1]
-        view = Holdings(version, self._membership.members, alive)
+        view = Holdings(version, self._membership.members, alive, self._checks)
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view

@@ -11,6 +11,7 @@ from functools import cached_property
 from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
+from cache_server.coordination.holder_checks import HolderChecks
 from cache_server.coordination.membership import Member
 from cache_server.coordination.placement import bytes_by_node, desired_shards, place
 from cache_server.coordination.version_record import VersionRecord
@@ -28,12 +29,18 @@ class Holdings:
         version: to look at.
         members: every node that belongs to the cache.
         alive: ids of the nodes that answer.
+        checks: which claims count; None: all.
     """
 
     def __init__(
-        self, version: VersionRecord, members: Mapping[str, Member], alive: Collection[str]
+        self,
+        version: VersionRecord,
+        members: Mapping[str, Member],
+        alive: Collection[str],
+        checks: HolderChecks | None = None,
     ) -> None:
         self.version = version
+        self._checks = checks
         self._members = members
         self._alive = alive
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
@@ -119,25 +126,33 @@ class Holdings:
         return ""
 
     def holders(self, *, serving: bool) -> Mapping[int, Set[str]]:
-        """The live nodes that hold each shard; with ``serving``, those that serve it."""
-        return self._holders[serving]
+        """The live nodes that say that they hold each shard; with ``serving``, that serve it.
+
+        Of the latter it is proven that they hold it.
+        """
+        return self._holders[2 if serving else 0]
 
     @cached_property
-    def _holders(self) -> tuple[Mapping[int, Set[str]], Mapping[int, Set[str]]]:
-        """Both results of `holders`, from one pass over all reports."""
+    def _holders(self) -> tuple[Mapping[int, Set[str]], ...]:
+        """The nodes that say that they hold each shard, that do, and that serve it."""
         known, starts = self.version.sealed, self.version.row_starts()
+        saying: dict[int, set[str]] = {}
         holding: dict[int, set[str]] = {}
         serving: dict[int, set[str]] = {}
+        key = self.version.pinned.key
         for node_id in self._alive:
             for shard in self._last_report(node_id).shards:
                 index = shard.index
                 # Unknown: from an earlier, dropped version with the same content.
                 if not shard.sealed or index not in known or self._contradicts(shard):
                     continue
+                saying.setdefault(index, set()).add(node_id)
+                if self._checks is not None and not self._checks.is_proven(key, index, node_id):
+                    continue
                 holding.setdefault(index, set()).add(node_id)
                 if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
                     serving.setdefault(index, set()).add(node_id)
-        return holding, serving
+        return saying, holding, serving
 
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, sealed or estimated; None if there is no estimate.
@@ -210,19 +225,22 @@ class Holdings:
                 desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
         # Rows cannot be read before row ids are known, so extra copies only take room.
-        holders = self.holders(serving=starts is not None)
+        holders = self._holders[1 if starts is None else 2]
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         reported = self._last_report(node_id).shards
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
+        odd: set[int] = set()
+        if self._checks is not None:
+            odd = self._checks.hopeless(pinned.key, node_id)
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
-            held_by = sealed_on.get(index, set())
-            if index in wrong and held_by:
-                continue  # dropped first, copied after the next heartbeat
+            held_by = self._sources(index, node_id)
+            if index in odd or (index in wrong and held_by):
+                continue  # dropped first, made again after the next heartbeat
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
-            if node_id in held_by:
+            if node_id in sealed_on.get(index, ()):
                 continue
             if held_by:
                 self._let_copy(shard, held_by)
@@ -241,6 +259,15 @@ class Holdings:
             desired.secrets.CopyFrom(version.secrets)
         desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
+
+    def _sources(self, index: int, node_id: str) -> Set[str]:
+        """The other nodes to copy a shard from: those that hold it, else those that say so."""
+        saying, holding, _ = self._holders
+        if found := holding.get(index, set()) - {node_id}:
+            return found
+        key, checks = self.version.pinned.key, self._checks
+        others = saying.get(index, set()) - {node_id}
+        return {o for o in others if checks is None or not checks.is_doubtful(key, index, o)}
 
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node reports as loading: it has their splits already."""
@@ -285,7 +312,7 @@ class Holdings:
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self._placement(num_shards)
-        holders = self.holders(serving=starts is not None)
+        holders = self._holders[1 if starts is None else 2]
         named: set[str] = set()
         for index in range(num_shards):
             held = holders.get(index, set())

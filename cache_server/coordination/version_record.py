@@ -29,6 +29,7 @@ class VersionRecord:
         last_used: time of the last read; None if there was none.
         asked_at: time of the request; None for a version from before a restart.
         owner: the principal that asked for the load.
+        first_holders: shard -> the node that reported it first, since this coordinator started.
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
@@ -49,6 +50,7 @@ class VersionRecord:
     ended: EndedNodes = field(default_factory=EndedNodes)
     notes: set[str] = field(default_factory=set)
     owner: str = ""
+    first_holders: dict[int, str] = field(default_factory=dict)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -161,7 +163,8 @@ class VersionRecord:
 
     def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
         summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
-        self.sealed.setdefault(shard.index, summary)
+        if self.sealed.setdefault(shard.index, summary) is summary:
+            self.first_holders[shard.index] = node_id
         if not self.was_ready and not self.agrees(shard):  # nobody reads it yet
             self.fail(self.load_error(self.contradiction(shard, node_id)))
 

@@ -22,6 +22,7 @@ def shard_file(
     index: int,
     *,
     credentials: Credentials = NO_CREDENTIALS,
+    timeout_s: float = _TIMEOUT_S,
     keepalive_s: float = 10.0,
     keepalive_timeout_s: float = 10.0,
 ) -> Generator[pa.Buffer, None, None]:
@@ -29,6 +30,7 @@ def shard_file(
 
     Args:
         credentials: of this node.
+        timeout_s: of the whole file.
         keepalive_s: time without a byte before a keepalive ping.
         keepalive_timeout_s: time to answer a ping, and to connect. A peer with a slow disk answers
             pings; a stopped process does not.
@@ -38,7 +40,7 @@ def shard_file(
     """
     ticket = pb.ReadTicket(dataset=key.dataset, fingerprint=key.fingerprint, shard_file=index)
     headers = [(name.encode(), value.encode()) for name, value in credentials.headers()]
-    options = flight.FlightCallOptions(timeout=_TIMEOUT_S, headers=headers)
+    options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
     files = credentials.tls_files()
     try:
         with flight.FlightClient(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import pyarrow.flight as flight
 
@@ -15,17 +16,47 @@ from cache_protocol.errors import (
     to_proto,
 )
 from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.principals import Principal
 from cache_server.node.traffic import Traffic
+from cache_server.rpc.stream_limits import LimitedCall, StreamLimits
 
 _NAME = "caller"
+_T = TypeVar("_T")
 
 
-class _Call(flight.ServerMiddleware):
-    """Headers of one call, and its caller once it is known."""
+class Call(flight.ServerMiddleware):
+    """Headers of one call, its caller once it is known, and its share of the node.
+
+    Attributes:
+        caller: None before it is known.
+        limited: None before the handler runs.
+    """
 
     def __init__(self, verb: str, headers: Mapping[str, str]) -> None:
         self.verb, self.headers = verb, headers
         self.caller: Caller | None = None
+        self.limited: LimitedCall | None = None
+
+    @property
+    def principal(self) -> Principal:
+        """Who calls."""
+        assert self.caller is not None  # known before the handler runs
+        return self.caller.principal
+
+    def still_allowed(self) -> Principal:
+        """See `Caller.still_allowed`."""
+        assert self.caller is not None
+        return self.caller.still_allowed()
+
+    def paced(self, messages: Iterable[_T], num_bytes: int, request_bytes: int = 0) -> Iterator[_T]:
+        """See `LimitedCall.paced`."""
+        assert self.limited is not None
+        return self.limited.paced(messages, num_bytes, request_bytes)
+
+    def call_completed(self, exception: BaseException | None) -> None:
+        """Gives its share back; Flight calls it at the end of every call."""
+        if self.limited is not None:
+            self.limited.end()
 
 
 class CallerMiddleware(flight.ServerMiddlewareFactory):
@@ -35,16 +66,19 @@ class CallerMiddleware(flight.ServerMiddlewareFactory):
     the handler sees: `caller` checks it there.
     """
 
-    def __init__(self, authenticator: Authenticator, traffic: Traffic) -> None:
+    def __init__(
+        self, authenticator: Authenticator, traffic: Traffic, limits: StreamLimits
+    ) -> None:
         super().__init__()
         self._authenticator = authenticator
+        self._limits = limits
         self._traffic = traffic
 
     def start_call(
         self, info: flight.CallInfo, headers: Mapping[str, Sequence[str]]
     ) -> flight.ServerMiddleware:
         """Checks the token and the role of the method."""
-        call = _Call(
+        call = Call(
             f"flight {info.method.name}",
             {name: value for name, (value, *_) in headers.items() if isinstance(value, str)},
         )
@@ -61,17 +95,19 @@ class CallerMiddleware(flight.ServerMiddlewareFactory):
         """The argument ``middleware`` of a server."""
         return {_NAME: self}
 
-    def caller(self, context: flight.ServerCallContext) -> Caller:
-        """The caller of a running call.
+    def begin(self, context: flight.ServerCallContext) -> Call:
+        """The running call, with its caller; it counts until its end.
 
         Raises:
             UnauthenticatedError, PermissionDeniedError: its certificate is not enough.
+            NodeUnavailableError: the caller has too many calls.
         """
-        call: _Call = context.get_middleware(_NAME)
+        call: Call = context.get_middleware(_NAME)
         if call.caller is None:
             peer = context.peer_identity().decode("utf-8", "replace")
             call.caller = Caller(self._authenticator, call.verb, call.headers, peer)
-        return call.caller
+        call.limited = self._limits.begin(call.principal.name, context.peer())
+        return call
 
 
 def flight_error(error: CacheError) -> flight.FlightError:
@@ -84,3 +120,15 @@ def flight_error(error: CacheError) -> flight.FlightError:
     elif isinstance(error, PermissionDeniedError):
         kind = flight.FlightUnauthorizedError
     return kind(str(error), to_proto(error).SerializeToString())
+
+
+class UnformattedError(flight.FlightServerError):
+    """An error of GetSchema, without a traceback.
+
+    pyarrow 26 formats every error of this verb as a traceback, sends it to the caller, and leaks
+    its lines: 2.4 KB a call. If `traceback` cannot format the error, it sends only the message.
+    """
+
+    @property
+    def __cause__(self) -> BaseException | None:
+        raise RuntimeError("not to be formatted")

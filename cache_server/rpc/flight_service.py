@@ -30,13 +30,19 @@ from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.storage.shard_files import Selection, shard_file_name
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
-from cache_server.auth.authenticator import Authenticator, Caller
+from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import EVERYTHING, Role, Viewer
 from cache_server.auth.verbs import SHARD_FILE
 from cache_server.node.node import Node
 from cache_server.node.traffic import Read, Traffic
-from cache_server.rpc.flight_calls import CallerMiddleware, flight_error
+from cache_server.rpc.flight_calls import (
+    Call,
+    CallerMiddleware,
+    UnformattedError,
+    flight_error,
+)
 from cache_server.rpc.flight_messages import header_size, padding
+from cache_server.rpc.stream_limits import SlowReaders, StreamLimits
 from cache_server.secrets import error_text
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
@@ -62,6 +68,7 @@ class FlightService(flight.FlightServerBase):
         authenticator: of callers; default: every caller may do everything.
         tls: certificate and key to serve TLS with, read once; None: plain text.
         require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
+        slow_reader_timeout_s: how long a message may wait for its reader.
     """
 
     def __init__(
@@ -73,8 +80,11 @@ class FlightService(flight.FlightServerBase):
         *,
         tls: Credentials | None = None,
         require_client_cert: bool = False,
+        slow_reader_timeout_s: float = 60.0,
     ) -> None:
-        self._callers = CallerMiddleware(authenticator or Authenticator(), traffic)
+        limits = StreamLimits(slow_reader_timeout_s)
+        self._callers = CallerMiddleware(authenticator or Authenticator(), traffic, limits)
+        self._slow_readers = SlowReaders(limits)
         options: dict[str, Any] = {"middleware": self._callers.by_name}
         if tls is not None:
             files = tls.tls_files()
@@ -89,6 +99,12 @@ class FlightService(flight.FlightServerBase):
     def attach(self, node: Node) -> None:
         """Sets the node. Calls before that get a `NotReadyError`."""
         self._node = node
+        self._slow_readers.start()
+
+    def shutdown(self) -> None:
+        """Stops, and waits for running calls."""
+        super().shutdown()
+        self._slow_readers.close()
 
     # -- verbs -----------------------------------------------------------------------------------
 
@@ -96,25 +112,29 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
-        with self._call(context) as caller:
-            info, columns, part = self._resolve(descriptor, caller.principal.viewer)
-            viewer = caller.principal.viewer
+        with self._call(context) as call:
+            info, columns, part = self._resolve(descriptor, call.principal.viewer)
+            viewer = call.principal.viewer
             return _flight_info(descriptor, require_ready(info), columns, part, viewer)
 
     def get_schema(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
     ) -> flight.SchemaResult:
         """The logical schema; known before the dataset is ready."""
-        with self._call(context) as caller:
-            info, columns, _ = self._resolve(descriptor, caller.principal.viewer)
-            return flight.SchemaResult(_layout(info).select(columns).logical)
+        try:
+            with self._call(context) as call:
+                info, columns, _ = self._resolve(descriptor, call.principal.viewer)
+                return flight.SchemaResult(_layout(info).select(columns).logical)
+        except flight.FlightError as error:
+            reason = f"{type(error).__name__}: {error}"
+        raise UnformattedError(reason)
 
     def list_flights(
         self, context: flight.ServerCallContext, criteria: bytes
     ) -> Iterator[flight.FlightInfo]:
         """Every ready dataset; ``criteria`` is a prefix of their names."""
-        with self._call(context) as caller:
-            viewer = caller.principal.viewer
+        with self._call(context) as call:
+            viewer = call.principal.viewer
             prefix = criteria.decode("utf-8", "replace")
             infos = [
                 _flight_info(
@@ -129,18 +149,18 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.FlightDataStream:
         """Logical columns of a row range that this node holds, or values computed from it."""
-        with self._call(context) as caller:
+        with self._call(context) as call:
             request = _parse(pb.ReadTicket, ticket.ticket, "ticket")
-            viewer = caller.principal.viewer
+            viewer = call.principal.viewer
             if request.HasField("shard_file"):
-                caller.principal.require(Role.NODE, SHARD_FILE)
+                call.principal.require(Role.NODE, SHARD_FILE)
                 key = VersionKey(request.dataset, request.fingerprint)
                 chunks = self._ready_node().shard_file(key, request.shard_file, _MESSAGE_BYTES)
-                copied = self._counted(caller, Read(key.dataset, "file"), map(_file_chunk, chunks))
+                copied = self._counted(call, Read(key.dataset, "file"), map(_file_chunk, chunks))
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
             if request.HasField("expression"):
-                return self._values(caller, rows, request.expression)
+                return self._values(call, rows, request.expression)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
@@ -148,11 +168,11 @@ class FlightService(flight.FlightServerBase):
             batches = rows.messages(start, stop, _MESSAGE_BYTES, selection)
             unpacked = (layout.unpack(batch) for batch in batches)
             return flight.GeneratorStream(
-                layout.logical, self._counted(caller, Read(rows.key.dataset, "get"), unpacked)
+                layout.logical, self._counted(call, Read(rows.key.dataset, "get"), unpacked)
             )
 
     def _values(
-        self, caller: Caller, rows: ResidentRows, wanted: pb.RowExpression
+        self, call: Call, rows: ResidentRows, wanted: pb.RowExpression
     ) -> flight.FlightDataStream:
         """Values computed from rows of a shard."""
         schema, pieces = self._ready_node().row_values.answer(
@@ -164,7 +184,7 @@ class FlightService(flight.FlightServerBase):
             for step in [max(1, len(piece) * _MESSAGE_BYTES // max(1, piece.nbytes))]
             for at in range(0, len(piece), step)
         )
-        counted = self._counted(caller, Read(rows.key.dataset, "get"), batches)
+        counted = self._counted(call, Read(rows.key.dataset, "get"), batches)
         return flight.GeneratorStream(schema, counted)
 
     def do_put(
@@ -188,7 +208,7 @@ class FlightService(flight.FlightServerBase):
         writer: flight.MetadataRecordBatchWriter,
     ) -> None:
         """Answers each batch of row ids with those rows, in that order, in packed columns."""
-        with self._call(context) as caller:
+        with self._call(context) as call:
             if descriptor.descriptor_type != flight.DescriptorType.CMD:
                 raise InvalidTicketError("DoExchange takes a GatherRequest as its command")
             request = _parse(pb.GatherRequest, descriptor.command, "gather request")
@@ -198,15 +218,16 @@ class FlightService(flight.FlightServerBase):
             for chunk in reader:
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: the shards of a node change during a stream.
-                viewer = caller.still_allowed().viewer
+                viewer = call.still_allowed().viewer
                 rows = node.rows(request.dataset, request.fingerprint, viewer)
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
                     row_bytes = selection.layout.guessed_row_bytes
                     writer.begin(selection.layout.schema)
-                _check_size(len(row_ids), request.rows_per_message, row_bytes)
-                for batch in rows.gather(row_ids, selection, request.rows_per_message):
+                num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)
+                batches = rows.gather(row_ids, selection, request.rows_per_message)
+                for batch in call.paced(batches, num_bytes, row_ids.nbytes):
                     if batch.num_rows and not header:
                         header = header_size(batch)
                     num_bytes = batch.nbytes
@@ -225,10 +246,10 @@ class FlightService(flight.FlightServerBase):
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
         """``endpoints``: where the coordinator of this node is. ``report``: takes a report."""
-        with self._call(context) as caller:
+        with self._call(context) as call:
             if action.type == REPORT_ACTION:
                 report = _parse(pb.ReaderReport, action.body, "report")
-                report.dataset = caller.principal.viewer.resolve(report.dataset)
+                report.dataset = call.principal.viewer.resolve(report.dataset)
                 self._ready_node().take_report(report)
                 return iter(())
             if action.type != ENDPOINTS_ACTION:
@@ -241,20 +262,24 @@ class FlightService(flight.FlightServerBase):
             return iter([flight.Result(endpoints.SerializeToString())])
 
     def _counted(
-        self, caller: Caller, read: Read, batches: Iterable[pa.RecordBatch]
+        self, call: Call, read: Read, batches: Iterable[pa.RecordBatch]
     ) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
+        paced = call.paced(batches, _MESSAGE_BYTES)
+        while True:
             with self._named_errors():
-                caller.still_allowed()
+                call.still_allowed()
+                batch = next(paced, None)
+            if batch is None:
+                return
             yield batch
             rows = batch.num_rows if read.verb != "file" else 0
             self._traffic.count(read, rows=rows, num_bytes=batch.nbytes)
 
     @contextmanager
-    def _call(self, context: flight.ServerCallContext) -> Iterator[Caller]:
+    def _call(self, context: flight.ServerCallContext) -> Iterator[Call]:
         """Surrounds a handler: its caller, and its errors."""
         with self._named_errors():
-            yield self._callers.caller(context)
+            yield self._callers.begin(context)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -350,11 +375,11 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
     return ids
 
 
-def _check_size(num_ids: int, rows_per_message: int, row_bytes: int) -> None:
-    """Refuses a request whose answer would take too much memory.
+def _message_bytes(num_ids: int, rows_per_message: int, row_bytes: int) -> int:
+    """About the bytes of the longest message of an answer.
 
     Raises:
-        InvalidRowsError: names the limit.
+        InvalidRowsError: they are too many; names the limit.
     """
     rows = min(num_ids, rows_per_message or num_ids)
     if rows > 1 and rows * row_bytes > MAX_ANSWER_BYTES:
@@ -362,6 +387,7 @@ def _check_size(num_ids: int, rows_per_message: int, row_bytes: int) -> None:
             f"a message of an answer has at most {MAX_ANSWER_BYTES} bytes, got {rows} rows of "
             f"about {row_bytes} bytes: ask for fewer rows, or set rows_per_message"
         )
+    return rows * row_bytes
 
 
 def _bad_row_ids(found: str) -> InvalidRowsError:

@@ -6,9 +6,11 @@ import errno
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from cache_protocol.errors import ConfigError, InvalidTicketError
+from cache_protocol.storage import piece_digests
 from cache_protocol.storage.shard_files import (
     MANIFEST,
     MappedShard,
@@ -17,7 +19,7 @@ from cache_protocol.storage.shard_files import (
     shard_file_name,
 )
 from cache_server.shards import manifest, told_names
-from cache_server.shards.checksums import file_checksum
+from cache_server.shards.checksums import file_digests
 from cache_server.shards.disk import remove_empty, remove_file, temporary_of
 from cache_server.shards.version_key import VersionKey
 
@@ -110,7 +112,8 @@ def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
     size = path.stat().st_size
     if size != sealed.num_bytes:
         raise ValueError(f"{size} bytes instead of {sealed.num_bytes}")
-    checksum = file_checksum(path)
+    digests = file_digests(path)
+    checksum = piece_digests.checksum(digests)
     if checksum != sealed.checksum:
         raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
-    return MappedShard(sealed, path)
+    return MappedShard(replace(sealed, digests=digests), path)

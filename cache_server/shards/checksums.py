@@ -1,4 +1,4 @@
-"""The checksum of a shard file: XXH3-128 of the digests of its pieces of 1 MiB, in order.
+"""The digests of a shard file, from which its checksum follows: see `piece_digests`.
 
 A shard is written at several places at once. Each piece is hashed while its bytes are still in the
 processor's caches, so the file is not read again.
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-PIECE_BYTES = 1024 * 1024
+from cache_protocol.storage import piece_digests
+from cache_protocol.storage.piece_digests import PIECE_BYTES
 
 
 class _Piece(NamedTuple):
@@ -43,25 +44,43 @@ class PieceDigests:
                 self._pieces[index] = _Piece(known.digest, start + part.nbytes)
             view, start = view[part.nbytes :], start + part.nbytes
 
-    def checksum(self, handle: int) -> str:
-        """The checksum of the open file; reads the pieces that were written out of order.
+    def in_order(self) -> bytes:
+        """The digests of the pieces, joined, of a file that was added from start to end."""
+        return b"".join(piece.digest.digest() for _, piece in sorted(self._pieces.items()))
+
+    def joined(self, handle: int) -> bytes:
+        """The digests of the open file, joined; reads the pieces that were written out of order.
 
         Raises:
             OSError: it cannot be read, or it became shorter.
         """
         size = os.fstat(handle).st_size
-        whole = xxhash.xxh3_128()
+        found: list[bytes] = []
         buffer = bytearray(min(size, PIECE_BYTES))
         for start in range(0, size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, size)
             known = self._pieces.get(start // PIECE_BYTES)
             if known is not None and known.stop == stop:
-                whole.update(known.digest.digest())
+                found.append(known.digest.digest())
             else:
                 piece = memoryview(buffer)[: stop - start]
                 _read_at(handle, piece, start)
-                whole.update(xxhash.xxh3_128_digest(piece))
-        return str(whole.hexdigest())
+                found.append(piece_digests.digest(piece))
+        return b"".join(found)
+
+    def checksum(self, handle: int) -> str:
+        """The checksum of the open file; see `joined`."""
+        return piece_digests.checksum(self.joined(handle))
+
+
+def file_digests(path: Path) -> bytes:
+    """The digests of the pieces of a file, joined.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        return PieceDigests().joined(file.fileno())
 
 
 def file_checksum(path: Path) -> str:
@@ -70,8 +89,7 @@ def file_checksum(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        return PieceDigests().checksum(file.fileno())
+    return piece_digests.checksum(file_digests(path))
 
 
 def _read_at(handle: int, target: memoryview, at: int) -> None:

@@ -85,9 +85,9 @@ class ShardDraft:
         _write(sink, batch)
         os.ftruncate(self._file.fileno(), sink.position)
 
-    def checksum(self) -> str:
-        """The checksum of the complete file; most of it was hashed while it was written."""
-        return self._digests.checksum(self._file.fileno())
+    def digests(self) -> bytes:
+        """The digests of the complete file; most of it was hashed while it was written."""
+        return self._digests.joined(self._file.fileno())
 
     def _write_at(self, data: Any, at: int) -> None:
         """Writes all of a buffer; one call may write less."""

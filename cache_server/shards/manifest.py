@@ -1,4 +1,4 @@
-"""Writes the manifest of a version: a line for each sealed shard.
+"""Writes the manifest of a version: the lines of each sealed shard.
 
 `cache_protocol.storage.shard_files` reads it.
 """
@@ -10,17 +10,17 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from cache_protocol.storage.shard_files import SealedShard, manifest_line
+from cache_protocol.storage.shard_files import SealedShard, manifest_lines
 from cache_server.shards.disk import remove_file, replace_file
 
 
 def add(path: Path, sealed: SealedShard) -> None:
-    """Adds a line, or nothing: half a line would spoil the next one.
+    """Adds the lines of a shard, or nothing: half a line would spoil the next one.
 
     Raises:
         OSError: it cannot be written.
     """
-    line = manifest_line(sealed).encode()
+    line = manifest_lines(sealed).encode()
     with path.open("ab", buffering=0) as manifest:  # no second write on close
         before = manifest.tell()
         try:
@@ -38,7 +38,7 @@ def write(path: Path, shards: Iterable[SealedShard]) -> None:
     Raises:
         OSError: it cannot be written; the old one stays.
     """
-    text = "".join(map(manifest_line, shards))
+    text = "".join(map(manifest_lines, shards))
     if not text:
         remove_file(path)
     elif path.read_text(encoding="utf-8", errors="replace") != text:

@@ -22,6 +22,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,6 +32,7 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
 )
+from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import (
     MANIFEST,
@@ -40,7 +42,7 @@ from cache_protocol.storage.shard_files import (
     shard_file_name,
 )
 from cache_server.shards import adoption, manifest, told_names
-from cache_server.shards.checksums import PieceDigests, file_checksum
+from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, shard_writer
 from cache_server.shards.version_key import VersionKey
@@ -205,12 +207,12 @@ class ShardStore:
         def write() -> SealedShard:
             if draft is not None:
                 draft.complete(batch)
-                checksum = draft.checksum()
+                digests = draft.digests()
             else:
                 write_shard_file(temporary, batch)
-                checksum = file_checksum(temporary)
-            size_of_file = temporary.stat().st_size
-            return SealedShard(index, batch.num_rows, size_of_file, checksum, nulls or {})
+                digests = file_digests(temporary)
+            size_of_file, checksum = temporary.stat().st_size, piece_digests.checksum(digests)
+            return SealedShard(index, batch.num_rows, size_of_file, checksum, nulls or {}, digests)
 
         return self._keep(key, index, temporary, size, write)
 
@@ -232,15 +234,17 @@ class ShardStore:
             digests = PieceDigests()
             with temporary.open("w+b") as file:
                 for chunk in chunks:
+                    if file.tell() + len(chunk) > sealed.num_bytes:
+                        break  # the room was reserved for so many
                     digests.add(file.tell(), chunk)
                     file.write(chunk)
                 file.flush()
-                checksum = digests.checksum(file.fileno())
-            if checksum != sealed.checksum:
+                joined = digests.joined(file.fileno())
+            if piece_digests.checksum(joined) != sealed.checksum:
                 raise NodeUnavailableError(
                     f"shard {sealed.index} of {key.dataset!r} did not arrive as it was sealed"
                 )
-            return sealed
+            return replace(sealed, digests=joined)
 
         return self._keep(key, sealed.index, temporary, sealed.num_bytes, write)
 

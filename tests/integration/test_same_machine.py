@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.connections import Connection
-from cache_client.local_shards import LocalShards
+from cache_client.local_shards import LocalShards, ShardFileLostError
 from cache_client.order import EpochOrder
 from cache_client.routing import ShardMap
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
@@ -177,9 +179,52 @@ def test_a_file_that_its_manifest_knows_otherwise_is_not_read(
 ) -> None:
     manifest = shard_files(nodes, 0)[0].parent / MANIFEST
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
-    manifest.write_text("".join(json.dumps({**line, **change}) + "\n" for line in lines))
+    changed = [line if "digests" in line else {**line, **change} for line in lines]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
-    assert len(LocalShards(plan(nodes)).shards) == FILES - len(lines)
+    assert len(LocalShards(plan(nodes)).shards) == FILES - len(lines) // 2
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    copy = file.with_name("copy")
+    copy.write_bytes(data)
+    os.utime(copy, ns=(0, 0))
+    copy.replace(file)
+
+
+def _remove_digests(file: Path) -> None:
+    manifest = file.parent / MANIFEST
+    lines = manifest.read_text().splitlines(keepends=True)
+    manifest.write_text("".join(line for line in lines if "digests" not in line))
+
+
+def test_a_file_that_is_not_as_its_node_sealed_it_is_read_over_flight(
+    nodes: LocalCluster, streams: list[str]
+) -> None:
+    flipped, newer, foreign, kept = shard_files(nodes, 0)
+    _flip(flipped)
+    os.utime(newer, ns=(0, time.time_ns() + 10**9))
+    changed = {flipped: "piece 0 has another checksum", newer: "written after it was sealed"}
+    if not os.getuid():  # only root gives files away
+        os.chown(foreign, 1, -1)
+        changed[foreign] = "its owner changed"
+    batches = dataset(nodes)
+
+    def gather(file: Path) -> None:
+        shard = int(file.stem.removeprefix("shard-"))
+        LocalShards(plan(nodes)).gather(np.arange(1) + shard * ROWS // FILES)
+
+    for file, reason in changed.items():
+        with pytest.raises(ShardFileLostError, match=reason):
+            gather(file)
+    gather(kept)
+    assert rows_of(batches) == order()
+    assert streams
+    _remove_digests(kept)
+    with pytest.raises(ShardFileLostError, match="other digests"):
+        gather(kept)
 
 
 def test_a_file_that_its_manifest_does_not_name_is_not_read(nodes: LocalCluster) -> None:

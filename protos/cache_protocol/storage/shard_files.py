@@ -2,23 +2,25 @@
 
     <cache_dir>/.node-id                                      the permanent id of the node
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
-    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
+    <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        two lines for each sealed shard
 
 Only files in the manifest count. This module only reads; `cache_server.shards.store` writes.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, pool_matrix
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.storage.virtual_memory import MappedFile
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.jsonl"
 NODE_ID_FILE = ".node-id"
+_DIGESTS = "digests"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class SealedShard:
     Attributes:
         num_bytes: size of the file.
         nulls: column of floats -> nulls that became NaN, if there are any.
+        digests: of the pieces of the file, joined; in a line above, which older releases ignore.
+            Empty: unknown.
     """
 
     index: int
@@ -43,6 +48,7 @@ class SealedShard:
     num_bytes: int
     checksum: str
     nulls: Mapping[str, int] = field(default_factory=dict, hash=False)
+    digests: bytes = field(default=b"", repr=False, compare=False)
 
 
 MAPS_PER_SHARD = 2  # of a `MappedShard`
@@ -74,7 +80,8 @@ class MappedShard:
         with pa.memory_map(str(path)) as file:  # the pages stay mapped without a file descriptor
             self.file = MappedFile(file.fileno())
             self._stamp = _stamp(os.fstat(file.fileno()))
-            address: int = file.read_buffer(1).address
+            self._bytes = file.read_buffer(self.file.size)
+            address: int = self._bytes.address
             self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
         self.layout = Layout.of_stored(self.batch.schema)
         self.matrices: dict[int, Matrix] = {
@@ -97,6 +104,11 @@ class MappedShard:
         except OSError:
             return True
         return now == self._stamp or now[:2] != self._stamp[:2]
+
+    def piece(self, index: int) -> memoryview:
+        """A piece of the file; see `piece_digests`."""
+        start = index * piece_digests.PIECE_BYTES
+        return memoryview(self._bytes)[start : start + piece_digests.PIECE_BYTES]
 
     def offset(self, index: int) -> int:
         """The byte offset in the file of the rows of packed or matrix column ``index``."""
@@ -150,19 +162,26 @@ def empty_batch(layout: Layout) -> pa.RecordBatch:
 def read_manifest(path: Path) -> list[SealedShard]:
     """The last line of each shard; ignores torn lines, whose shards were never sealed."""
     found: dict[int, SealedShard] = {}
+    digests: dict[int, bytes] = {}
     if not path.exists():
         return []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            sealed = SealedShard(**json.loads(line))
-        except (ValueError, TypeError):
-            logger.warning("manifest line ignored path=%s line=%r", path, line)
+            content = json.loads(line)
+            if _DIGESTS in content:
+                digests[content["index"]] = base64.b64decode(content[_DIGESTS], validate=True)
+                continue
+            sealed = SealedShard(**content)
+        except (ValueError, TypeError, KeyError):
+            logger.warning("manifest line ignored path=%s line=%r", path, line[:200])
             continue
         found[sealed.index] = sealed
-    return list(found.values())
+    return [replace(sealed, digests=digests.get(sealed.index, b"")) for sealed in found.values()]
 
 
-def manifest_line(sealed: SealedShard) -> str:
-    """The manifest line of a shard."""
+def manifest_lines(sealed: SealedShard) -> str:
+    """The manifest lines of a shard."""
     content = {key: value for key, value in asdict(sealed).items() if value != {}}
-    return json.dumps(content) + "\n"
+    digests = base64.b64encode(content.pop(_DIGESTS)).decode()
+    lines = [{"index": sealed.index, _DIGESTS: digests}] * bool(digests) + [content]
+    return "".join(json.dumps(line) + "\n" for line in lines)

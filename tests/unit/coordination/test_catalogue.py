@@ -259,3 +259,15 @@ def test_drops_that_cannot_be_read_are_forgotten_and_the_log_says_so(
 
     assert catalogue.read_dropped() == {}
     assert str(tmp_path / "cache" / ".dropped.json") in caplog.text
+
+
+def test_members_of_an_earlier_release_count_as_proven_until_some_are_written(
+    tmp_path: Path,
+) -> None:
+    catalogue = Catalogue(tmp_path)
+    assert catalogue.read_proven() == []
+    catalogue.write_members(["a", "false"])
+    assert catalogue.read_proven() == ["a", "false"]
+    catalogue.write_proven(["a"])
+    assert catalogue.read_proven() == ["a"]
+    assert catalogue.read_members() == ["a", "false"]

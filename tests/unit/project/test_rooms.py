@@ -46,6 +46,7 @@ PURE_MODULES = (
     "cache_server/source/lake_folders.py",
     "cache_server/source/saved_datasets.py",
     "cache_server/coordination/ended_nodes.py",
+    "cache_server/coordination/holder_checks.py",
     "cache_server/tables/common_types.py",
     "cache_server/shards/null_advice.py",
     "cache_server/sql/ignored_sql.py",
@@ -70,6 +71,7 @@ PURE_MODULES = (
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
+    "protos/cache_protocol/storage/piece_digests.py",
     "protos/cache_protocol/storage/memory_budget.py",
     "protos/cache_protocol/spec/dataset_names.py",
     "protos/cache_protocol/spec/values.py",
@@ -125,6 +127,7 @@ PURE_IMPORTS = (
     *("cache_protocol.spec.dataset_names", "cache_server.auth.principals"),
     *("cache_server.node.desired", "cache_server.shards.version_key"),
     "cache_protocol.spec.secret_settings",
+    "xxhash",
 )
 # Inside an allowed package, what reads or writes all the same.
 IMPURE = (
