@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,8 @@ def differences(number: int, seed: int, writer: str, filters: int, directory: Pa
     draw = random.Random(f"{seed}/{number}/{writer}")
     write, kinds = WRITERS[writer]
     chosen = draw.sample(sorted(kinds), min(len(kinds), 6))
+    if "price" in chosen:  # a query that compares decimals and doubles with numbers is refused
+        chosen = [name for name in chosen if name not in ("f32", "f64")]
     table = made_table(draw, {name: kinds[name] for name in chosen})
     (folder := directory / "source").mkdir()
     try:
@@ -253,6 +256,7 @@ def differences(number: int, seed: int, writer: str, filters: int, directory: Pa
         raise
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(directory / "cache", ignore_errors=True)
 
 
 def main() -> None:
@@ -268,10 +272,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="writers-") as directory:
         for number in range(arguments.tables):
             for writer in WRITERS:
-                found += differences(
-                    number, arguments.seed, writer, arguments.filters, Path(directory)
-                )
-    print(*found, f"{len(found)} answers differ", sep="\n")
+                try:
+                    found += differences(
+                        number, arguments.seed, writer, arguments.filters, Path(directory)
+                    )
+                except Exception:
+                    found.append(traceback.format_exc())
+                    print(found[-1], flush=True)
+    print(*found, f"{len(found)} answers differ or fail", sep="\n")
     sys.exit(1 if found else 0)
 
 

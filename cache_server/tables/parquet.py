@@ -17,7 +17,7 @@ from cache_server.source.pinned import (
     UNDER_NULLS,
     SourceFile,
     Split,
-    check_names,
+    check_schema,
     partition_texts,
     source_column,
 )
@@ -62,7 +62,7 @@ def common_schema(
     different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
     for file, schema in different:
         try:
-            check_names(schema.names)
+            check_schema(schema)
         except ValueError as error:
             raise LoadError(f"cannot read {file.path}: {error}") from None
         for field in schema:
