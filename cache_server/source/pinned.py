@@ -141,6 +141,7 @@ class Pin:
             ``group_bytes``. None for a format without row groups.
         snapshot: see `PinnedTable`.
         exact_rows: every split knows exactly how many rows it holds.
+        guessed: the bytes of the splits are guesses, so a single split may be of any size.
         comparable: an unchanged source has the same ``content``. If false, as for a database, a
             version of the same spec counts as the same until a refresh.
         prune: the same pin without splits in which no row can fulfil all conditions, by partitions
@@ -157,6 +158,7 @@ class Pin:
     cut: Callable[[pa.Schema, int], tuple[Split, ...]]
     snapshot: str = ""
     exact_rows: bool = False
+    guessed: bool = False
     comparable: bool = True
     prune: Callable[[Sequence[Condition]], Pin] | None = None
     sample: Sampler | None = None

@@ -667,6 +667,25 @@ def test_wrong_metadata_is_told_in_one_line(
     assert str(path) in message and "pydantic" not in message and "input_" not in message
 
 
+VARIANT = {"id": 8, "name": "doc", "type": "variant", "required": False}
+VARIANTS = {
+    "doc": VARIANT,
+    "box.doc": {**VARIANT, "id": 9, "name": "box", "type": {"type": "struct", "fields": [VARIANT]}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_column_of_a_type_that_is_not_read_is_refused_by_name(
+    catalog: SqlCatalog, tmp_path: Path, name: str
+) -> None:
+    metadata = json.loads(catalog.create_table("ns.t", SCHEMA).metadata.model_dump_json())
+    metadata["schemas"][0]["fields"].append(VARIANTS[name])
+    path = tmp_path / "v3.metadata.json"
+    path.write_text(json.dumps({**metadata, "format-version": 3, "next-row-id": 0}))
+    with pytest.raises(LoadError, match=f"column '{name}' is of type variant, .*: write them"):
+        iceberg.pin(_spec(str(path)))
+
+
 def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> None:
     for kind in ("sqll", f"postgresql://reader:{SECRET}@host/shop"):
         catalogue = {"type": kind, "uri": f"sqlite:///{tmp_path}/catalog.db"}
