@@ -119,6 +119,9 @@ def cut(
 
     Args:
         stored: the logical schema that is kept, see `pinned.with_lineage`; gives row sizes.
+
+    Raises:
+        LoadError: a row group begins outside its file; names it.
     """
     splits: list[Split] = []
     layout = Layout(stored)
@@ -133,7 +136,12 @@ def cut(
         parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
         rows, decoded = [0] * parts, [0] * parts
         for group, size in zip(groups, sizes, strict=True):
-            part = _start(group) // part_bytes
+            start = _start(group)
+            if not 0 <= start < file.size:
+                raise LoadError(
+                    f"cannot read {file.path}: a row group begins at byte {start} of {file.size}"
+                )
+            part = start // part_bytes
             rows[part] += group.num_rows
             decoded[part] += size
         splits += [
