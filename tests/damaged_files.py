@@ -1,6 +1,6 @@
 """Loads damaged files: each is read, or refused by an error that names it, and no process ends.
 
-    python -m tests.damaged_files [--cases 20000] [--seed 0]
+    python -m tests.damaged_files [--cases 20000] [--first 0] [--seed 0]
 
 Changes one to three bytes, cuts the end off or repeats a piece, in the metadata or anywhere: of
 Parquet and Arrow files, on this machine and in S3, and of the metadata of an Iceberg table, which

@@ -1,6 +1,6 @@
 """Compares what is loaded of files of eight writers with DuckDB's answers on the same files.
 
-    python -m tests.writers [--tables 200] [--filters 30] [--seed 0]
+    python -m tests.writers [--tables 200] [--first 0] [--filters 30] [--seed 0]
 
 Tables have columns of every type that a writer has, nulls at every level, and parts without rows.
 The suite tries some; `make writers` all. It ends with 1 where an answer differs.
@@ -263,6 +263,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--filters", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -270,7 +271,7 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     found = []
     with tempfile.TemporaryDirectory(prefix="writers-") as directory:
-        for number in range(arguments.tables):
+        for number in range(arguments.first, arguments.first + arguments.tables):
             for writer in WRITERS:
                 try:
                     found += differences(

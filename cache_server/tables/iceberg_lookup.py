@@ -26,7 +26,10 @@ from cache_protocol.errors import RequestError
 from cache_server.object_stores.connections import check_variables
 from cache_server.object_stores.options import catalog_settings
 from cache_server.secrets.redaction import redacted
+from cache_server.tables import iceberg_avro
 from cache_server.tables.iceberg_settings import is_rest, store_properties
+
+iceberg_avro.install()
 
 _T = TypeVar("_T")
 
