@@ -229,7 +229,7 @@ def check_schema(schema: pa.Schema) -> None:
 
     Raises:
         ValueError: one is not UTF-8 or has a NUL character, where libraries in C end a text; or
-            several columns share a name, of which a query finds only one.
+            several columns share a name: a query finds only one of them.
     """
     check_names(schema.names)
     for dtype in schema.types:
