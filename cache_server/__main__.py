@@ -389,8 +389,6 @@ def local(
         raise ConfigError("; ".join(problems))
     # From the start: so the cluster always stops its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes `_Signals.wait`
-    signals = _Signals()
     listening = False
     try:
         with LocalCluster(nodes, cache_dir, memory_limit_bytes=limit, insecure=insecure) as cluster:
@@ -402,17 +400,20 @@ def local(
                     coordinator.load(spec, show)
             listening = True
             print(describe_nodes(cluster.nodes), flush=True)
-            _log_ended_nodes(cluster, signals)
+            _log_ended_nodes(cluster)
     except KeyboardInterrupt:
         if not listening:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _log_ended_nodes(cluster: LocalCluster, signals: _Signals) -> NoReturn:
+def _log_ended_nodes(cluster: LocalCluster) -> NoReturn:
     """Logs each node that ends, for example for lack of memory, until interrupted.
 
     The other nodes continue and load its shards again.
     """
+    signals = _Signals()
+    # Not before: beside another signal, the kernel may give SIGTERM to a thread that does not wait.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes `_Signals.wait`
     running = list(cluster.nodes)
     while True:
         for node in [node for node in running if node.exit_code is not None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import subprocess
@@ -399,12 +400,13 @@ def _temporary_dir() -> Path:
 
 
 def _first_line(stream: IO[str], timeout_s: float) -> str | None:
-    """The first line of ``stream``; empty if it ends before, None after the timeout."""
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.append(stream.readline()), daemon=True)
-    reader.start()
-    reader.join(timeout_s)
-    return lines[0] if lines else None
+    """The first line of ``stream``; empty if it ends before, None after the timeout.
+
+    Without a thread: a signal that the kernel gives to it would not end the wait of this one.
+    """
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    return stream.readline() if poll.poll(timeout_s * 1000) else None
 
 
 def _reserve_port() -> socket.socket:

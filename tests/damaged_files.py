@@ -1,6 +1,6 @@
 """Loads damaged files: each is read, or refused by an error that names it, and no process ends.
 
-    python -m tests.damaged_files [--cases 20000] [--seed 0]
+    python -m tests.damaged_files [--cases 20000] [--first 0] [--seed 0]
 
 Changes one to three bytes, cuts the end off or repeats a piece, in the metadata or anywhere: of
 Parquet and Arrow files, on this machine and in S3, and of the metadata of an Iceberg table, which
@@ -15,6 +15,7 @@ import io
 import mmap
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -38,7 +39,9 @@ from tests.load_here import load_here
 from tests.object_store import S3Server
 
 ROWS = 30
+OF_QUERY = re.compile("[Nn]o field named|not found in struct|of these types cannot be stored")
 FILTER = "number >= 0 OR words LIKE 'a%'"
+NESTED = "SELECT number, pairs['a'] AS a, pairs['b'] AS b, lists[1] IS NULL AS c FROM source"
 
 
 def table(rows: int = ROWS) -> pa.Table:
@@ -53,27 +56,29 @@ def table(rows: int = ROWS) -> pa.Table:
             "price": [Decimal(index) / 4 for index in range(rows)],
             "time": [datetime(2024, 1, 1, index % 24, tzinfo=UTC) for index in range(rows)],
             "lists": [None if index % 7 == 0 else list(range(index % 4)) for index in range(rows)],
-            "pairs": [{"a": index, "b": "x" * (index % 3)} for index in range(rows)],
+            "pairs": [
+                None if index % 6 == 0 else {"a": index / 2, "b": "x" * (index % 3)}
+                for index in range(rows)
+            ],
         }
     )
 
 
-def sound_files() -> dict[str, list[tuple[bytes, int]]]:
+def sound_files(rows: pa.Table) -> dict[str, list[tuple[bytes, int]]]:
     """Format -> files, each with the byte where its metadata begins."""
     found: dict[str, list[tuple[bytes, int]]] = {"parquet": [], "arrow": []}
-    flat = table().drop_columns(["pairs"])
     for options in ({}, {"row_group_size": 10}, {"use_dictionary": False, "compression": "none"}):
         sink = io.BytesIO()
-        pq.write_table(flat, sink, **options)  # type: ignore[arg-type]
+        pq.write_table(rows, sink, **options)  # type: ignore[arg-type]
         data = sink.getvalue()
         found["parquet"].append((data, len(data) - 8 - int.from_bytes(data[-8:-4], "little")))
     for compression in (None, "zstd"):
         for make in (pa.ipc.new_file, pa.ipc.new_stream):
             sink = io.BytesIO()
             with make(
-                sink, flat.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
+                sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression=compression)
             ) as w:
-                w.write_table(flat, max_chunksize=20)
+                w.write_table(rows, max_chunksize=20)
             data = sink.getvalue()
             found["arrow"].append((data, len(data) * 2 // 3 if make is pa.ipc.new_file else 0))
     return found
@@ -127,8 +132,8 @@ def outcome(spec: DatasetSpec, directory: Path, name: str) -> Counter[str]:
     try:
         load_here(spec, directory)
     except CacheError as error:
-        # The name of a column may be damaged: then the query is refused.
-        is_of_query = isinstance(error, RequestError) and "No field named" in str(error)
+        # The name or the type of a column may be damaged: then the query is refused.
+        is_of_query = isinstance(error, RequestError) and OF_QUERY.search(str(error))
         assert name in str(error) or is_of_query, f"no {name!r} in {error}"
         return Counter(["refused"])
     finally:
@@ -147,7 +152,8 @@ def run(
     Raises:
         AssertionError: naming the first case with another end.
     """
-    sound, lake = sound_files(), Lake(directory)
+    flat, lake = sound_files(table().drop_columns(["pairs"])), Lake(directory)
+    nested = sound_files(table())
     counts: Counter[str] = Counter()
     for case in cases:
         draw = random.Random(f"{seed}/{case}")
@@ -156,9 +162,10 @@ def run(
                 counts += lake.case(draw, directory / "cache")
                 continue
             format = "arrow" if case % 8 > 5 else "parquet"
+            options: dict[str, Any] = draw.choice([{}, {"filter": FILTER}, {"sql": NESTED}]).copy()
+            sound = nested if "sql" in options else flat
             data = damaged(*draw.choice(sound[format]), draw)
             path = directory / f"t.{format}"
-            options: dict[str, Any] = {"filter": FILTER} if draw.random() < 0.5 else {}
             if store is not None and case % 8 in (1, 6):
                 store.put("bucket", f"t.{format}", data)
                 options["storage_options"] = store.storage_options
@@ -174,7 +181,7 @@ def run(
 
 
 def main() -> None:
-    """Tries the cases in a fork, so that one that ends its process is named."""
+    """Tries the cases in a fork; after a finding, the cases behind it in another fork."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -182,19 +189,23 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}, {arguments.cases} cases", flush=True)
     now = mmap.mmap(-1, 8)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(_tried(arguments, now))
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        print(f"the process ended by signal {-code} in case {int.from_bytes(now[:8], 'little')}")
-    sys.exit(1 if code else 0)
+    case, stop, findings = arguments.first, arguments.first + arguments.cases, 0
+    while case < stop:
+        if (pid := os.fork()) == 0:
+            os._exit(_tried(range(case, stop), arguments.seed, now))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == 0:
+            break
+        case = int.from_bytes(now[:8], "little")
+        if code < 0:
+            print(f"the process ended by signal {-code} in case {case}", flush=True)
+        findings += 1
+        case += 1
+    print(f"{findings} findings")
+    sys.exit(1 if findings else 0)
 
 
-def _tried(arguments: argparse.Namespace, now: mmap.mmap) -> int:
-    counts: Counter[str] = Counter()
-    cases = range(arguments.first, arguments.first + arguments.cases)
+def _tried(cases: Iterable[int], seed: int, now: mmap.mmap) -> int:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="damage-")))
         store = stack.enter_context(S3Server())
@@ -205,7 +216,7 @@ def _tried(arguments: argparse.Namespace, now: mmap.mmap) -> int:
                 yield case
 
         try:
-            counts = run(noted(), arguments.seed, directory, store=store)
+            counts = run(noted(), seed, directory, store=store)
         except BaseException:
             traceback.print_exc()
             return 1

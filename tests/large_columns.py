@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.csv
@@ -21,9 +23,10 @@ from deltalake import write_deltalake
 from cache_client import CacheClient
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server import LocalCluster
+from tests.flight_clients import connect
+from tests.postgres_server import PASSWORD, PostgresServer, running_server
 
 TEXT_BYTES, ROWS, PART_ROWS = 66_000, 34_000, 1_000  # 2.2 GB
-CACHE_GB = 4
 
 
 def parts(*, lists: bool = False) -> Iterator[pa.Table]:
@@ -72,22 +75,32 @@ def arrow(path: Path) -> str:
     return str(path)
 
 
-CASES: dict[str, Callable[[Path], str]] = {
-    "parquet-one-row-group": lambda folder: parquet(folder / "a.parquet", ROWS),
-    "delta-lists": lambda folder: delta(folder / "delta", ROWS, lists=True),
-    "delta-ten-row-groups": lambda folder: delta(folder / "delta", ROWS // 10),
-    "delta-one-row-group": lambda folder: delta(folder / "delta", ROWS),
-    "csv": lambda folder: csv(folder / "a.csv"),
-    "arrow": lambda folder: arrow(folder / "a.arrow"),
+def postgres(server: PostgresServer) -> str:
+    """A query without a split column, whose texts the server expects to be short."""
+    texts = f"repeat(lpad(id::text, 8, '0'), {TEXT_BYTES // 8})"
+    query = f"SELECT id, {texts} AS doc FROM generate_series(0, {ROWS - 1}) AS id"
+    user = f"owner:{quote(PASSWORD, safe='')}"
+    return server.uri("postgres", user=user, query=query)
+
+
+CASES: dict[str, Callable[[Path, ExitStack], str]] = {
+    "parquet-one-row-group": lambda folder, _: parquet(folder / "a.parquet", ROWS),
+    "delta-lists": lambda folder, _: delta(folder / "delta", ROWS, lists=True),
+    "delta-ten-row-groups": lambda folder, _: delta(folder / "delta", ROWS // 10),
+    "delta-one-row-group": lambda folder, _: delta(folder / "delta", ROWS),
+    "csv": lambda folder, _: csv(folder / "a.csv"),
+    "arrow": lambda folder, _: arrow(folder / "a.arrow"),
+    "postgres": lambda _, stack: postgres(stack.enter_context(running_server())),
 }
 
 
 def check(name: str, folder: Path) -> None:
     """Loads a case, and compares every row."""
-    source = CASES[name](folder)
     format = "delta" if name.startswith("delta") else None
-    begun = time.monotonic()
-    with LocalCluster(num_nodes=1, cache_dir=folder / "cache") as cluster:
+    with ExitStack() as stack:
+        source = CASES[name](folder, stack)
+        begun = time.monotonic()
+        cluster = stack.enter_context(LocalCluster(num_nodes=1, cache_dir=folder / "cache"))
         client = CacheClient(cluster.endpoint)
         lengths = DatasetSpec("lengths", source, format=format, sql=LENGTHS)
         if "lists" not in name:
@@ -97,7 +110,7 @@ def check(name: str, folder: Path) -> None:
         loaded = time.monotonic()
         assert info.num_rows == ROWS, info
         row, largest = 0, 0
-        with flight.connect(cluster.endpoint) as connection:
+        with connect(cluster.endpoint) as connection:
             found = connection.get_flight_info(flight.FlightDescriptor.for_path("texts"))
             for endpoint in found.endpoints:
                 for chunk in connection.do_get(endpoint.ticket):

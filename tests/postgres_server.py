@@ -98,6 +98,13 @@ class PostgresServer:
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
     """A server for all tests of a process; use `database` for one of your own."""
+    with running_server() as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[PostgresServer]:
+    """A server in a new directory, which is removed."""
     programs = _programs()
     user = _user()
     # The path of a socket has to fit in 107 bytes, which pytest's own directories do not.

@@ -1,6 +1,6 @@
 """Compares what is loaded of files of eight writers with DuckDB's answers on the same files.
 
-    python -m tests.writers [--tables 200] [--filters 30] [--seed 0]
+    python -m tests.writers [--tables 200] [--first 0] [--filters 30] [--seed 0]
 
 Tables have columns of every type that a writer has, nulls at every level, and parts without rows.
 The suite tries some; `make writers` all. It ends with 1 where an answer differs.
@@ -16,6 +16,7 @@ import random
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,8 @@ def differences(number: int, seed: int, writer: str, filters: int, directory: Pa
     draw = random.Random(f"{seed}/{number}/{writer}")
     write, kinds = WRITERS[writer]
     chosen = draw.sample(sorted(kinds), min(len(kinds), 6))
+    if "price" in chosen:  # a query that compares decimals and doubles with numbers is refused
+        chosen = [name for name in chosen if name not in ("f32", "f64")]
     table = made_table(draw, {name: kinds[name] for name in chosen})
     (folder := directory / "source").mkdir()
     try:
@@ -253,12 +256,14 @@ def differences(number: int, seed: int, writer: str, filters: int, directory: Pa
         raise
     finally:
         shutil.rmtree(folder)
+        shutil.rmtree(directory / "cache", ignore_errors=True)
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--filters", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -266,12 +271,16 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     found = []
     with tempfile.TemporaryDirectory(prefix="writers-") as directory:
-        for number in range(arguments.tables):
+        for number in range(arguments.first, arguments.first + arguments.tables):
             for writer in WRITERS:
-                found += differences(
-                    number, arguments.seed, writer, arguments.filters, Path(directory)
-                )
-    print(*found, f"{len(found)} answers differ", sep="\n")
+                try:
+                    found += differences(
+                        number, arguments.seed, writer, arguments.filters, Path(directory)
+                    )
+                except Exception:
+                    found.append(traceback.format_exc())
+                    print(found[-1], flush=True)
+    print(*found, f"{len(found)} answers differ or fail", sep="\n")
     sys.exit(1 if found else 0)
 
 

@@ -641,10 +641,10 @@ class Coordinator:
             if key not in self._versions:
                 continue  # forgotten in this loop
             version.ended.note_lost(alive)
-            if not version.was_ready and version.failure is None:
-                for index, node_ids in version.ended.given_up().items():
-                    version.fail(version.ended_error(index, node_ids))
-                    self._mark_changed()
+            is_loading = not version.was_ready and version.failure is None
+            if is_loading and (ends := version.ended.given_up()):
+                version.fail(version.ended_error(ends))
+                self._mark_changed()
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue

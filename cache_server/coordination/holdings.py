@@ -70,9 +70,9 @@ class Holdings:
         if not self._all_reported():
             return None
         held = self.holders(serving=False)
-        for index, node_ids in self._given_up.items():
-            if index not in held and len(held) < (version.num_shards or 0):
-                return version.ended_error(index, node_ids)
+        lost = {index: ids for index, ids in self._given_up.items() if index not in held}
+        if lost and len(held) < (version.num_shards or 0):
+            return version.ended_error(lost)
         for node_id in sorted(self._alive):
             actual = self._last_report(node_id)
             for shard in actual.shards:

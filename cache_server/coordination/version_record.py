@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
@@ -196,13 +197,19 @@ class VersionRecord:
             self.release()
             logger.error("dataset failed reason=%s", error)
 
-    def ended_error(self, index: int | None, node_ids: list[str]) -> LoadError:
-        """A `LoadError` about a shard that is given to no further node."""
-        what = "run the whole query"
-        if index is not WHOLE_QUERY and self.pinned.shards is not None:
-            splits = self.pinned.shards[index].splits
-            more = f" and {len(splits) - _MOST_NAMED} more" if len(splits) > _MOST_NAMED else ""
-            what = f"load {', '.join(map(str, splits[:_MOST_NAMED]))}{more}"
+    def ended_error(self, ends: Mapping[int | None, list[str]]) -> LoadError:
+        """A `LoadError` about shards that are given to no further node.
+
+        Args:
+            ends: see `EndedNodes.given_up`; any of its shards may have ended the nodes.
+        """
+        what, shards = "run the whole query", self.pinned.shards
+        if shards is not None:
+            indices = sorted(index for index in ends if index is not WHOLE_QUERY)
+            read = [split for index in indices for split in shards[index].splits]
+            more = f" and {len(read) - _MOST_NAMED} more" if len(read) > _MOST_NAMED else ""
+            what = f"load {' or '.join(map(str, read[:_MOST_NAMED]))}{more}"
+        node_ids = sorted({node_id for of_shard in ends.values() for node_id in of_shard})
         return self.load_error(
             f"cannot {what}: node {', node '.join(node_ids)} ended meanwhile. See the logs: the "
             "data may be damaged, or need more memory than a node has"

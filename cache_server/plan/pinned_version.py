@@ -176,7 +176,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         alone = len(pins) == 1 and query.drivers
         stored = _made_of(logical, query, name) if alone else _storable(read)
         splits[name] = pin.cut(stored, spec.target_shard_bytes)
-    driver, explanation = _driver(query, splits)
+    driver, explanation = _driver(query, splits, pins)
     if driver is not None and len(pins) > 1:  # stored rows also have columns of other tables
         splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
     rows_before = max_rows(splits[driver]) if driver is not None else None
@@ -229,7 +229,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
 
 
 def _driver(
-    query: queries.Query, splits: Mapping[str, tuple[Split, ...]]
+    query: queries.Query, splits: Mapping[str, tuple[Split, ...]], pins: Mapping[str, Pin]
 ) -> tuple[str | None, str]:
     """The table to read split by split, or None for a whole query; and the explanation."""
     if not query.drivers:
@@ -237,6 +237,8 @@ def _driver(
     sizes = {name: sum(split.estimated_bytes for split in of) for name, of in splits.items()}
     largest = max(sorted(query.drivers), key=lambda name: sizes[name])
     others = sum(size for name, size in sizes.items() if name != largest)
+    if pins[largest].guessed and len(splits[largest]) == 1:
+        return None, f"the size of {largest!r} is unknown, so its rows are cut as they come"
     if len(sizes) == 1:
         return largest, "each row is computed independently"
     if others > _SMALL_BYTES:

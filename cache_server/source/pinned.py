@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -141,6 +141,7 @@ class Pin:
             ``group_bytes``. None for a format without row groups.
         snapshot: see `PinnedTable`.
         exact_rows: every split knows exactly how many rows it holds.
+        guessed: the bytes of the splits are guesses, so a single split may be of any size.
         comparable: an unchanged source has the same ``content``. If false, as for a database, a
             version of the same spec counts as the same until a refresh.
         prune: the same pin without splits in which no row can fulfil all conditions, by partitions
@@ -157,6 +158,7 @@ class Pin:
     cut: Callable[[pa.Schema, int], tuple[Split, ...]]
     snapshot: str = ""
     exact_rows: bool = False
+    guessed: bool = False
     comparable: bool = True
     prune: Callable[[Sequence[Condition]], Pin] | None = None
     sample: Sampler | None = None
@@ -222,10 +224,37 @@ def partition_texts(path: str) -> dict[str, str | None]:
     return texts
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raises a ValueError if several columns share a name: a query finds only one of them."""
+def check_schema(schema: pa.Schema) -> None:
+    """Refuses names of columns, fields and time zones that a query cannot use.
+
+    Raises:
+        ValueError: one is not UTF-8 or has a NUL character, where libraries in C end a text; or
+            several columns share a name: a query finds only one of them.
+    """
+    check_names(schema.names)
+    for dtype in schema.types:
+        _check_texts(dtype)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Like `check_schema`, for the names of columns."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")
+    for name in names:
+        _check_text(name)
+
+
+def _check_texts(dtype: pa.DataType) -> None:
+    if pa.types.is_timestamp(dtype):
+        _check_text(dtype.tz or "")
+    for child in map(dtype.field, range(dtype.num_fields)):
+        _check_text(child.name)
+        _check_texts(child.type)
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"the name {text!r} has a NUL character: rename the column or field")
 
 
 def no_rows(schema: pa.Schema) -> pa.RecordBatch:

@@ -40,7 +40,7 @@ from cache_server.source.pinned import (
     UNDER_NULLS,
     PinnedTable,
     Split,
-    check_names,
+    check_schema,
     no_rows,
 )
 from cache_server.sql.formats import json_rows, json_types
@@ -133,8 +133,9 @@ def infer_schema(
                 if format == "csv"
                 else _schema_of(path, format)
             )
-        check_names(schema.names)
-        return plain_schema(schema)
+        schema = plain_schema(schema)
+        check_schema(schema)
+        return schema
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         reraise_exit(error)
         raise LoadError(f"cannot read {name} as {format}: {reason_of(error)}") from None
@@ -150,7 +151,9 @@ def infer_json(
     """The columns of a file of newline JSON; see `json_types.infer`."""
     try:
         check_first_bytes(path, "json")
-        return json_types.infer(path, name, known, given=given, max_bytes=max_bytes)
+        schema = json_types.infer(path, name, known, given=given, max_bytes=max_bytes)
+        check_schema(schema)
+        return schema
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot read {name} as json: {error}") from None
 

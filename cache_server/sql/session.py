@@ -98,14 +98,18 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
     context, frame = planned(mode)
     if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
         mode = Mode(unsimplified=True, decimal_numbers=True)
+        rounded = RequestError(
+            f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
+            f"{_as_decimal(number)} instead"
+        )
         schema = frame.schema()
-        context, frame = planned(mode)
+        try:
+            context, frame = planned(mode)
+        except Exception:  # DataFusion raises bare Exception; no decimal is 1e300
+            raise rounded from None
         plan = frame.optimized_logical_plan()
         if frame.schema() != schema or exactness.casts_doubles(plan, context):
-            raise RequestError(
-                f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
-                f"{_as_decimal(number)} instead"
-            )
+            raise rounded
     plan = frame.optimized_logical_plan()
     if not exactness.simplifies_wrongly(plan, context):
         return replace(mode, unsimplified=False)

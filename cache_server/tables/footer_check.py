@@ -45,6 +45,8 @@ def _reason(tail: bytes) -> str:
             if group.num_columns != footer.num_columns:
                 return f"a row group has {group.num_columns} of {footer.num_columns} columns"
             for chunk in map(group.column, range(group.num_columns)):
+                if not 0 <= group.num_rows <= chunk.num_values:
+                    return f"a row group of {group.num_rows} rows has {chunk.num_values} values"
                 if (statistics := chunk.statistics) is not None and statistics.has_min_max:
                     _ = statistics.min_raw, statistics.max_raw, statistics.logical_type.to_json()
                     with suppress(Exception):  # Python lacks some dates

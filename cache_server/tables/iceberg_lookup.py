@@ -5,8 +5,10 @@ Finds the current table, and reopens a pinned one. `iceberg` chooses the snapsho
 
 from __future__ import annotations
 
+import json
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from typing import TypeVar
@@ -15,7 +17,7 @@ import pydantic
 from pyiceberg.catalog import CatalogType, load_catalog
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
-from pyiceberg.io import FileIO
+from pyiceberg.io import FileIO, InputFile
 from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import StaticTable
@@ -24,12 +26,16 @@ from cache_protocol.errors import RequestError
 from cache_server.object_stores.connections import check_variables
 from cache_server.object_stores.options import catalog_settings
 from cache_server.secrets.redaction import redacted
+from cache_server.tables import iceberg_avro
 from cache_server.tables.iceberg_settings import is_rest, store_properties
+
+iceberg_avro.install()
 
 _T = TypeVar("_T")
 
 _CATALOGS = tuple(str(kind.value) for kind in CatalogType)
 _CATALOG_TIMEOUT_S = 120.0  # as for retries of a store
+_UNREAD_TYPE = re.compile(r"(?:Unsupported field type: '|Type not recognized: )(\w+)")
 
 
 def find(
@@ -135,14 +141,18 @@ def _answered(ask: Callable[[], _T]) -> _T:
 
 def _opened(name: str, location: str, io: FileIO) -> StaticTable:
     """The table of the metadata at ``location``, planned in this process."""
-    with _explained():
+    with _explained(lambda: io.new_input(location)):
         metadata = FromInputFile.table_metadata(io.new_input(location))
     return StaticTable((name,), metadata, location, io, NoopCatalog("static"))
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Why pyiceberg refuses metadata, in one line."""
+def _explained(file: Callable[[], InputFile] | None = None) -> Iterator[None]:
+    """Why pyiceberg refuses metadata, in one line.
+
+    Args:
+        file: gives the metadata, for the names of columns.
+    """
     try:
         yield
     except (ValidationError, pydantic.ValidationError) as error:
@@ -156,6 +166,24 @@ def _explained() -> Iterator[None]:
             ) from None
         if first["type"] == "union_tag_not_found":
             raise ValueError("its metadata does not say which format version it is of") from None
+        if unread := _UNREAD_TYPE.search(first["msg"]):
+            column = f"column {_name_at(file(), first['loc'][1:])!r}" if file else "a column"
+            raise ValueError(
+                f"{column} is of type {unread[1]}, which cannot be read, and makes the others "
+                "unreadable: write them into a table without it"
+            ) from None
         where = ".".join(str(part) for part in first["loc"])
         reason = f"{where}: {first['msg']}" if where else first["msg"]
         raise ValueError(f"its metadata is not that of a table: {reason}") from None
+
+
+def _name_at(file: InputFile, path: Sequence[str | int]) -> str:
+    """The name of the column or field at a path in metadata."""
+    with file.open() as opened:
+        value = json.loads(opened.read())
+    names = []
+    for step in path:
+        value = value[step]
+        if isinstance(value, dict) and "name" in value:
+            names.append(value["name"])
+    return ".".join(names)

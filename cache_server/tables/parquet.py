@@ -17,7 +17,7 @@ from cache_server.source.pinned import (
     UNDER_NULLS,
     SourceFile,
     Split,
-    check_names,
+    check_schema,
     partition_texts,
     source_column,
 )
@@ -62,7 +62,7 @@ def common_schema(
     different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
     for file, schema in different:
         try:
-            check_names(schema.names)
+            check_schema(schema)
         except ValueError as error:
             raise LoadError(f"cannot read {file.path}: {error}") from None
         for field in schema:
@@ -119,6 +119,9 @@ def cut(
 
     Args:
         stored: the logical schema that is kept, see `pinned.with_lineage`; gives row sizes.
+
+    Raises:
+        LoadError: a row group begins outside its file; names it.
     """
     splits: list[Split] = []
     layout = Layout(stored)
@@ -133,7 +136,12 @@ def cut(
         parts = math.ceil(file.size / part_bytes)  # so many ranges of that size, not always wanted
         rows, decoded = [0] * parts, [0] * parts
         for group, size in zip(groups, sizes, strict=True):
-            part = _start(group) // part_bytes
+            start = _start(group)
+            if not 0 <= start < file.size:
+                raise LoadError(
+                    f"cannot read {file.path}: a row group begins at byte {start} of {file.size}"
+                )
+            part = start // part_bytes
             rows[part] += group.num_rows
             decoded[part] += size
         splits += [

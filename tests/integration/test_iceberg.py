@@ -19,6 +19,7 @@ from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
     FileFormat,
+    clear_manifest_cache,
 )
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
@@ -665,6 +666,38 @@ def test_wrong_metadata_is_told_in_one_line(
         iceberg.pin(_spec(str(path)))
     message = str(caught.value)
     assert str(path) in message and "pydantic" not in message and "input_" not in message
+
+
+def test_a_manifest_that_ends_early_is_refused(catalog: SqlCatalog) -> None:
+    """It would be read as one of fewer data files."""
+    table = catalog.create_table("ns.t", SCHEMA)
+    table.append(_rows(0, 3))
+    (manifest,) = Path(table.metadata_location.removeprefix("file://")).parent.glob("*-m0.avro")
+    sound = manifest.read_bytes()
+    for length in (0, 2, 100, *range(len(sound) - 40, len(sound), 3)):
+        manifest.write_bytes(sound[:length])
+        clear_manifest_cache()
+        with pytest.raises(LoadError, match="cannot read Iceberg table "):
+            iceberg.pin(_spec(table.metadata_location))
+
+
+VARIANT = {"id": 8, "name": "doc", "type": "variant", "required": False}
+VARIANTS = {
+    "doc": VARIANT,
+    "box.doc": {**VARIANT, "id": 9, "name": "box", "type": {"type": "struct", "fields": [VARIANT]}},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_column_of_a_type_that_is_not_read_is_refused_by_name(
+    catalog: SqlCatalog, tmp_path: Path, name: str
+) -> None:
+    metadata = json.loads(catalog.create_table("ns.t", SCHEMA).metadata.model_dump_json())
+    metadata["schemas"][0]["fields"].append(VARIANTS[name])
+    path = tmp_path / "v3.metadata.json"
+    path.write_text(json.dumps({**metadata, "format-version": 3, "next-row-id": 0}))
+    with pytest.raises(LoadError, match=f"column '{name}' is of type variant, .*: write them"):
+        iceberg.pin(_spec(str(path)))
 
 
 def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -115,6 +116,18 @@ def _columns_of_one_name(directory: Path) -> Path:
     return path
 
 
+def _name_with_nul(directory: Path) -> Path:
+    directory.mkdir()
+    pq.write_table(pa.table({"a": [{"b\0c": 1}]}), directory / "nul.parquet")
+    return directory
+
+
+def _key_with_nul(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "nul.jsonl").write_text(json.dumps({"b\0c": 1}))
+    return directory
+
+
 @pytest.mark.parametrize(
     ("make", "quotes"),
     [
@@ -126,6 +139,8 @@ def _columns_of_one_name(directory: Path) -> Path:
         (_empty_file, ["empty.parquet", "footer"]),
         (_columns_that_differ, ["part-001.parquet", "label", "missing"]),
         (_columns_of_one_name, ["twice.parquet", "several columns are named 'a'"]),
+        (_name_with_nul, ["nul.parquet", r"'b\x00c' has a NUL character"]),
+        (_key_with_nul, ["nul.jsonl", r"'b\x00c' has a NUL character"]),
     ],
     ids=lambda value: getattr(value, "__name__", "")[1:],
 )

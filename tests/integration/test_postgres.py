@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from datetime import time as clock
+from pathlib import Path
 
 import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
@@ -25,6 +26,7 @@ from cache_server.tables import postgres
 from cache_server.tables.postgres import cut, snapshot
 from cache_server.tables.postgres.ranges import even_ranges
 from cache_server.tables.postgres.session import Address, parse_uri
+from tests.load_here import load_here
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
 from tests.waiting import wait_until
 
@@ -247,6 +249,28 @@ def test_a_query_with_a_split_column(db: Database) -> None:
     rows = read_all(pin, 4_000)
     expected = db.server.rows(db.name, "SELECT nullif(id, 3), v::text FROM a ORDER BY 1, 2")
     assert list(zip(*rows.to_pydict().values(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("split_column", ["", "id"])
+def test_rows_of_unknown_size_are_cut_into_shards_as_they_come(
+    db: Database, tmp_path: Path, split_column: str
+) -> None:
+    query = "SELECT id, repeat(id::text, 200) AS doc FROM generate_series(1000, 11000) AS id"
+    key = {"split_column": split_column} if split_column else {}
+    spec = db.spec(query=query, **key)
+    options = {**spec.options, **spec.secrets}
+    wanted = DatasetSpec("d", spec.source, storage_options=options, target_shard_bytes=2**20)
+    planned = plan_version(wanted)
+    planned.close()
+    is_cut = planned.version.shards is not None
+    assert is_cut == bool(split_column) and (not is_cut or len(planned.version.shards) > 5)
+
+    loaded = load_here(wanted, tmp_path)
+
+    assert loaded.to_pylist() == [
+        {"id": number, "doc": str(number) * 200} for number in range(1000, 11001)
+    ]
+    assert max(map(len, loaded["doc"].chunks)) * 800 < 2**21
 
 
 def test_a_view_and_a_table_outside_the_search_path(db: Database) -> None:

@@ -286,3 +286,13 @@ def test_arrow_files_of_polars_load(tmp_path: Path, compression: Any) -> None:
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(LoadError, match=r"t\.arrow: its rows end at byte .* joined by cat"):
         load(path, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_type_that_arrow_lacks_is_refused_with_its_file(tmp_path: Path, suffix: str) -> None:
+    frame, path = polars.DataFrame({"x": [1]}), tmp_path / f"2.{suffix}"
+    for name, column in (("1", frame), ("2", frame.cast(polars.Int128))):
+        write = column.write_parquet if suffix == "parquet" else column.write_ipc
+        write(tmp_path / f"{name}.{suffix}")
+    with pytest.raises(LoadError, match=f"{path}.*: Integers with more than 64 bits"):
+        plan_version(DatasetSpec("t", tmp_path))

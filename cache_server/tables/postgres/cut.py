@@ -128,10 +128,12 @@ class Cutting:
         layout = Layout(stored)
         if not layout.plain_fields:
             return max(1, layout.fixed_row_bytes)
-        if not self.relation.is_stored:
-            return layout.guessed_row_bytes
-        sizes = ", ".join(self._average_bytes(field) for field in layout.plain_fields)
         source = self._sample(self.estimate, _MEASURED_ROWS)
+        if not self.relation.is_stored:
+            if not self.key:  # one split of any size
+                return layout.guessed_row_bytes
+            source = f"(SELECT * FROM {source} LIMIT {_MEASURED_ROWS}) AS q"
+        sizes = ", ".join(self._average_bytes(field) for field in layout.plain_fields)
         return layout.fixed_row_bytes + float(
             sum(self.session.rows(f"SELECT {sizes} FROM {source}")[0])
         )

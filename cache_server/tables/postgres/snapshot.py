@@ -219,6 +219,7 @@ def _pin(session: Session, address: Address, wanted: Mapping[str, str]) -> Pin:
         else "guesses of the server and of texts",
         snapshot=json.dumps(asdict(reading)),
         exact_rows=is_counted,
+        guessed=not relation.is_stored,
         comparable=False,
         close=session.close,
     )

@@ -38,6 +38,17 @@ def test_a_node_that_was_only_silent_has_not_ended() -> None:
     assert ended.given_up() == {}
 
 
+def test_every_split_that_may_have_ended_the_nodes_is_named(
+    coordinator: Coordinator, source: Path
+) -> None:
+    settle(FakeNode(coordinator, "one"))
+    coordinator.create(spec(source))
+    (record,) = coordinator._versions.values()
+    error = str(record.ended_error({KILLER: ["one", "two"], 1: ["one", "two"]}))
+    parts = [f"{source}/part-{number:03}.parquet" for number in (1, KILLER)]
+    assert f"cannot load {' or '.join(parts)}: node one, node two ended meanwhile" in error
+
+
 class MortalNode(FakeNode):
     """A node whose process ends when it begins to load `KILLER`."""
 

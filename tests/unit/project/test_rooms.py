@@ -226,6 +226,7 @@ BARRIERS = (
         "pyiceberg",
         (
             "cache_server/tables/iceberg.py",
+            "cache_server/tables/iceberg_avro.py",
             "cache_server/tables/iceberg_lookup.py",
             "cache_server/tables/iceberg_rows.py",
         ),

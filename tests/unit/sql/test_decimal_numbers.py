@@ -58,6 +58,7 @@ def test_doubles_beside_decimals_stay_doubles(file: Split) -> None:
     "sql",
     [
         "SELECT price FROM source WHERE price = -8.28 AND near = 0.07",
+        "SELECT price FROM source WHERE price = -8.28 AND near < 1e300",
         "SELECT near * 2 + 0.1 AS x, CAST(2 AS BIGINT) * 0.5 AS y FROM source WHERE price = -8.28",
     ],
 )

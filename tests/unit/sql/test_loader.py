@@ -284,6 +284,29 @@ def test_a_file_that_is_not_of_its_format_is_named(tmp_path: Path, format: str, 
     assert "bug in DataFusion" not in str(caught.value)
 
 
+NAMES = {
+    "column": pa.schema([("abcdefgh", pa.int8())]),
+    "field": pa.schema([("a", pa.list_(pa.struct([("abcdefgh", pa.int8())])))]),
+    "time zone": pa.schema([("a", pa.timestamp("s", "abcdefgh"))]),
+}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"), [(b"ab\xff\xfeefgh", "byte 0xff"), (b"ab\0\0efgh", "has a NUL character")]
+)
+@pytest.mark.parametrize("kind", NAMES)
+def test_an_arrow_file_with_a_name_that_no_query_can_use_is_refused(
+    tmp_path: Path, kind: str, bad: bytes, reason: str
+) -> None:
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_file(sink, NAMES[kind]).close()
+    path = tmp_path / "a.arrow"
+    path.write_bytes(sink.getvalue().to_pybytes().replace(b"abcdefgh", bad))
+
+    with pytest.raises(LoadError, match=f"cannot read {path} as arrow: .*{reason}"):
+        infer_schema(path, "arrow", str(path))
+
+
 @pytest.mark.parametrize("open_writer", [pa.ipc.new_file, pa.ipc.new_stream])
 def test_an_arrow_file_with_two_columns_of_one_name_is_refused_by_name(
     tmp_path: Path, open_writer: Callable[..., Any]

@@ -61,6 +61,16 @@ def test_a_footer_that_would_end_the_process_is_refused_with_its_file(
     assert [footer.num_rows for footer in read(sound)] == [ROWS]
 
 
+@pytest.mark.parametrize("rows", [-ROWS, ROWS + 1])
+def test_a_row_group_of_other_rows_than_its_columns_is_refused(rows: int) -> None:
+    known, wanted = (bytes([2 * abs(n) - (n < 0)]) for n in (ROWS, rows))  # numbers of Thrift
+    data = parquet_bytes()
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    places = [place for place in range(start, len(data)) if data[place : place + 1] == known]
+    changed = (data[:place] + wanted + data[place + 1 :] for place in places)
+    assert f"a row group of {rows} rows has {ROWS} values" in map(reason_of, changed)
+
+
 def test_the_first_damaged_footer_of_many_is_named(aborting: bytes) -> None:
     sound = parquet_bytes()
     for place in (0, 1, 200, 300):

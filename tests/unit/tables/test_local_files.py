@@ -93,7 +93,7 @@ def test_several_sources_come_in_the_given_order(tmp_path: Path) -> None:
     assert paths_of(b, tmp_path / "d", a, b) == [b, c, a, b]
 
 
-@pytest.mark.parametrize("prefix", ["file://", "file://localhost", "FILE://"])
+@pytest.mark.parametrize("prefix", ["file:", "file://", "file://localhost", "FILE://"])
 def test_a_file_uri_is_a_path_with_its_escapes_undone(tmp_path: Path, prefix: str) -> None:
     path = touch(tmp_path / "a b#1%.parquet")
     uri = (tmp_path / "a b#1%.parquet").as_uri().replace("file://", prefix)

@@ -2,6 +2,7 @@
 
 import datetime as dt
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,15 @@ def test_the_target_decides_how_many_row_groups_a_split_has(tmp_path: Path) -> N
     for splits in (halves, groups):
         assert sum(split.num_rows or 0 for split in splits) == 1000
         assert sum(split.estimated_bytes for split in splits) == whole[0].estimated_bytes
+
+
+def test_a_row_group_that_begins_outside_its_file_is_refused(tmp_path: Path) -> None:
+    write_groups(tmp_path / "a.parquet", [100] * 3)
+    file = replace(pinned(tmp_path / "a.parquet"), size=1000)
+    _, footers = parquet_schema((file,))
+
+    with pytest.raises(LoadError, match=rf"{file.path}: a row group begins at byte \d+ of 1000"):
+        parquet.cut((file,), footers, pa.schema([]), 100)
 
 
 def test_many_tiny_row_groups_are_cut_as_datafusion_counts(tmp_path: Path) -> None:
