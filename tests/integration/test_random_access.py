@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import pickle
 import re
 import sys
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
 
 from cache_client import (
@@ -419,28 +421,42 @@ OTHERS = [block for block in BLOCKS if block not in GRAIN]
 def run_block(
     cluster: LocalCluster,
     client: CacheClient,
-    dataset_name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[str], list[Any]]:
-    """Runs a block of the guide, on a table of its name; gives what its training loop got."""
+) -> Iterator[Callable[[str], list[Any]]]:
+    """Runs a block of the guide, on tables of its names; gives what its training loop got."""
     columns = {name: np.arange(600, dtype=np.float32) for name in ("rooms", "area", "price")}
     columns["street"] = np.arange(600) % 40
-    pq.write_table(pa.table(columns), tmp_path / "houses.parquet")
-    client.load(DatasetSpec(dataset_name, tmp_path / "houses.parquet"))
+    image = io.BytesIO()
+    Image.new("RGB", (4, 3)).save(image, "PNG")
+    tables = {
+        "houses": columns,
+        "new-houses": columns,
+        "streets": {"street": np.arange(40), "income": np.arange(40.0)},
+        "photos": {"image": [image.getvalue()] * 300, "label": np.arange(300)},
+    }
+    loaded: list[str] = []
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
 
     def run(block: str) -> list[Any]:
         steps: list[Any] = []
-        source = block.replace('"houses"', repr(dataset_name))
+        source = block
+        for name, table in tables.items():
+            if f'"{name}"' in block:
+                pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+                loaded.append(f"guide-{name}")
+                client.load(DatasetSpec(loaded[-1], tmp_path / f"{name}.parquet"))
+                source = source.replace(f'"{name}"', repr(loaded[-1]))
         exec(compile(source, GUIDE.name, "exec"), {"train_step": lambda *a: steps.append(a)})
         return steps
 
-    return run
+    yield run
+    for name in loaded:
+        client.drop(name)
 
 
 def test_the_guide_has_its_examples() -> None:
-    assert (len(OTHERS), len(GRAIN)) == (6, 1)
+    assert (len(OTHERS), len(GRAIN)) == (10, 1)
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=range(len(OTHERS)))
