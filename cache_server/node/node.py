@@ -70,6 +70,9 @@ SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
 
 _MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
+# With more, loads would wait for reports. With fewer, each start of a load is reported at once: if
+# the process ends, the coordinator knows by which load.
+_FEW_SHARDS = 256
 # After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 _LONGEST_INTERVAL_S = 3600.0
@@ -330,7 +333,8 @@ class Node:
             self._wake.clear()
             begun = time.perf_counter()
             try:
-                response = self._link.heartbeat(self._report())
+                request = self._report()
+                response = self._link.heartbeat(request)
                 desired = self._decoder.decode(response)
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())
@@ -352,7 +356,8 @@ class Node:
                     news = False
                 if news:
                     continue  # report it at once
-                self._stop.wait(rest_s(time.perf_counter() - begun))
+                if sum(len(dataset.shards) for dataset in request.datasets) > _FEW_SHARDS:
+                    self._stop.wait(rest_s(time.perf_counter() - begun))
             self._wake.wait(interval)
 
     def _snapshot(self) -> tuple[dict[VersionKey, ActualVersion], SealedShards]:

@@ -73,7 +73,10 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"columns": np.array([], str)}, "columns must name a column, or be omitted for all, got"),
     ({"columns": []}, "columns must name a column, or be omitted for all, got []"),
     ({"columns": ["a", "a"]}, "columns must not repeat a name, got ['a', 'a']"),
-    ({"batch_format": "pandas"}, "batch_format must be one of torch, numpy, arrow, got 'pandas'"),
+    (
+        {"batch_format": "pandas"},
+        "batch_format must be one of torch, numpy, arrow, jax, polars, got 'pandas'",
+    ),
     ({"transform": "x"}, "transform must be a function, got 'x'"),
     ({"local": "no"}, "local must be True or False, got 'no'"),
     ({"stack": {"x": "ab"}}, "stack 'x' must be a list of columns, got 'ab'"),
