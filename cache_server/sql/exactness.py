@@ -2,9 +2,9 @@
 
 Two kinds (docs/decisions/0019):
 
-- *Wrongly planned*: the optimiser replaces a comparison by one that keeps other rows, merges lists
-  of IN without regard to nulls, or rounds a number that is compared with decimals. The plan tells,
-  so such a query runs in another `Mode`: see `simplifies_wrongly` and `rounded_number`.
+- *Wrongly planned*: the optimiser replaces a condition by one that keeps other rows, or rounds a
+  number that is compared with decimals. The plan tells, so such a query runs in another `Mode`: see
+  `simplifies_wrongly` and `rounded_number`.
 - *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, IN, CASE and nullif take -0.0
   and 0.0 as different, and a computed NaN with a minus sign is less than every number. Only the
   rows tell, so a load looks for such rows: see `wrong_values`.
@@ -37,6 +37,7 @@ _NEED_RULES = {
     "arrow_cast": "CAST",
 }
 _COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINCT FROM"}
+_MATCHES = {"~", "~*", "!~", "!~*"}
 _LARGEST = {"greatest", "least"}
 _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
@@ -73,17 +74,26 @@ class Watch:
 
 
 def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
-    """Whether the optimiser would replace a comparison by one that keeps other rows.
+    """Whether the optimiser would replace a condition by one that keeps other rows.
 
     - Years are compared as timestamps, which fails for years that a timestamp[ns] cannot hold.
     - A timestamp with a finer unit than the column's is cut to that unit.
     - Two lists for one value become one: ``x NOT IN (1) OR x NOT IN (2)`` is true, also for NULL.
+    - A regular expression of one text becomes LIKE, in which a backslash means something else;
+      ``~ '.*'`` is never NULL.
+    - Arithmetic of constants that wraps becomes a number, which `wrong_values` cannot find.
 
     Args:
         plan: optimised without `SIMPLIFYING_RULES`.
         context: of the plan.
     """
     for rows, expression in _expressions(plan, context):
+        if _operator(expression) in _MATCHES or _function(expression) == "regexp_like":
+            patterns = [str(_constant(side)) for side in operands(expression)[1:]]
+            if any(pattern == ".*" or r"\\" in pattern for pattern in patterns):
+                return True
+        if _is_constant(expression) and _wraps(expression, rows) is not None:
+            return True
         sides = _compared(expression)
         for side in sides:
             *_, inner = _uncast(side)
@@ -136,8 +146,9 @@ def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
         if (name := _function(expression)) in _NEED_RULES:
             return (
                 f"{name} cannot be combined with a year before 1678 or after 2261, with a time of "
-                "a finer unit than its column, or with two lists of IN for one value: write "
-                f"{_NEED_RULES[name]} instead of {name}, or another year, time or list"
+                "a finer unit than its column, with two lists of IN for one value, or with a "
+                r"regular expression that is .* or contains \\: write "
+                f"{_NEED_RULES[name]} instead of {name}, or another condition"
             )
     return ""
 
