@@ -38,6 +38,7 @@ KNOWN = {
     "- CAST('NaN' AS DOUBLE)": "a constant NaN with a sign, which nobody writes, is not refused",
     "floor(0.1) NOT IN (0, -0.0)": "constants alone, folded before the guard, which nobody writes",
     "a date plus an interval": "DuckDB gives a timestamp",
+    "date_trunc('hour', date) < TIMESTAMP '...'": "DuckDB cuts the timestamp to its day",
 }
 _EPOCH = datetime(1970, 1, 1)
 _TIMES = [  # at and beside the ends of seconds, days, years and of what nanoseconds can hold
@@ -161,7 +162,10 @@ class Generator:
             if kind == self._float:  # constants alone: see KNOWN
                 values[0] = self._column("f32", "f64", "plain", "dec")
             places = ", ".join(f"{{{index}}}" for index in range(1, len(values)))
-            return _sql(f"{{0}} {self._rng.choice(['', 'NOT '])}IN ({places})", *values)
+            lists = [f"{{0}} {self._rng.choice(['', 'NOT '])}IN ({places})"]
+            if self._rng.random() < 0.3:
+                lists.append(f"{{0}} {self._rng.choice(['', 'NOT '])}IN ({{1}}, {{1}})")
+            return _sql(self._rng.choice([" AND ", " OR "]).join(lists), *values)
         if draw < 0.9:
             return _sql("{0} BETWEEN {1} AND {2}", *values)
         if draw < 0.93:
@@ -226,7 +230,11 @@ class Generator:
         draw = self._rng.random()
         if depth < 1 and draw < 0.2:
             unit = self._rng.choice(["year", "month", "day", "hour", "second", "week"])
-            return _sql(f"date_trunc('{unit}', {{0}})", self._time(depth + 1))
+            inner = self._time(depth + 1)
+            return Sql(  # of a timestamp in DuckDB: see KNOWN
+                f"date_trunc('{unit}', {inner.ours})",
+                f"date_trunc('{unit}', {inner.theirs}::TIMESTAMP)",
+            )
         if depth < 1 and draw < 0.25:
             time = self._column("t_s", "t_ms", "t_us", "far")
             return Sql(

@@ -2,7 +2,7 @@
 
 Two kinds (docs/decisions/0019):
 
-- *Wrongly planned*: the optimiser replaces a comparison by one that keeps other rows, or rounds a
+- *Wrongly planned*: the optimiser replaces a condition by one that keeps other rows, or rounds a
   number that is compared with decimals. The plan tells, so such a query runs in another `Mode`: see
   `simplifies_wrongly` and `rounded_number`.
 - *Wrong for some values*: integers wrap, ``date_bin`` gives NULL, IN, CASE and nullif take -0.0
@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext, functions, lit
 
-from cache_server.sql.lineage import parts, variant
+from cache_server.sql.lineage import operands, parts, variant
 
 # Optimiser rules without which comparisons are left as they are written.
 SIMPLIFYING_RULES = ("simplify_expressions", "common_sub_expression_eliminate")
@@ -37,6 +37,7 @@ _NEED_RULES = {
     "arrow_cast": "CAST",
 }
 _COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINCT FROM"}
+_MATCHES = {"~", "~*", "!~", "!~*"}
 _LARGEST = {"greatest", "least"}
 _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
@@ -73,16 +74,26 @@ class Watch:
 
 
 def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
-    """Whether the optimiser would replace a comparison by one that keeps other rows.
+    """Whether the optimiser would replace a condition by one that keeps other rows.
 
     - Years are compared as timestamps, which fails for years that a timestamp[ns] cannot hold.
     - A timestamp with a finer unit than the column's is cut to that unit.
+    - Two lists for one value become one: ``x NOT IN (1) OR x NOT IN (2)`` is true, also for NULL.
+    - A regular expression of one text becomes LIKE, in which a backslash means something else;
+      ``~ '.*'`` is never NULL.
+    - Arithmetic of constants that wraps becomes a number, which `wrong_values` cannot find.
 
     Args:
         plan: optimised without `SIMPLIFYING_RULES`.
         context: of the plan.
     """
     for rows, expression in _expressions(plan, context):
+        if _operator(expression) in _MATCHES or _function(expression) == "regexp_like":
+            patterns = [str(_constant(side)) for side in operands(expression)[1:]]
+            if any(pattern == ".*" or r"\\" in pattern for pattern in patterns):
+                return True
+        if _is_constant(expression) and _wraps(expression, rows) is not None:
+            return True
         sides = _compared(expression)
         for side in sides:
             *_, inner = _uncast(side)
@@ -91,6 +102,10 @@ def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
             others = [other for other in sides if other is not side]
             if _is_beyond(side, others, rows) or _is_cut(side, others, rows, context):
                 return True
+    for rows, expression in _written(plan, context):
+        lists = list(_lists(expression, rows))
+        if len(lists) > len(set(lists)):
+            return True
     return False
 
 
@@ -130,9 +145,10 @@ def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
     for _, expression in _expressions(plan, context):
         if (name := _function(expression)) in _NEED_RULES:
             return (
-                f"{name} cannot be combined with a year before 1678 or after 2261, or with a time "
-                f"of a finer unit than its column: write {_NEED_RULES[name]} instead of {name}, "
-                "or another year or time"
+                f"{name} cannot be combined with a year before 1678 or after 2261, with a time of "
+                "a finer unit than its column, with two lists of IN for one value, or with a "
+                r"regular expression that is .* or contains \\: write "
+                f"{_NEED_RULES[name]} instead of {name}, or another condition"
             )
     return ""
 
@@ -182,14 +198,20 @@ def wrong_values(plan: LogicalPlan, context: SessionContext) -> Iterator[Watch]:
 
 def _expressions(plan: LogicalPlan, context: SessionContext) -> Iterator[tuple[DataFrame, Expr]]:
     """Every expression of a plan, also inside others, with the rows that it reads."""
+    for rows, expression in _written(plan, context):
+        for part in parts(expression):
+            yield rows, part
+
+
+def _written(plan: LogicalPlan, context: SessionContext) -> Iterator[tuple[DataFrame, Expr]]:
+    """Every whole expression of a plan, with the rows that it reads."""
     inputs = plan.inputs()
     if len(inputs) == 1:
         rows = context.create_dataframe_from_logical_plan(inputs[0])
         for expression in _of_node(plan.to_variant()):
-            for part in parts(expression if isinstance(expression, Expr) else Expr(expression)):
-                yield rows, part
+            yield rows, expression if isinstance(expression, Expr) else Expr(expression)
     for child in inputs:
-        yield from _expressions(child, context)
+        yield from _written(child, context)
 
 
 def _of_node(node: Any) -> list[Any]:
@@ -236,6 +258,79 @@ def _constant(expression: Expr) -> object:
     return value.as_py() if isinstance(value, pa.Scalar) else value
 
 
+def _is_constant(expression: Expr) -> bool:
+    return all(part.variant_name() != "Column" for part in parts(expression))
+
+
+def _lists(
+    expression: Expr, rows: DataFrame, negated: bool = False, condition: tuple[int, ...] = ()
+) -> Iterator[tuple[object, str]]:
+    """The value of each list of IN, with the condition in which the optimiser may merge lists.
+
+    A chain is one list, because it is merged rightly: ``x = 1 OR x IN (2, 3)``, and its negation
+    ``x <> 1 AND x NOT IN (2, 3)``.
+
+    Args:
+        negated: an odd number of NOT is around the expression.
+        condition: that the expression is a part of.
+    """
+    if expression.variant_name() == "Not":
+        yield from _lists(operands(expression)[0], rows, not negated, condition)
+        return
+    is_or = _is_or(expression, negated)
+    if is_or is None:
+        if expression.variant_name() == "InList":
+            yield condition, _looked_up(expression)[0]
+            return
+        is_apart = expression.variant_name() == "Case" and not pa.types.is_boolean(
+            _type(expression, rows)
+        )
+        for number, part in enumerate(operands(expression)):
+            yield from _lists(part, rows, condition=(*condition, number) if is_apart else condition)
+        return
+    chained: dict[str, list[Expr]] = {}
+    for term, is_negated in _terms(expression, negated, is_or):
+        value, is_in = _looked_up(term)
+        if value and (is_in != is_negated) == is_or:
+            chained.setdefault(value, []).append(term)
+            if term.variant_name() == "InList":
+                continue
+        yield from _lists(term, rows, is_negated, condition)
+    for value, terms in chained.items():
+        if len(terms) > 1 or terms[0].variant_name() == "InList":
+            yield condition, value
+
+
+def _is_or(expression: Expr, negated: bool) -> bool | None:
+    """Whether an expression, maybe negated, is an OR; an AND gives False, others None."""
+    operator = _operator(expression)
+    return (operator == "OR") != negated if operator in ("AND", "OR") else None
+
+
+def _terms(expression: Expr, negated: bool, is_or: bool) -> Iterator[tuple[Expr, bool]]:
+    """The terms of a chain of OR, or else of AND, and whether each is negated."""
+    is_not = expression.variant_name() == "Not"
+    if is_not or _is_or(expression, negated) == is_or:
+        for part in operands(expression):
+            yield from _terms(part, negated != is_not, is_or)
+    else:
+        yield expression, negated
+
+
+def _looked_up(expression: Expr) -> tuple[str, bool]:
+    """The value that is compared with constants or a list; whether it must be among them."""
+    node = variant(expression)
+    if type(node).__name__ == "InList":
+        sides, is_in = operands(expression)[:1], not node.negated()
+    elif (operator := _operator(expression)) in ("=", "!="):
+        sides = [side for side in operands(expression) if not _is_constant(side)]
+        is_in = operator == "="
+    else:
+        return "", False
+    *_, value = _uncast(sides[0]) if len(sides) == 1 else [None]
+    return (value.canonical_name() if value is not None else ""), is_in
+
+
 def _is_beyond(side: Expr, others: Sequence[Expr], rows: DataFrame) -> bool:
     """Whether a year is compared that no timestamp[ns] can hold."""
     *_, call = _uncast(side)
@@ -255,7 +350,7 @@ def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: Sessio
     values = [
         other.cast(types[0]).cast(pa.int64()).alias(str(number))
         for number, other in enumerate(others)
-        if all(part.variant_name() != "Column" for part in parts(other))
+        if _is_constant(other)
     ]
     (row,) = context.sql("SELECT 1").select(*values).to_pylist() if values else [{}]
     step = units[0] // min(units)
@@ -265,8 +360,7 @@ def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: Sessio
 def _rounded(side: Expr, rows: DataFrame, context: SessionContext) -> str:
     """The number that a constant is in the query, where it becomes another decimal; else ""."""
     *_, inner = _uncast(side)
-    is_constant = all(part.variant_name() != "Column" for part in parts(inner))
-    if not is_constant or not pa.types.is_floating(_type(inner, rows)):
+    if not _is_constant(inner) or not pa.types.is_floating(_type(inner, rows)):
         return ""
     constants = context.sql("SELECT 1").select(inner.alias("double"), side.alias("decimal"))
     try:

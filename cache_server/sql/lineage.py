@@ -47,14 +47,18 @@ def variant(expression: Any) -> Any:
 def parts(expression: Any) -> Iterator[Any]:
     """An expression and the expressions inside it, without those of subqueries."""
     yield expression
+    for operand in operands(expression):
+        yield from parts(operand)
+
+
+def operands(expression: Any) -> list[Any]:
+    """The expressions directly inside an expression."""
     if expression.variant_name() in ("Column", "Literal"):
-        return
+        return []
     try:
-        inside = expression.rex_call_operands()
+        return list(expression.rex_call_operands())
     except Exception:  # DataFusion's bindings do not show what is inside, as of EXISTS
-        return
-    for part in inside:
-        yield from parts(part)
+        return []
 
 
 def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:

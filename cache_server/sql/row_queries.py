@@ -23,6 +23,7 @@ from cache_server.sql.session import (
     folds_to_nothing,
     frame_of,
     mode_of,
+    named_columns,
     open_session,
     reason_of,
     reraise_exit,
@@ -131,7 +132,7 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
 
 
 def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[str]]:
-    """The type of an expression of single rows, and the columns that it reads."""
+    """The type of an expression of single rows, and the columns that it names."""
     if len(text) > MAX_TEXT_LENGTH:
         raise RequestError(
             f"{kind} must have at most {MAX_TEXT_LENGTH} characters, got {len(text)}: "
@@ -151,7 +152,8 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
     if query.schema.names != [VALUE]:
         raise RequestError(f"{named} must be one value a row, got {len(query.schema)} values")
     dtype = query.schema.field(0).type
-    return _WITHOUT_VIEWS.get(dtype, dtype), set(query.columns[TABLE])
+    columns = named_columns(sql, schema) | set(query.columns[TABLE])
+    return _WITHOUT_VIEWS.get(dtype, dtype), columns
 
 
 def _short(text: str, length: int = 200) -> str:

@@ -20,10 +20,12 @@ from datafusion import (
 )
 
 from cache_protocol.errors import RequestError
+from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
+from cache_server.sql.lineage import parts, variant
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
@@ -165,6 +167,15 @@ def frame_of(context: SessionContext, sql: str, read: Sequence[str]) -> DataFram
     except Exception:  # DataFusion raises bare Exception; the filter is a part of other SQL
         return context.sql_with_options(sql, read_only())
     return frame.select(*map(identifier, read)) if len(read) < len(frame.schema()) else frame
+
+
+def named_columns(sql: str, schema: pa.Schema) -> set[str]:
+    """The columns that the results of a query over `TABLE` name, also those optimised away."""
+    context = open_session(1)
+    context.register_record_batches(TABLE, [[no_rows(schema)]])
+    results = context.sql(sql).logical_plan().to_variant().projections()
+    names = (part for result in results for part in parts(result))
+    return {variant(part).name() for part in names if part.variant_name() == "Column"}
 
 
 def named(batches: Iterator[pa.RecordBatch], sql: str) -> Iterator[pa.RecordBatch]:

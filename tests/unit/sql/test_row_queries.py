@@ -1,6 +1,8 @@
+import random
 from collections.abc import Iterator
 from datetime import date
 
+import duckdb
 import pyarrow as pa
 import pytest
 
@@ -60,6 +62,7 @@ def test_an_expression_has_one_value_a_row_in_their_order(
         ("n = 1 OR 9 = n", [1, 9]),
         ("1 = 1", list(range(10))),
         ("1 = 2", []),
+        ("price = NULL OR n = 2", [2]),  # the optimiser drops the price
         (" OR ".join(f"n = {n}" for n in range(60)), list(range(10))),
     ],
 )
@@ -136,3 +139,33 @@ def test_a_row_without_a_right_value_is_an_error_that_quotes_the_expression(
         run(expression)
 
     assert expression in str(caught.value)
+
+
+def test_conditions_with_lists_keep_the_rows_that_duckdb_keeps() -> None:
+    draw = random.Random(0)
+
+    def condition(depth: int) -> str:
+        if depth == 0:
+            column = draw.choice("xxxxy")
+            values = draw.choices(["1", "2", "3", "4", "NULL", "y"], [4, 4, 4, 4, 1, 1], k=4)
+            if draw.random() < 0.4:
+                return f"{column} {draw.choice(['=', '<>'])} {values[0]}"
+            listed = ", ".join(values[: draw.randint(1, 4)])
+            return f"{column} {draw.choice(['', 'NOT '])}IN ({listed})"
+        joined = ["({}) AND ({})", "({}) OR ({})"]
+        form = draw.choice(3 * joined + ["NOT ({})", "({}) IS NULL", "CASE WHEN {} THEN {} END"])
+        return form.format(*(condition(depth - 1) for _ in range(form.count("{}"))))
+
+    rows = pa.table(
+        {"x": pa.array([None, 0, 1, 2, 3, 4], pa.int32()), "y": pa.array([1, 1, None, 2, 3, 3])}
+    )
+    conditions = [condition(draw.choice([2, 3])) for _ in range(150)]
+    with duckdb.connect() as connection:
+        connection.register("rows", rows)
+        kept = connection.execute(f"SELECT {', '.join(conditions)} FROM rows").fetchall()
+
+    for text, is_kept in zip(conditions, zip(*kept, strict=True), strict=True):
+        query = check_row_query("", (text,), rows.schema)
+        pieces = run_row_query(query, rows.select(query.schema.names).to_batches())
+        found = [number for piece in pieces for number in piece.to_pylist()]
+        assert found == [number for number, value in enumerate(is_kept) if value], text
