@@ -48,6 +48,20 @@ def _fork_node(node: LocalNode, command: Sequence[str], log_file: IO[bytes]) -> 
     )
 
 
+HOSTS_FLIGHT = {  # files that start a Flight server in this process
+    *("test_access.py", "test_connections.py", "test_duplicate_nodes.py", "test_http_port.py"),
+    *("test_huge_pages.py", "test_lying_peers.py", "test_peers.py", "test_restart.py"),
+    "test_watched_loads.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests that must not share a process with forked DataLoader workers."""
+    for item in items:
+        if item.path.name in HOSTS_FLIGHT:
+            item.add_marker("hosts_flight")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_nodes() -> Iterator[None]:
     """The nodes of every `LocalCluster` are forks; see `executed_nodes`."""

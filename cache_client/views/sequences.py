@@ -29,7 +29,7 @@ from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, View
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.layout import Layout, numpy_dtype
 
 _MAX_LENGTH = 2**31 - 1
 _DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
@@ -331,7 +331,8 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
 
 
 def _check_padding(layout: Layout, column: str, value: float) -> None:
-    dtype = layout.logical.field(column).type.value_type.to_pandas_dtype()
+    kind = layout.logical.field(column).type.value_type
+    dtype = np.dtype(bool) if pa.types.is_boolean(kind) else numpy_dtype(kind)
     try:
         fits = np.issubdtype(dtype, np.floating) or np.array(value, dtype) == value
     except OverflowError:

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import polars
 import pyarrow as pa
 import pytest
 
@@ -16,6 +15,8 @@ from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout
 from tests import forked_python
+
+polars = pytest.importorskip("polars")
 
 BOOL = {"cache.source_type": "bool"}
 SCHEMA = pa.schema(

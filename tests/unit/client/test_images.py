@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from PIL import Image
 
 from cache_client.convert import Converter
 from cache_client.images import ImageDecoder, decode_problems
 from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError, InvalidImageError
 from cache_protocol.storage.layout import Layout
+
+Image = pytest.importorskip("PIL.Image")
 
 
 def encoded(pixels: np.ndarray[Any, Any], kind: str = "png", mode: str | None = None) -> bytes:
