@@ -332,12 +332,11 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
 
 def _check_padding(layout: Layout, column: str, value: float) -> None:
     kind = layout.logical.field(column).type.value_type
-    dtype = np.dtype(bool) if pa.types.is_boolean(kind) else numpy_dtype(kind)
-    try:
-        fits = np.issubdtype(dtype, np.floating) or np.array(value, dtype) == value
-    except OverflowError:
-        fits = False
-    if not fits:
+    if pa.types.is_floating(kind):
+        return
+    dtype: Any = numpy_dtype(kind) if pa.types.is_integer(kind) else np.uint8
+    high = np.iinfo(dtype).max if pa.types.is_integer(kind) else 1
+    if not np.iinfo(dtype).min <= value <= high or value != int(value):
         raise ConfigError(f"pad_lists: column {column!r} cannot hold {value!r}")
 
 

@@ -41,7 +41,7 @@ class Popen(subprocess.Popen[Any]):
     ``cwd``, ``env``, ``start_new_session`` and those of the standard streams.
     """
 
-    def _execute_child(  # type: ignore[override]
+    def _execute_child(  # type: ignore[override, unused-ignore]
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
         cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any,
         p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int,
@@ -127,7 +127,7 @@ def serve_forks(folder: str) -> None:
 
     global _server_folder
     _server_folder = cache(lambda: folder)
-    footers.Popen = Popen  # type: ignore[misc]
+    vars(footers)["Popen"] = Popen
 
 
 @cache
