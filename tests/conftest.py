@@ -48,18 +48,19 @@ def _fork_node(node: LocalNode, command: Sequence[str], log_file: IO[bytes]) -> 
     )
 
 
-HOSTS_FLIGHT = {  # files that start a Flight server in this process
-    *("test_access.py", "test_connections.py", "test_duplicate_nodes.py", "test_http_port.py"),
-    *("test_huge_pages.py", "test_lying_peers.py", "test_peers.py", "test_restart.py"),
-    "test_watched_loads.py",
+FORKS_WORKERS = {  # files that fork DataLoader workers
+    *("test_access.py", "test_dataset_arguments.py", "test_device_hand_off.py", "test_loader.py"),
+    *("test_mixture.py", "test_observing.py", "test_programs.py", "test_random_access.py"),
+    *("test_sequences.py", "test_training_loops.py", "test_training_reads.py", "test_views.py"),
+    "test_views_sampling.py",
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that must not share a process with forked DataLoader workers."""
+    """Marks tests that need a process that has hosted no Flight server."""
     for item in items:
-        if item.path.name in HOSTS_FLIGHT:
-            item.add_marker("hosts_flight")
+        if item.path.name in FORKS_WORKERS and item.path.parent.name == "integration":
+            item.add_marker("forks_workers")
 
 
 @pytest.fixture(scope="session", autouse=True)
