@@ -37,8 +37,7 @@ demo: $(STAMP)  ## cache a real table on two local nodes and train from it with 
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP)  ## run the test suite, without the tests of training frameworks
-	$(BIN)/pytest -m "forks_workers and not frameworks" $(PYTEST_ARGS) $(ARGS)
-	$(BIN)/pytest -m "not forks_workers and not frameworks" $(PYTEST_ARGS) $(ARGS)
+	$(BIN)/pytest -m "not frameworks" $(PYTEST_ARGS) $(ARGS)
 
 test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, JAX and XGBoost
 	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -113,8 +114,9 @@ class CacheServer:
                     on_ready=self._readiness.set_node,
                 )
             )
+            node = self._node  # no reference to this object: gRPC ends with it
             self._huge_pages = stack.enter_context(
-                HugePages(store.cache_dir, store.sealed, lambda: not self._node.is_loading)
+                HugePages(store.cache_dir, store.sealed, lambda: not node.is_loading)
             )
             owner = ANYONE
             self._scrub = stack.enter_context(
@@ -190,45 +192,14 @@ class CacheServer:
         self._scrub.start()
         if self._config.huge_pages:
             self._huge_pages.start()
-        self._web.start(
-            lambda viewer, job: self._status(coordinator, viewer, job), self._readiness.is_ready
+        # Not by this object: it could not be freed, nor gRPC, beside which no process can fork.
+        status = _Status(
+            self._node, coordinator, self._traffic, self._huge_pages, self._scrub, self._readiness
         )
+        self._web.start(status.seen_by, self._readiness.is_ready)
         if coordinator is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
-
-    def _status(self, coordinator: Coordinator | None, viewer: Viewer, job: str) -> NodeStatus:
-        versions = self._node.versions()
-        seen = self._node.versions(viewer)
-        node = pb.Node(
-            alive=True,
-            stored_bytes=sum(version.num_bytes for version in versions),
-            stored_shards=sum(version.sealed for version in versions),
-        )
-        node.MergeFrom(self._node.description)
-        cache = None
-        if coordinator is not None:
-            jobs = coordinator.seen_jobs(viewer=viewer, ranks=False)
-            is_known = job in {each.name for each in jobs}
-            cache = CacheStatus(
-                tuple(coordinator.nodes()),
-                tuple(coordinator.summaries(viewer)),
-                tuple(jobs),
-                tuple(coordinator.seen_jobs(job, viewer=viewer) if is_known else ()),
-            )
-        return NodeStatus(
-            node=node,
-            ready=self._readiness.is_ready(),
-            coordinator=self._node.coordinator.control_location,
-            versions=seen,
-            huge_page_bytes=self._huge_pages.num_bytes,
-            counts=self._traffic.counts({version.key.dataset for version in versions}).of(
-                {version.key.dataset for version in seen}
-            ),
-            scrubbed_bytes=self._scrub.num_bytes,
-            damaged_shards=self._scrub.num_damaged,
-            cache=cache,
-        )
 
     def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
         coordinator = Coordinator(
@@ -281,6 +252,52 @@ class CacheServer:
             in_time = False
         logger.info("node down id=%s drained=%s", self.node_id, in_time)
         return in_time
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What the HTTP port shows. Thread-safe."""
+
+    node: Node
+    coordinator: Coordinator | None
+    traffic: Traffic
+    huge_pages: HugePages
+    scrub: Scrub
+    readiness: _Readiness
+
+    def seen_by(self, viewer: Viewer, job: str) -> NodeStatus:
+        """What a viewer sees now, with the ranks of a job; "": of none."""
+        versions = self.node.versions()
+        seen = self.node.versions(viewer)
+        node = pb.Node(
+            alive=True,
+            stored_bytes=sum(version.num_bytes for version in versions),
+            stored_shards=sum(version.sealed for version in versions),
+        )
+        node.MergeFrom(self.node.description)
+        cache = None
+        if self.coordinator is not None:
+            jobs = self.coordinator.seen_jobs(viewer=viewer, ranks=False)
+            is_known = job in {each.name for each in jobs}
+            cache = CacheStatus(
+                tuple(self.coordinator.nodes()),
+                tuple(self.coordinator.summaries(viewer)),
+                tuple(jobs),
+                tuple(self.coordinator.seen_jobs(job, viewer=viewer) if is_known else ()),
+            )
+        return NodeStatus(
+            node=node,
+            ready=self.readiness.is_ready(),
+            coordinator=self.node.coordinator.control_location,
+            versions=seen,
+            huge_page_bytes=self.huge_pages.num_bytes,
+            counts=self.traffic.counts({version.key.dataset for version in versions}).of(
+                {version.key.dataset for version in seen}
+            ),
+            scrubbed_bytes=self.scrub.num_bytes,
+            damaged_shards=self.scrub.num_damaged,
+            cache=cache,
+        )
 
 
 class _Readiness:

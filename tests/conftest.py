@@ -48,21 +48,6 @@ def _fork_node(node: LocalNode, command: Sequence[str], log_file: IO[bytes]) -> 
     )
 
 
-FORKS_WORKERS = {  # files that fork DataLoader workers
-    *("test_access.py", "test_dataset_arguments.py", "test_device_hand_off.py", "test_loader.py"),
-    *("test_mixture.py", "test_observing.py", "test_programs.py", "test_random_access.py"),
-    *("test_sequences.py", "test_training_loops.py", "test_training_reads.py", "test_views.py"),
-    "test_views_sampling.py",
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests that need a process that has hosted no Flight server."""
-    for item in items:
-        if item.path.name in FORKS_WORKERS and item.path.parent.name == "integration":
-            item.add_marker("forks_workers")
-
-
 @pytest.fixture(scope="session", autouse=True)
 def forked_nodes() -> Iterator[None]:
     """The nodes of every `LocalCluster` are forks; see `executed_nodes`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -161,6 +163,19 @@ def test_a_node_is_ready_for_http_probes_once_it_has_joined(tmp_path: Path) -> N
 
     with node("alone", None) as alone:
         wait_until(lambda: ask(alone.page, "/ready")[0] == 200, WAIT_S, "it is ready")
+
+
+def test_a_closed_server_frees_grpc_at_once_so_that_the_process_can_fork(tmp_path: Path) -> None:
+    config = NodeConfig(cache_dir=tmp_path, flight_port=0, control_port=0, http_port=0)
+    server = CacheServer(config)
+    server.close()
+    freed = weakref.ref(server)
+    gc.disable()  # gRPC ends with the last reference, and a cycle would keep one
+    try:
+        del server
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_node_that_stops_is_not_ready_while_a_call_still_runs(tmp_path: Path) -> None:
