@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache_client.order import EpochOrder, StepPlan, step_windows
-from cache_client.permutation import Int64Array
+from cache_client.permutation import Int64Array, splitmix64
 from cache_protocol.errors import ConfigError
 
 Words = NDArray[np.uint64]
@@ -41,14 +41,8 @@ def row_words(row_ids: Int64Array, out: Words, scratch: Words) -> None:
 
 
 def weights(numbers: Int64Array) -> Words:
-    """An odd random word for each number, the same everywhere (the finaliser of splitmix64)."""
-    words = (numbers.astype(np.uint64) + np.uint64(1)) * _ODD
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    return words | np.uint64(1)
+    """An odd random word for each number, the same everywhere."""
+    return splitmix64(numbers.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
 
 
 _place_weights: dict[int, Words] = {}  # by the number of rows; of the last few sizes

@@ -31,7 +31,13 @@ from cache_client.ranks import (
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
 from cache_client.views.lookups import Vocabulary
-from cache_client.views.options import ViewOptions, make_view, read_plan, view_problems
+from cache_client.views.options import (
+    ViewOptions,
+    make_view,
+    read_plan,
+    view_problems,
+    without_nones,
+)
 from cache_client.views.view import Shuffle
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_protocol.errors import ConfigError, checked
@@ -162,7 +168,8 @@ class CacheIterableDataset(RankBatches):
             dataset, columns, stack, deadline_s,
             batch_format=batch_format, transform=transform, local=local, copy=copy,
         )  # fmt: skip
-        problems += view_problems(view, batch_format=batch_format, stacks=bool(stack))
+        options = without_nones(view)
+        problems += view_problems(options, batch_format=batch_format, stacks=bool(stack))
         problems += decode_problems(decode, batch_format)
         if audit not in AUDIT_MODES:
             problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
@@ -224,7 +231,7 @@ class CacheIterableDataset(RankBatches):
         self._deadline_s = float(deadline_s)
         ready_deadline_s = find_ready_deadline_s(self._deadline_s)
         shards, chosen, hidden = read_plan(
-            view,
+            options,
             () if columns is None else tuple(columns),
             lambda names: wait_for_plan(where, dataset, names, ready_deadline_s, credentials),
         )
@@ -233,7 +240,7 @@ class CacheIterableDataset(RankBatches):
         )
         self._version_name = shards.dataset
         self._job_view = make_view(
-            view,
+            options,
             VersionNodes(where, shards, credentials, self._deadline_s, self.rank),
             Shuffle(shuffle, self.shuffle_block_size, self.seed),
             batch_format,

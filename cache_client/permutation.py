@@ -196,17 +196,30 @@ def _round_keys(seed: int, epoch: int, stream: int, rounds: int) -> tuple[_UInt3
 
 
 def _tweak_words(tweaks: Int64Array, shape: tuple[int, ...]) -> tuple[_UInt32Array, _UInt32Array]:
-    """Mix each tweak into two uint32 (the finaliser of splitmix64: Steele, Lea and Flood, 2014)."""
+    """Mix each tweak into two uint32."""
     if tweaks.shape != shape:
         raise ValueError(f"tweaks must have the shape of the positions {shape}, got {tweaks.shape}")
-    words = (tweaks + np.int64(1)).astype(np.uint64)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    words = splitmix64((tweaks + np.int64(1)).astype(np.uint64))
     return (words >> _HIGH_HALF).astype(np.uint32), words.astype(np.uint32)
+
+
+def splitmix64(numbers: NDArray[np.uint64], key: int = 0) -> NDArray[np.uint64]:
+    """Return the words of the splitmix64 generator at these places of its run.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+
+    Args:
+        numbers: uint64, any shape; changed in place.
+        key: where the run begins, in ``[0, 2**64)``.
+    """
+    numbers *= np.uint64(0x9E3779B97F4A7C15)
+    numbers += np.uint64(key)
+    numbers ^= numbers >> np.uint64(30)
+    numbers *= np.uint64(0xBF58476D1CE4E5B9)
+    numbers ^= numbers >> np.uint64(27)
+    numbers *= np.uint64(0x94D049BB133111EB)
+    numbers ^= numbers >> np.uint64(31)
+    return numbers
 
 
 def checked_positions(values: Int64Array, size: int) -> Int64Array:

@@ -159,8 +159,13 @@ class RankBatches(IterableDataset[Any]):
 
     @property
     def view(self) -> View:
-        """Which rows each sample has; it also knows its memory, ``num_bytes``."""
+        """Which rows each sample has."""
         return self._job_view.view
+
+    @property
+    def view_bytes(self) -> int:
+        """Memory of the tables of the view, of codes and of joined datasets, in this process."""
+        return self._job_view.num_bytes
 
     @property
     def epoch(self) -> int:

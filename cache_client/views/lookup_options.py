@@ -28,6 +28,7 @@ from cache_client.views.lookups import (
     join_index,
     sorted_vocabulary,
 )
+from cache_client.views.names import quoted
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import View
 from cache_protocol.errors import ConfigError
@@ -153,17 +154,13 @@ def make_lookups(
         RequestError, NodeUnavailableError: as `row_values`.
     """
     made: list[Lookup] = [
-        _codes(column, rule, row_values(version, _quoted(column)))
+        _codes(column, rule, row_values(version, quoted(column)))
         for column, rule in coded(options).items()
     ]
     for key, other in options.get("join", {}).items():
         joined = other if isinstance(other, Join) else Join(other)
         made.append(_join(key, joined, version, view, ready_deadline_s))
     return Lookups(version.shards.layout, tuple(made), hidden) if made else None
-
-
-def _quoted(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
 
 
 def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:
@@ -188,8 +185,8 @@ def _join(
 ) -> JoinLookup:
     other_key = joined.key or key
     other = replace(version, shards=_plan(joined, other_key, version, ready_deadline_s))
-    others = row_values(other, _quoted(other_key)).combine_chunks()
-    keys = row_values(version, _quoted(key))
+    others = row_values(other, quoted(other_key)).combine_chunks()
+    keys = row_values(version, quoted(key))
     index = join_index(key, keys, joined.dataset, others)
     needed = view.samples(np.arange(view.num_slots(0)), 0).row_ids
     missing = needed[index[needed] < 0]
@@ -199,8 +196,15 @@ def _join(
             f"{len(missing) - 1} more, have no row in dataset {joined.dataset!r}: leave these rows "
             "out by where"
         )
+    table = _all_rows(other, version)
     return JoinLookup(
-        key, joined.dataset, other.shards.fingerprint, SharedArray(index), _all_rows(other, version)
+        key,
+        joined.dataset,
+        other.shards.fingerprint,
+        SharedArray(index),
+        table.layout,
+        {number: SharedArray(matrix) for number, matrix in table.matrices.items()},
+        table.arrays,
     )
 
 

@@ -8,7 +8,7 @@ row for each, the vocabularies, and the rows of the other datasets once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -62,7 +62,7 @@ class Vocabulary:
         return f"<Vocabulary of {len(self.values)} values>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.values.equals(other.values)
+        return isinstance(other, Vocabulary) and self.digest == other.digest
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -70,7 +70,7 @@ class Vocabulary:
     @property
     def digest(self) -> str:
         """A short text that tells vocabularies apart."""
-        hashed = hashlib.blake2b(digest_size=8)
+        hashed = hashlib.blake2b(str(self.values.type).encode(), digest_size=8)
         for value in self.values.to_pylist():
             hashed.update(repr(value).encode() + b"\n")
         return hashed.hexdigest()
@@ -78,24 +78,30 @@ class Vocabulary:
     def encode(self, values: Iterable[Any] | pa.Array) -> Int32Array:
         """The code of each value; int32, shape ``(k,)``.
 
+        Integers of any width have the same code, and so have texts of any Arrow type.
+
         Raises:
-            ConfigError: the values are of another type; quotes both.
+            ConfigError: the values are of another kind; quotes the types and the first value.
         """
         array = values if isinstance(values, pa.Array) else pa.array(list(values))
-        if array.type != self.values.type:
-            try:
-                array = array.cast(self.values.type)
-            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-                raise ConfigError(
-                    f"a vocabulary of {self.values.type} has no codes for {array.type}"
-                ) from None
-        found = pc.fill_null(pc.index_in(array, self.values), UNKNOWN - 1)
-        codes: Int32Array = found.to_numpy(zero_copy_only=False).astype(np.int32, copy=False) + 1
-        return codes
+        if not array.null_count == len(array) and not comparable(array.type, self.values.type):
+            raise ConfigError(
+                f"a vocabulary of {self.values.type} has no codes for {array.type}, got "
+                f"{array.drop_null()[0].as_py()!r}"
+            )
+        return places_in(array, self.values) + np.int32(1)
 
     def decode(self, codes: npt.ArrayLike) -> list[Any]:
-        """The value of each code; None for 0."""
-        indices = pa.array(np.asarray(codes, np.int64) - 1)
+        """The value of each code; None for 0.
+
+        Raises:
+            ConfigError: there is no such code; quotes it.
+        """
+        numbers = np.asarray(codes, np.int64)
+        bad = numbers[(numbers < 0) | (numbers >= len(self))]
+        if len(bad):
+            raise ConfigError(f"codes are from 0 to {len(self) - 1}, got {bad[0]}")
+        indices = pa.array(numbers - 1)
         decoded: list[Any] = self.values.take(
             pc.if_else(pc.less(indices, 0), None, indices)
         ).to_pylist()
@@ -228,41 +234,44 @@ class JoinLookup:
         dataset: name of the other one.
         fingerprint: of its version.
         index: its row for each row of this version; int32, -1 for none.
-        table: all its rows, without the key.
+        layout: of its columns, without the key.
+        matrices, arrays: all its rows, as in `Rows`; spawned workers map the matrices.
     """
 
     key: str
     dataset: str
     fingerprint: str
     index: SharedArray = field(repr=False)
-    table: Rows = field(repr=False)
+    layout: Layout
+    matrices: Mapping[int, SharedArray] = field(repr=False)
+    arrays: Mapping[int, pa.Array] = field(repr=False)
 
     @property
     def identity(self) -> str:
         """The key, and the version of the other dataset."""
-        names = self.table.layout.logical.names
+        names = self.layout.logical.names
         return f" join({self.key!r}, {self.dataset!r}, {self.fingerprint}, {names})"
 
     @property
     def num_bytes(self) -> int:
         """Four bytes a row, and the rows of the other dataset."""
-        stored = (*self.table.matrices.values(), *self.table.arrays.values())
+        stored = (*(each.values for each in self.matrices.values()), *self.arrays.values())
         return self.index.values.nbytes + sum(int(column.nbytes) for column in stored)
 
     @property
     def fields(self) -> Sequence[pa.Field]:
         """Those of the other dataset."""
-        return tuple(self.table.layout.logical)
+        return tuple(self.layout.logical)
 
     def values(self, row_ids: Int64Array) -> dict[str, Any]:
         """The columns for rows."""
         at = self.index.values[row_ids]
         found: dict[str, Any] = {}
-        for index, column in enumerate(self.table.layout.columns):
+        for index, column in enumerate(self.layout.columns):
             if column.kind == "plain":
-                found[column.names[0]] = self.table.arrays[index].take(pa.array(at))
+                found[column.names[0]] = self.arrays[index].take(pa.array(at))
                 continue
-            taken = self.table.matrices[index][at]
+            taken = self.matrices[index].values[at]
             if column.kind == "matrix":
                 found[column.names[0]] = taken
             else:
@@ -271,27 +280,46 @@ class JoinLookup:
 
 
 def join_index(key: str, keys: pa.ChunkedArray, dataset: str, others: pa.Array) -> Int32Array:
-    """For each key, the row of the other dataset that has it; -1 for none.
+    """For each key, the row of the other dataset that has it; -1 for none, and for a null.
 
     Raises:
-        ConfigError: the other dataset has a key twice, or keys of another type; quotes it.
+        ConfigError: the other dataset has a key twice, or keys of another kind; quotes it.
     """
-    if others.type != keys.type:
-        try:
-            others = others.cast(keys.type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            raise ConfigError(
-                f"join: {key!r} is {keys.type}, and {others.type} in {dataset!r}"
-            ) from None
-    counts = pc.value_counts(others)
+    if len(others) and len(keys) and not comparable(others.type, keys.type):
+        raise ConfigError(f"join: {key!r} is {keys.type}, and {others.type} in {dataset!r}")
+    counts = pc.value_counts(others.drop_null())
     twice = counts.filter(pc.greater(counts.field("counts"), 1))
     if len(twice):
         raise ConfigError(
             f"join: dataset {dataset!r} has {key}={twice[0]['values'].as_py()!r} in "
             f"{twice[0]['counts'].as_py()} rows: a key must have one row"
         )
-    parts = [pc.fill_null(pc.index_in(chunk, others), -1).to_numpy() for chunk in keys.chunks]
-    return np.concatenate([np.empty(0, np.int32), *parts]).astype(np.int32, copy=False)
+    parts = [places_in(chunk, others) for chunk in keys.chunks]
+    return np.concatenate([np.empty(0, np.int32), *parts])
+
+
+def comparable(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether equal values of these types are the same: of one type, all integers, or all texts."""
+    return one == other or _widest(one) == _widest(other) is not None
+
+
+def _widest(kind: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_integer(kind):
+        return pa.decimal128(20)  # holds int64 and uint64
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return pa.large_string() if any(is_text(kind) for is_text in texts) else None
+
+
+def places_in(values: pa.Array, known: pa.Array) -> Int32Array:
+    """Where each value is among known ones of a comparable type; -1 for none, and for a null."""
+    if values.type != known.type:
+        kind = _widest(known.type)
+        if kind is None or not len(values):  # all values are null
+            return np.full(len(values), -1, np.int32)
+        values, known = values.cast(kind), known.cast(kind)
+    found = pc.fill_null(pc.index_in(values, known, skip_nulls=True), -1)
+    places: Int32Array = found.to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
+    return places
 
 
 @dataclass(frozen=True)
@@ -329,6 +357,11 @@ class Lookups:
         """Of all lookups; "" without any."""
         return "".join(one.identity for one in self.lookups)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tables."""
+        return sum(one.num_bytes for one in self.lookups)
+
     def extend(self, pieces: Sequence[Rows], row_ids: Int64Array) -> list[Rows]:
         """The rows with the columns that are looked up.
 
@@ -361,7 +394,11 @@ class Lookups:
                 continue
             assert column.dtype is not None
             joined = pool_matrix(piece.num_rows, column.width, column.dtype)
-            for at, each in enumerate(column.names):
+            beside = () if name in found else self._stored_beside(name)
+            first = len(beside) if column.names[: len(beside)] == beside else 0
+            if first:  # columns that are looked up follow those that are read
+                joined[:, :first] = self._read(piece.matrices, name)
+            for at, each in enumerate(column.names[first:], first):
                 joined[:, at] = found[each] if each in found else self._scalar(piece, each)
             matrices[index] = joined
         return Rows(self.layout, matrices, arrays, piece.num_rows)

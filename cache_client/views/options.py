@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from cache_client.arguments import BatchFormat
 from cache_client.routing import ShardMap
@@ -59,6 +59,11 @@ class JobView:
     slots_at_once: int = 1
 
     @property
+    def num_bytes(self) -> int:
+        """Memory of all tables."""
+        return self.view.num_bytes + (0 if self.lookups is None else self.lookups.num_bytes)
+
+    @property
     def identity(self) -> str:
         """What tells the batches of two jobs of one version apart; "" for the plain read."""
         return self.view.identity + ("" if self.lookups is None else self.lookups.identity)
@@ -73,6 +78,11 @@ class JobView:
             if isinstance(each, CodesLookup) and each.column == column and each.vocabulary:
                 return each.vocabulary
         raise ConfigError(f"there are no codes of {column!r} with a vocabulary: name it in codes")
+
+
+def without_nones(options: ViewOptions) -> ViewOptions:
+    """The options that are not None: None stands for an option that is left out."""
+    return cast(ViewOptions, {k: v for k, v in options.items() if v is not None})
 
 
 def view_problems(
@@ -148,7 +158,13 @@ def make_view(
     values = partial(row_values, version)
     view, assembler = make_sequences(
         options,
-        make_sampling(options, selection, shuffle=shuffle, values=values),
+        make_sampling(
+            options,
+            selection,
+            shuffle=shuffle,
+            columns=version.shards.layout.logical.names,
+            values=values,
+        ),
         version.shards.layout,
         shuffle=shuffle,
         batch_format=batch_format,

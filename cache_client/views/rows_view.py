@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_client.permutation import Int64Array
-from cache_client.views.shared_array import Numbers, SharedArray
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Samples
 from cache_protocol.storage.row_index import RowIndex
 
@@ -76,7 +77,7 @@ class RowsView:
 
 def rows_of_shards(
     identity: str,
-    numbers: Sequence[Numbers],
+    numbers: Sequence[npt.NDArray[np.unsignedinteger[Any]]],
     firsts: Int64Array,
     num_rows: int,
     *,

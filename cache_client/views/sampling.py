@@ -13,13 +13,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.permutation import Int64Array, Permutation
+from cache_client.permutation import Int64Array, Permutation, splitmix64
 from cache_client.views.view import Numbers, Samples, Shuffle, View
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
 _WEIGHT_BITS: Final = 31
 _MAX_SUM_BITS: Final = 61
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+_MOST_CYCLES: Final = 2**61  # runs of classes in all epochs; then they begin anew
 # Streams of `Permutation` and of random words; `cache_client.order` has others.
 _STREAM_CLASSES, _STREAM_CLASS_ROWS, _STREAM_WEIGHTS = 16, 17, 18
 
@@ -60,10 +60,11 @@ class EpochRowsView:
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
         size = self.inner.num_slots(epoch)
-        passes, at = np.divmod(slots + epoch * self.epoch_rows, max(size, 1))
+        first, before = divmod(epoch * self.epoch_rows, max(size, 1))  # may exceed 64 bits
+        passes, at = np.divmod(slots + before, max(size, 1))
         for number in np.unique(passes).tolist():
             of_pass = passes == number
-            at[of_pass] = self.shuffle.order(self.inner, number).row_ids(at[of_pass])
+            at[of_pass] = self.shuffle.order(self.inner, first + number).row_ids(at[of_pass])
         return self.inner.samples(at, epoch)
 
 
@@ -118,7 +119,7 @@ class BalancedView:
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
         cycles, classes = np.divmod(slots, max(self.num_classes, 1))
-        cycles += epoch * self._cycles
+        cycles += epoch * self._cycles % _MOST_CYCLES
         if self.shuffle.shuffle and len(slots):
             order = Permutation(
                 self.num_classes, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASSES
@@ -135,12 +136,21 @@ class BalancedView:
     def _permuted(
         self, at: Int64Array, passes: Int64Array, classes: Int64Array, sizes: Int64Array
     ) -> Int64Array:
-        """Permutes places inside classes; classes of one size share a keyed permutation."""
+        """Permutes places inside classes.
+
+        Classes whose sizes have equally many bits share a keyed permutation of a power of two;
+        places beyond a class are permuted again, as in `Permutation`.
+        """
         tweaks = passes * self.num_classes + classes
-        for size in np.unique(sizes).tolist():
-            of_size = sizes == size
-            order = Permutation(size, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASS_ROWS)
-            at[of_size] = order.apply(at[of_size], tweaks[of_size])
+        bits = np.frexp((sizes - 1).astype(np.float64))[1]
+        for width in np.unique(bits).tolist():
+            order = Permutation(
+                1 << width, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASS_ROWS
+            )
+            lanes = np.flatnonzero(bits == width)
+            while lanes.size:
+                at[lanes] = order.apply(at[lanes], tweaks[lanes])
+                lanes = lanes[at[lanes] >= sizes[lanes]]
         return at
 
 
@@ -267,17 +277,8 @@ def _whole_weights(weights: npt.NDArray[np.float64]) -> Int64Array:
 
 
 def _uniform(slots: Int64Array, seed: int, epoch: int) -> npt.NDArray[np.float64]:
-    """A random number in [0, 1) for each slot: the splitmix64 generator, at any place of its run.
-
-    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
-    """
+    """A random number in [0, 1) for each slot."""
     text = f"weights seed={seed} epoch={epoch}"
     key = hashlib.blake2b(text.encode("ascii"), digest_size=8).digest()
-    words = (slots.astype(np.uint64) + np.uint64(1)) * _ODD + np.frombuffer(key, "<u8")
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    numbers: npt.NDArray[np.float64] = (words >> np.uint64(11)) * 2.0**-53
-    return numbers
+    words = splitmix64(slots.astype(np.uint64) + np.uint64(1), int.from_bytes(key, "little"))
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

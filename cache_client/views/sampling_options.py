@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, TypedDict
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cache_client.arguments import flag_problems, integer_or_problem
 from cache_client.permutation import Int64Array
+from cache_client.views.names import as_sql
 from cache_client.views.sampling import (
     BalancedView,
     EpochRowsView,
@@ -20,11 +19,11 @@ from cache_client.views.sampling import (
     weight_table,
 )
 from cache_client.views.shared_array import SharedArray
+from cache_client.views.slot_values import codes_of, of_slots
 from cache_client.views.view import Shuffle, View
 from cache_protocol.errors import ConfigError
 
 _MAX_EPOCH_ROWS: Final = 2**31
-_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -70,6 +69,7 @@ def make_sampling(
     inner: View,
     *,
     shuffle: Shuffle,
+    columns: Collection[str],
     values: Callable[[str], pa.ChunkedArray],
 ) -> View:
     """The view that the options ask for; without any, the inner view.
@@ -78,6 +78,7 @@ def make_sampling(
         options: without problems.
         inner: chooses rows; each slot has one.
         shuffle: of the job.
+        columns: that are read, of any names.
         values: SQL of one value a row -> the values of all rows of the version.
 
     Raises:
@@ -94,7 +95,7 @@ def make_sampling(
         )
     if "weights" in options:
         name = options["weights"]
-        weights = _weights(name, _of_slots(values(as_sql(name)), inner))
+        weights = _weights(name, of_slots(values(as_sql(name, columns)), inner))
         replacement = options.get("replacement", True)
         ends, most = weight_table(weights, replacement=replacement, seed=shuffle.seed)
         if not replacement and (epoch_rows or 0) > most and size:
@@ -106,7 +107,7 @@ def make_sampling(
         return WeightedView(inner, SharedArray(ends), name, replacement, chosen, shuffle.seed)
     if "per_class" in options:
         name = options["per_class"]
-        labels = _labels(name, _of_slots(values(as_sql(name)), inner))
+        labels = _labels(name, of_slots(_encoded(name, values(as_sql(name, columns))), inner))
         slots, starts = class_table(labels)
         chosen = epoch_rows or size
         view = BalancedView(inner, SharedArray(slots), starts, name, chosen, shuffle)
@@ -119,20 +120,6 @@ def make_sampling(
     if epoch_rows is not None:
         return EpochRowsView(inner, epoch_rows, shuffle)
     return inner
-
-
-def as_sql(name: str) -> str:
-    """SQL of an option: the name of a column, quoted, or an expression as it is."""
-    return f'"{name}"' if _COLUMN.fullmatch(name) else name
-
-
-def _of_slots(found: pa.ChunkedArray, inner: View) -> pa.Array:
-    """The values of the slots of a view that has one row in each."""
-    values = found.combine_chunks()
-    rows = inner.samples(np.arange(inner.num_slots(0), dtype=np.int64), 0).row_ids
-    if len(rows) == len(values) and np.array_equal(rows, np.arange(len(rows))):
-        return values
-    return values.take(pa.array(rows))
 
 
 def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -155,6 +142,13 @@ def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]
     return weights
 
 
+def _encoded(name: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as codes: many long texts would not fit one array."""
+    if pa.types.is_nested(found.type):
+        raise ConfigError(f"per_class={name!r} must give single values, got {found.type}")
+    return codes_of(found)
+
+
 def _labels(name: str, found: pa.Array) -> Int64Array:
     """The class of each slot, numbered by first appearance."""
     if found.null_count:
@@ -164,8 +158,5 @@ def _labels(name: str, found: pa.Array) -> Int64Array:
         )
     if not len(found):
         return np.empty(0, np.int64)
-    if pa.types.is_nested(found.type):
-        raise ConfigError(f"per_class={name!r} must give single values, got {found.type}")
-    codes = found if pa.types.is_dictionary(found.type) else pc.dictionary_encode(found)
-    _, labels = np.unique(codes.indices.to_numpy(zero_copy_only=False), return_inverse=True)
+    _, labels = np.unique(found.to_numpy(zero_copy_only=False), return_inverse=True)
     return labels.astype(np.int64, copy=False)

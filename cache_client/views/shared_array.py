@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Numbers = npt.NDArray[np.integer[Any]]
+_Numbers = npt.NDArray[Any]
 
 
 class SharedArray:
-    """Immutable numbers, shape ``(n,)``; thread-safe.
+    """Immutable numbers of any shape; thread-safe.
 
     Args:
         values: kept without a copy, and made read-only.
     """
 
-    def __init__(self, values: Numbers) -> None:
+    def __init__(self, values: _Numbers) -> None:
         self.values = values
         values.flags.writeable = False
         self._lock = threading.Lock()
@@ -41,12 +41,14 @@ class SharedArray:
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None or not len(self):
             return {"values": self.values}
-        return {"path": self._file(), "dtype": self.values.dtype.str}
+        return {"path": self._file(), "dtype": self.values.dtype.str, "shape": self.values.shape}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         values = state.get("values")
         if values is None:
-            values = np.memmap(state["path"], np.dtype(state["dtype"]), mode="r").view(np.ndarray)
+            values = np.memmap(
+                state["path"], np.dtype(state["dtype"]), mode="r", shape=state["shape"]
+            ).view(np.ndarray)
         self.__init__(values)  # type: ignore[misc]  # as when it was made
 
     def _file(self) -> str:

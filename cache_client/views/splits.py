@@ -20,7 +20,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache_client.permutation import Int64Array
+from cache_client.permutation import Int64Array, splitmix64
+from cache_client.views.names import quoted
 
 NUM_HASHES: Final = 2**64
 _SALTS: Final = {"split": 0x2545F4914F6CDD1D, "fold": 0x9E6C63D0876A9A35}  # any odd numbers
@@ -73,15 +74,7 @@ class HashRange:
 
 def row_hashes(row_ids: Int64Array, kind: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     """The hash of each row id."""
-    words = row_ids.astype(np.uint64)
-    words ^= np.uint64(_SALTS[kind])
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    return words
+    return splitmix64(row_ids.astype(np.uint64) ^ np.uint64(_SALTS[kind]))
 
 
 def part_of(fractions: Mapping[str, float], part: str) -> HashRange:
@@ -121,7 +114,7 @@ def _bound(fraction: Fraction) -> int:
 
 
 def _key_text(name: str) -> str:
-    column = '"' + name.replace('"', '""') + '"'
+    column = quoted(name)
     text = f"CAST({column} AS VARCHAR)"
     length = f"CAST(character_length({text}) AS VARCHAR)"
     return f"CASE WHEN {column} IS NULL THEN '-' ELSE concat({length}, ':', {text}, ',') END"

@@ -152,6 +152,13 @@ def test_what_cannot_be_is_refused_when_the_dataset_is_made(
     assert problem in str(raised.value)
 
 
+def test_none_stands_for_an_option_that_is_left_out(cluster: LocalCluster, tables: str) -> None:
+    names = ("where", "split", "subset", "weights", "per_class", "replacement", "epoch_rows",
+             "pack", "group_by", "length_buckets", "pad_lists", "codes", "join")  # fmt: skip
+    plain = dataset(cluster)
+    assert dataset(cluster, **dict.fromkeys(names)).fingerprint == plain.fingerprint
+
+
 # -- codes and joins -------------------------------------------------------------------------------
 
 
@@ -207,6 +214,7 @@ def test_local_and_remote_reads_look_up_the_same(cluster: LocalCluster, tables: 
     ]
     assert local == remote
     assert set(local[0]) == {"row", "weight", "user_id", "city", "label", "age"}
+    assert dataset(cluster, **options).view_bytes > 3 * 4 * ROWS
 
 
 def test_a_checkpoint_of_other_codes_is_refused(cluster: LocalCluster, tables: str) -> None:

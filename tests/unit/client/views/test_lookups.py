@@ -1,6 +1,7 @@
 """Codes of vocabularies, and columns of another dataset, by row number."""
 
 import hashlib
+import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pytest
 
 from cache_client.convert import Converter
 from cache_client.rows import Rows
+from cache_client.views import shared_array
 from cache_client.views.lookup_options import Join, columns_to_read, lookup_problems
 from cache_client.views.lookups import (
     CodesLookup,
@@ -53,6 +55,13 @@ def rows_of(columns: dict[str, object]) -> Rows:
     return Rows(layout, matrices, plain, len(next(iter(columns.values()))))
 
 
+def joined(key: str, index: np.ndarray, columns: dict[str, object]) -> JoinLookup:
+    """The columns of another dataset, by its rows."""
+    rows = rows_of(columns)
+    matrices = {number: SharedArray(matrix) for number, matrix in rows.matrices.items()}
+    return JoinLookup(key, "users", "f", SharedArray(index), rows.layout, matrices, rows.arrays)
+
+
 # -- vocabularies ----------------------------------------------------------------------------------
 
 
@@ -93,8 +102,19 @@ def test_bad_vocabularies_are_refused():
         Vocabulary(["a", "b", "a"])
     with pytest.raises(ConfigError, match="no null"):
         Vocabulary(["a", None])
-    with pytest.raises(ConfigError, match=r"a vocabulary of int64 has no codes for string"):
+    with pytest.raises(ConfigError, match=r"of int64 has no codes for string, got 'x'"):
         Vocabulary([1, 2]).encode(["x"])
+    with pytest.raises(ConfigError, match=r"codes are from 0 to 2, got 3"):
+        Vocabulary([1, 2]).decode([3])
+
+
+def test_a_value_of_a_wider_type_is_unknown_and_no_error():
+    narrow = Vocabulary(pa.array([1, 2], pa.int32()))
+    assert narrow.encode([2, 2**40, None]).tolist() == [2, 0, 0]
+    assert narrow.encode(pa.array([1], pa.uint64())).tolist() == [1]
+    assert narrow.encode([None, None]).tolist() == [0, 0]
+    assert Vocabulary(["a"]).encode(pa.array(["a", "b"], pa.large_string())).tolist() == [1, 0]
+    assert Vocabulary([float("nan")]) == Vocabulary([float("nan")])
 
 
 def test_buckets_are_those_of_md5():
@@ -130,7 +150,7 @@ def test_looked_up_columns_join_those_of_their_type():
         rows.layout,
         (
             CodesLookup("city", SharedArray(codes), None, "20 buckets"),
-            JoinLookup("user", "users", "f", SharedArray(index), rows_of(users)),
+            joined("user", index, users),
         ),
     )
     ids = np.array([7, 3, 19, 0, 4, 4])
@@ -166,8 +186,7 @@ def test_a_batch_of_codes_alone_does_not_show_the_column_that_is_read():
 
 def test_two_columns_of_one_name_are_refused():
     rows = rows_of({"age": np.zeros(2)})
-    index = SharedArray(np.zeros(2, np.int32))
-    join = JoinLookup("user", "users", "f", index, rows_of({"age": np.zeros(1)}))
+    join = joined("user", np.zeros(2, np.int32), {"age": np.zeros(1)})
     with pytest.raises(ConfigError, match="join: column 'age' is there already"):
         Lookups(rows.layout, (join,))
 
@@ -178,13 +197,12 @@ def test_two_columns_of_one_name_are_refused():
 def test_each_key_finds_its_row():
     keys = pa.chunked_array([[5, 7], [5, None, 9]])
     assert join_index("id", keys, "users", pa.array([9, 7, 5])).tolist() == [2, 1, 2, -1, 0]
-    assert join_index("id", keys, "users", pa.array([7], pa.int32())).tolist() == [
-        -1,
-        0,
-        -1,
-        -1,
-        -1,
-    ]
+    nulls = pa.array([None, 5, None])
+    assert join_index("id", keys, "users", nulls).tolist() == [1, -1, 1, -1, -1]
+    narrow = pa.array([7], pa.int32())
+    assert join_index("id", keys, "users", narrow).tolist() == [-1, 0, -1, -1, -1]
+    wide = pa.chunked_array([pa.array([7, 2**40])])
+    assert join_index("id", wide, "users", narrow).tolist() == [0, -1]
 
 
 def test_keys_that_come_twice_or_are_of_another_type_are_refused():
@@ -193,6 +211,8 @@ def test_keys_that_come_twice_or_are_of_another_type_are_refused():
         join_index("id", keys, "users", pa.array([5, 6, 5]))
     with pytest.raises(ConfigError, match="'id' is int64, and string in 'users'"):
         join_index("id", keys, "users", pa.array(["x"]))
+    with pytest.raises(ConfigError, match="'id' is string, and int64 in 'users'"):
+        join_index("id", pa.chunked_array([["0005"]]), "users", pa.array([5]))
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -229,3 +249,13 @@ def test_a_column_that_becomes_codes_is_not_read():
     assert only == (("city",), frozenset({"city"}))
     with pytest.raises(ConfigError, match="no column 'town'; columns: a, city, b"):
         columns_to_read({"codes": ["town"]}, names, ())
+
+
+def test_a_spawned_worker_maps_the_rows_of_a_joined_dataset(monkeypatch: pytest.MonkeyPatch):
+    join = joined("user", np.zeros(9, np.int32), {"vector": np.ones((50_000, 8))})
+    plain = pickle.dumps(join)
+    monkeypatch.setattr(shared_array, "get_spawning_popen", lambda: object())
+    spawned = pickle.dumps(join)
+    monkeypatch.undo()
+    assert len(spawned) < 5_000 < 3_000_000 < len(plain)
+    assert pickle.loads(spawned).values(np.array([3]))["vector"].tolist() == [[1.0] * 8]

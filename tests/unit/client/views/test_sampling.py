@@ -95,6 +95,18 @@ def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_aga
     assert in_pieces(view, 3, 9, rng) == epochs[3]
 
 
+@pytest.mark.parametrize("epoch", [2**62, 2**62 - 1])
+def test_an_epoch_of_any_number_can_be_read(epoch):
+    views = [
+        EpochRowsView(PlainView(10), 7, Shuffle(True)),
+        balanced(np.arange(10) % 3, 9, Shuffle(True)),
+        weighted(np.ones(10), True, None, 0),
+        weighted(np.ones(10), False, None, 0),
+    ]
+    for view in views:
+        assert set(rows(view, epoch)) <= set(range(10))
+
+
 def test_every_rank_gets_every_class_where_a_batch_has_one_row():
     labels = np.arange(64) % 2
     view = balanced(labels, 64, Shuffle(True, None, 1))

@@ -38,7 +38,7 @@ def made(options, values, shuffle=SHUFFLE, inner=None):
 
     assert sampling_problems(options) == []
     inner = inner or PlainView(len(values))
-    return make_sampling(options, inner, shuffle=shuffle, values=answer), asked
+    return make_sampling(options, inner, shuffle=shuffle, columns=[], values=answer), asked
 
 
 def test_each_option_makes_its_view():
@@ -86,6 +86,21 @@ def test_classes_may_be_of_any_type(values):
         assert view.num_classes == 2
         taken = view.samples(np.arange(4), 0).row_ids
         assert sorted(taken.tolist()) == [0, 1, 2, 3]
+
+
+def test_a_column_may_have_any_name():
+    asked = []
+
+    def answer(sql):
+        asked.append(sql)
+        return pa.chunked_array([[1.0, 2.0]])
+
+    for name in ('my "col"', "a+b", "a + b"):
+        make_sampling(
+            {"weights": name}, PlainView(2), shuffle=SHUFFLE, columns=['my "col"', "a+b"],
+            values=answer,
+        )  # fmt: skip
+    assert asked == ['"my ""col"""', '"a+b"', "a + b"]
 
 
 def test_what_is_no_class_is_refused():
