@@ -33,6 +33,7 @@ PURE_MODULES = (
     "cache_client/views/packing.py",
     "cache_client/views/sampling.py",
     "cache_client/views/mixture.py",
+    "cache_client/views/names.py",
     "cache_client/views/view.py",
     "cache_client/window_sizes.py",
     "cache_server/auth/kubernetes.py",
@@ -93,41 +94,19 @@ PURE_MODULES = (
         )
     ),
 )
+# What a pure module may import: these, and other pure modules.
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
     *("decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
+    *("base64", "json", "numpy", "pathlib.PurePath", "pyarrow", "urllib.parse", "xxhash"),
+    *("cache_protocol.errors", "cache_runtimes.initializer.settings"),
+    *("cache_runtimes.local.trainer", "kubernetes.utils.quantity"),
     *(
-        "base64",
-        "json",
-        "numpy",
-        "pyarrow",
-        "urllib.parse",
-        "cache_protocol.errors",
-        "cache_protocol.storage.layout",
+        file.removeprefix("protos/").removeprefix("runtimes/").removesuffix(".py").replace("/", ".")
+        for file in PURE_MODULES
     ),
-    *(
-        "cache_client.order",
-        "cache_client.permutation",
-        "cache_client.views.view",
-        "cache_server.source.pinned",
-        "cache_server.sql.quoting",
-    ),
-    "cache_server.sql.ignored_sql",
-    *("kubernetes.utils.quantity", "pathlib.PurePath", "cache_protocol.storage.memory_budget"),
-    "cache_protocol.spec.values",
-    "cache_protocol.storage.row_index",
-    "cache_server.sql.nested_types",
-    *("cache_runtimes.initializer.cache_health", "cache_runtimes.initializer.plan"),
-    "cache_runtimes.initializer.settings",
-    *("cache_runtimes.local.render", "cache_runtimes.local.supported"),
-    "cache_runtimes.local.trainer",
-    "cache_client.routing",
-    *("cache_protocol.spec.dataset_names", "cache_server.auth.principals"),
-    *("cache_server.node.desired", "cache_server.shards.version_key"),
-    "cache_protocol.spec.secret_settings",
-    "xxhash",
 )
 # Inside an allowed package, what reads or writes all the same.
 IMPURE = (
