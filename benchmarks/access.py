@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import psutil
 
-from benchmarks.common import host_facts, memory_directory, write_result
+from benchmarks.common import memory_directory, write_result
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.local import LocalNode
@@ -31,7 +31,7 @@ from cache_server.rpc.stream_limits import StreamLimits
 from tests.conftest import write_numbered
 
 PRINCIPALS = 51
-ROWS, BATCH_SIZE = 1_000_000, 1024
+BATCH_SIZE = 1024
 VERB = "flight DO_EXCHANGE"
 
 
@@ -104,7 +104,7 @@ class Node:
         before, own = process.cpu_times(), time.process_time()
         with counted() as sent:
             rows = sum(len(batch["row"]) for batch in dataset)
-        assert rows == ROWS
+        assert rows == dataset.num_samples
         after = process.cpu_times()
         spent = after.user + after.system - before.user - before.system
         return spent + time.process_time() - own, sent
@@ -142,24 +142,26 @@ def counted() -> Iterator[Counter[str]]:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    pairs = 3 if parser.parse_args().quick else 15
+    parser.add_argument("--quick", action="store_true", help="few rows, in seconds")
+    quick: bool = parser.parse_args().quick
+    pairs, num_rows = (3, 100_000) if quick else (15, 1_000_000)
     with memory_directory("bench-access-") as directory, ExitStack() as stack:
         tokens = write_tokens(directory / "tokens.json")
         each = checks(tokens)
-        source = write_numbered(directory / "source", ROWS, files=8)
+        source = write_numbered(directory / "source", num_rows, files=8)
         nodes = {
             name: Node(directory / name, source, tokens if name == "tokens" else None)
             for name in ("without", "again", "tokens")
         }
         for node in nodes.values():
             stack.callback(node.node.close)
-        result: dict[str, Any] = {"host": host_facts(), "rows": ROWS, "checks": each, "reads": {}}
+        result: dict[str, Any] = {"rows": num_rows, "checks": each, "reads": {}}
         for local in (False, True):
             spent: dict[str, list[float]] = {name: [] for name in nodes}
             sent: Counter[str] = Counter()
             for number in range(pairs + 1):
-                for name in sorted(nodes, key=lambda name: (hash((name, number)), name)):
+                first = number % len(nodes)
+                for name in (*[*nodes][first:], *[*nodes][:first]):
                     seconds, sent_now = nodes[name].epoch(local=local)
                     if number:  # the first one maps and connects
                         spent[name].append(seconds)
@@ -187,7 +189,8 @@ def main() -> None:
                 },
             }  # fmt: skip
             print("local files" if local else "Flight", json.dumps(found, indent=1))
-    print(json.dumps(each, indent=1), write_result("access", result))
+    path = write_result("access-quick" if quick else "access", result)
+    print(f"{json.dumps(each, indent=1)}\n\nwritten to {path}")
 
 
 if __name__ == "__main__":

@@ -197,6 +197,30 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
+def write_timings(
+    name: str,
+    timings: Mapping[str, Timing],
+    ratios: Mapping[str, float | None],
+    targets: Mapping[str, float],
+    *,
+    quick: bool,
+    **facts: Any,
+) -> None:
+    """Writes a result file of timings, and prints its path.
+
+    Args:
+        quick: the file is ``<name>-quick.json``.
+        facts: more entries of the file, such as the number of rows.
+    """
+    result = {
+        **facts,
+        "timings": [timing.summary() for timing in timings.values()],
+        "ratios": ratios,
+        "targets": targets,
+    }
+    print(f"\nwritten to {write_result(f'{name}-quick' if quick else name, result)}")
+
+
 def print_table(timings: Mapping[str, Timing]) -> None:
     """A line a contender."""
     cpu = any(timing.cpu_seconds for timing in timings.values())

@@ -2,7 +2,7 @@
 
 Each contender reads a table once, in batches of 1024 rows: through the cache, from memory, as a
 stream of a bare Flight server, by pyarrow from Parquet. Knows nothing of turns, ratios and the
-other libraries.
+other libraries. `epochs_of` serves other benchmarks too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.common import Contender
 from benchmarks.processes import child_process
 from benchmarks.tables import Table
 from benchmarks.throughput import read_with_pyarrow
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, CacheMixture
 from cache_client.arguments import BatchFormat
 from cache_server import LocalCluster
 
@@ -106,6 +106,17 @@ class Epochs:
             if reading.max_rows is not None and rows >= reading.max_rows:
                 return reading.max_rows
         return rows
+
+
+def epochs_of(dataset: CacheIterableDataset | CacheMixture) -> Callable[[], int]:
+    """Reads the next epoch at each call; rows that came."""
+    numbers = itertools.count()
+
+    def run() -> int:
+        dataset.set_epoch(next(numbers))
+        return sum(len(batch["label"]) for batch in dataset)
+
+    return run
 
 
 def first_epoch(reading: Reading) -> int:

@@ -38,7 +38,7 @@ from benchmarks.common import (
     memory_directory,
     print_ratios,
     print_table,
-    write_result,
+    write_timings,
 )
 from benchmarks.processes import DEFAULT_PEERS, child_process, per_million_rows, run_reader
 from benchmarks.tables import ROW_BYTES, files_of, floats
@@ -94,22 +94,19 @@ def main() -> None:
     print_ratios(ratios, TARGETS)
     for what, why in left_out.items():
         print(f"left out: {what}: {why}")
-    path = write_result(
-        "load-quick" if arguments.quick else "load",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "timings": [timing.summary() for timing in timings.values()],
-            "memory": {
-                name: {**asdict(used), "added_bytes": used.added_bytes}
-                for name, used in memory.items()
-            },
-            "ratios": ratios,
-            "targets": TARGETS,
-            "left_out": left_out,
+    write_timings(
+        "load",
+        timings,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        memory={
+            name: {**asdict(used), "added_bytes": used.added_bytes} for name, used in memory.items()
         },
+        left_out=left_out,
     )
-    print(f"\nwritten to {path}")
 
 
 def print_memory(memory: dict[str, Memory]) -> None:

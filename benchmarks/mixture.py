@@ -11,8 +11,7 @@ this cache are measured in turn, in one run; the other libraries after them, as 
 from __future__ import annotations
 
 import argparse
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,14 @@ from benchmarks.common import (
     memory_directory,
     print_ratios,
     print_table,
-    write_result,
+    write_timings,
 )
-from benchmarks.processes import DEFAULT_PEERS, per_million_rows, run_reader
+from benchmarks.contenders import BATCH_SIZE, epochs_of
+from benchmarks.processes import DEFAULT_PEERS, read_by_peer
 from benchmarks.tables import FEATURES, ROW_BYTES, make_floats
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, DatasetSpec
 from cache_server import LocalCluster
 
-BATCH_SIZE = 1024
 SHARES = {"web": 0.7, "code": 0.3}
 PLAIN, MIXED, RANDOM = "plain", "mixture of two", "mixture of two, random draw"
 NAMED = "mixture of two, with a column of the sources"
@@ -61,19 +60,11 @@ def main() -> None:
         timings: dict[str, Timing] = measure(list(readers(cluster.endpoint)), repeats=repeats)
     skipped: dict[str, str] = {}
     if arguments.peers_python or not arguments.quick:
-        command = ["mix", "--table", "floats", "--seconds", "2"]
-        command += ["--paths", *files(table.peer_paths), "--packed", *files(table.peer_packed)]
+        python = arguments.peers_python or DEFAULT_PEERS
         for peer in PEERS:
-            lines, why = run_reader(
-                arguments.peers_python or DEFAULT_PEERS, [*command, "--peer", peer]
-            )
-            for line in lines:
-                if "skipped" in line:
-                    skipped[line["name"]] = line["skipped"]
-                else:
-                    timings[line["name"]] = per_million_rows(line, ROW_BYTES)
-            if not lines:
-                skipped[peer] = why
+            found, left_out = read_by_peer("mix", peer, table, python, seconds=2)
+            timings |= {timing.name: timing for timing in found}
+            skipped |= left_out
     print_table(timings)
     ratios: dict[str, float | None] = {
         f"{name} / {PLAIN}": timing.rows_per_s / timings[PLAIN].rows_per_s
@@ -83,24 +74,17 @@ def main() -> None:
     print_ratios(ratios, TARGETS)
     for what, why in skipped.items():
         print(f"left out: {what}: {why}")
-    path = write_result(
-        "mixture-quick" if arguments.quick else "mixture",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "batch_size": BATCH_SIZE,
-            "timings": [timing.summary() for timing in timings.values()],
-            "ratios": ratios,
-            "targets": TARGETS,
-            "left_out": skipped,
-        },
+    write_timings(
+        "mixture",
+        timings,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        batch_size=BATCH_SIZE,
+        left_out=skipped,
     )
-    print(f"written to {path}")
-
-
-def files(folder: Path | None) -> list[str]:
-    """The Parquet files of a table for other libraries."""
-    return [] if folder is None else sorted(map(str, folder.glob("*.parquet")))
 
 
 def readers(endpoint: str) -> Iterator[Contender]:
@@ -126,18 +110,7 @@ def readers(endpoint: str) -> Iterator[Contender]:
         read[name] = CacheMixture(sources, stop=len(read[PLAIN]), **given)
     for name, each in read.items():
         rows = each.num_samples
-        yield Contender(name, epochs(each), rows, rows * ROW_BYTES, "exact global")
-
-
-def epochs(dataset: CacheIterableDataset | CacheMixture) -> Callable[[], int]:
-    """Reads the next epoch at each call; rows that came."""
-    numbers = itertools.count()
-
-    def run() -> int:
-        dataset.set_epoch(next(numbers))
-        return sum(len(batch["label"]) for batch in dataset)
-
-    return run
+        yield Contender(name, epochs_of(each), rows, rows * ROW_BYTES, "exact global")
 
 
 if __name__ == "__main__":

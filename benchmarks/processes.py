@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import DATA, Timing
+from benchmarks.tables import Table, files_of
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -38,6 +39,28 @@ def child_process(target: Callable[..., None], *arguments: Any) -> Iterator[Conn
         process.join(10)
         if process.is_alive():
             process.kill()
+
+
+def read_by_peer(
+    task: str, peer: str, table: Table, python: Path, *, seconds: float, repeats: int = 3
+) -> tuple[list[Timing], dict[str, str]]:
+    """Times a library that reads its part of a table: `peers/readers.py`.
+
+    Returns:
+        The timings, and what was left out -> why.
+    """
+    assert table.peer_paths is not None and table.peer_packed is not None
+    lines, why = run_reader(
+        python,
+        [
+            task, "--peer", peer, "--table", table.name,
+            "--paths", *files_of(table.peer_paths), "--packed", *files_of(table.peer_packed),
+            "--seconds", str(seconds), "--repeats", str(repeats),
+        ],
+    )  # fmt: skip
+    timings = [per_million_rows(line, table.row_bytes) for line in lines if "skipped" not in line]
+    left_out = {line["name"]: line["skipped"] for line in lines if "skipped" in line}
+    return timings, left_out if lines else {peer: why}
 
 
 def per_million_rows(line: Mapping[str, Any], row_bytes: float) -> Timing:

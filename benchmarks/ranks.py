@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Timing, memory_directory, print_table, write_result
+from benchmarks.common import Timing, memory_directory, print_table, write_timings
 from benchmarks.processes import child_process
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -121,18 +121,16 @@ def main() -> None:
     for name, value in ratios.items():
         target = f"  (to reach: {targets[name]:g})" if name in targets else ""
         print(f"{name:56} {value:6.2f}{target}")
-    path = write_result(
-        "ranks-quick" if arguments.quick else "ranks",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "batch_size": BATCH_SIZE,
-            "timings": [timing.summary() for timing in timings.values()],
-            "ratios": ratios,
-            "targets": targets,
-        },
+    write_timings(
+        "ranks",
+        timings,
+        ratios,
+        targets,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        batch_size=BATCH_SIZE,
     )
-    print(f"\nwritten to {path}")
 
 
 def all_cases(most_processes: int) -> list[Case]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import DATA, Timing, measure_in_turn, memory_directory, write_result
+from benchmarks.common import DATA, Timing, measure_in_turn, memory_directory, write_timings
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
@@ -63,18 +63,16 @@ def main() -> None:
     for name, value in ratios.items():
         target = f"  (to reach: {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:40} {value:9.2f}{target}")
-    path = write_result(
-        "resume-quick" if arguments.quick else "resume",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "batch_size": BATCH_SIZE,
-            "timings": [timing.summary() for timing in timings.values()],
-            "ratios": ratios,
-            "targets": TARGETS,
-        },
+    write_timings(
+        "resume",
+        timings,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        batch_size=BATCH_SIZE,
     )
-    print(f"\nwritten to {path}")
 
 
 def measure_cache(table: Path, directory: Path, num_rows: int, repeats: int) -> dict[str, Timing]:

@@ -52,8 +52,8 @@ from benchmarks.contenders import (
     stacked_or_not,
     with_pyarrow,
 )
-from benchmarks.processes import DEFAULT_PEERS, per_million_rows, run_reader
-from benchmarks.tables import MAKERS, Table, files_of
+from benchmarks.processes import DEFAULT_PEERS, read_by_peer
+from benchmarks.tables import MAKERS, Table
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 
@@ -212,7 +212,15 @@ def measure_table(
         ours.run()
         for peer in arguments.peers if table.peer_paths is not None else []:
             before = rates(ours)
-            found = read_by_peer(peer, table, scale, arguments.peers_python, skipped)
+            found, left_out = read_by_peer(
+                "shuffle",
+                peer,
+                table,
+                arguments.peers_python,
+                seconds=scale.peer_seconds[table.name],
+                repeats=scale.peer_repeats,
+            )
+            skipped |= {f"{table.name}: {name}": why for name, why in left_out.items()}
             beside = statistics.median(before + rates(ours))
             for timing in found:
                 timings[timing.name] = timing
@@ -278,34 +286,6 @@ def ratios_of(table: Table, timings: Mapping[str, Timing]) -> dict[str, float | 
         "Flight shuffled / Flight sequential": over(flight_, "cache, Flight 1 node, sequential"),
     }
     return {f"{table.name}: {name}": value for name, value in found.items() if value is not None}
-
-
-# -- the other libraries ---------------------------------------------------------------------------
-
-
-def read_by_peer(
-    peer: str, table: Table, scale: Scale, python: Path, skipped: dict[str, str]
-) -> list[Timing]:
-    """What `peers/readers.py` says; a peer that does not run goes into ``skipped``."""
-    assert table.peer_paths is not None and table.peer_packed is not None
-    seconds = scale.peer_seconds[table.name]
-    lines, why = run_reader(
-        python,
-        [
-            "shuffle", "--peer", peer, "--table", table.name,
-            "--paths", *files_of(table.peer_paths), "--packed", *files_of(table.peer_packed),
-            "--seconds", str(seconds), "--repeats", str(scale.peer_repeats),
-        ],
-    )  # fmt: skip
-    timings = []
-    for line in lines:
-        if "skipped" in line:
-            skipped[f"{table.name}: {line['name']}"] = line["skipped"]
-            continue
-        timings.append(per_million_rows(line, table.row_bytes))
-    if not lines:
-        skipped[f"{table.name}: {peer}"] = why
-    return timings
 
 
 def say(what: str) -> None:

@@ -36,7 +36,7 @@ from benchmarks.common import (
     print_ratios,
     print_table,
     ratio,
-    write_result,
+    write_timings,
 )
 from benchmarks.object_server import object_server
 from benchmarks.tables import ROW_BYTES, floats, write_once
@@ -98,18 +98,16 @@ def main() -> None:
         )
     print()
     print_ratios(ratios, TARGETS)
-    path = write_result(
-        "stores-quick" if arguments.quick else "stores",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "stored_bytes": {form: stored_bytes(prefix) for form, prefix in prefixes.items()},
-            "timings": [timing.summary() for timing in timings.values()],
-            "ratios": ratios,
-            "targets": TARGETS,
-        },
+    write_timings(
+        "stores",
+        timings,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        stored_bytes={form: stored_bytes(prefix) for form, prefix in prefixes.items()},
     )
-    print(f"\nwritten to {path}")
 
 
 def prepare(rows: int) -> tuple[Path, Path, Path]:

@@ -23,7 +23,7 @@ from benchmarks.common import (
     measure_in_turn,
     memory_directory,
     print_table,
-    write_result,
+    write_timings,
 )
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -61,18 +61,16 @@ def main() -> None:
     for name, value in ratios.items():
         target = f"  (to reach: {TARGETS[name]:g})" if name in TARGETS else ""
         print(f"{name:48} {value:6.2f}{target}")
-    path = write_result(
-        "throughput-quick" if arguments.quick else "throughput",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "batch_size": BATCH_SIZE,
-            "timings": [t.summary() for t in reading.values()],
-            "ratios": ratios,
-            "targets": TARGETS,
-        },
+    write_timings(
+        "throughput",
+        reading,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        batch_size=BATCH_SIZE,
     )
-    print(f"\nwritten to {path}")
 
 
 def ratio(timings: dict[str, Timing], ours: str, theirs: str) -> float:

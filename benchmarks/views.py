@@ -37,8 +37,9 @@ from benchmarks.common import (
     memory_directory,
     print_ratios,
     print_table,
-    write_result,
+    write_timings,
 )
+from benchmarks.contenders import BATCH_SIZE, epochs_of
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.plan import wait_for_plan
@@ -53,7 +54,6 @@ from cache_client.views.view import PlainView, Samples, Shuffle
 from cache_protocol.storage.layout import Layout
 from cache_server import LocalCluster
 
-BATCH_SIZE = 1024
 PLAIN, FILTERED = "plain", "where keeps half"
 PACKED, WITH_LABELS = "packed tokens", "packed, positions and labels"
 COPIED = "tokens copied"
@@ -85,7 +85,7 @@ def main() -> None:
         reads = measure(list(readers(cluster.endpoint)), repeats=repeats)
         asked = list(evaluations(cluster.endpoint, table, directory, rows))
         filters = measure(asked, repeats=repeats)
-    packing = measure(list(packers(400 if arguments.quick else 8000)), repeats=repeats)
+    packing = measure(list(packers(2000 if arguments.quick else 8000)), repeats=repeats)
     timings: dict[str, Timing] = {**reads, **packing, **filters}
     print_table(timings)
     ratios = {
@@ -104,18 +104,16 @@ def main() -> None:
         ratios[f"{name} / {COPIED}, processor time"] = in_processor_time
     print()
     print_ratios(ratios, TARGETS)
-    path = write_result(
-        "views-quick" if arguments.quick else "views",
-        {
-            "rows": rows,
-            "row_bytes": ROW_BYTES,
-            "batch_size": BATCH_SIZE,
-            "timings": [timing.summary() for timing in timings.values()],
-            "ratios": ratios,
-            "targets": TARGETS,
-        },
+    write_timings(
+        "views",
+        timings,
+        ratios,
+        TARGETS,
+        quick=arguments.quick,
+        rows=rows,
+        row_bytes=ROW_BYTES,
+        batch_size=BATCH_SIZE,
     )
-    print(f"\nwritten to {path}")
 
 
 def ratio_in_turn(ours: Timing, theirs: Timing) -> float:
@@ -149,18 +147,7 @@ def readers(endpoint: str) -> Iterator[Contender]:
             **view,
         )
         rows = dataset.num_samples
-        yield Contender(name, epochs(dataset), rows, rows * ROW_BYTES, "exact global")
-
-
-def epochs(dataset: CacheIterableDataset) -> Callable[[], int]:
-    """Reads the next epoch at each call; rows that came."""
-    numbers = itertools.count()
-
-    def run() -> int:
-        dataset.set_epoch(next(numbers))
-        return sum(len(batch["label"]) for batch in dataset)
-
-    return run
+        yield Contender(name, epochs_of(dataset), rows, rows * ROW_BYTES, "exact global")
 
 
 def packers(num_sequences: int) -> Iterator[Contender]:
