@@ -17,6 +17,8 @@ from tests.train_jobs import env, train_job
 Json = dict[str, Any]
 MakeJob = Callable[..., Json]
 
+pytest.register_assert_rewrite("tests.e2e.jobs")
+
 _number = itertools.count()
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 FLAGSHIP = "torch-distributed-data-cache"
@@ -72,6 +74,33 @@ def namespace(cluster: Cluster) -> Iterator[str]:
 def other_namespace(cluster: Cluster) -> Iterator[str]:
     """Another such namespace."""
     yield from _namespace(cluster)
+
+
+@pytest.fixture
+def shared_cache(cluster: Cluster) -> Iterator[None]:
+    """The shared cache, which is deleted afterwards."""
+    objects = manifests("shared")
+    (cache,) = (each for each in objects if each["kind"] == "StatefulSet")
+    # The source is a folder here, which a shared cache does not read by default.
+    cache["spec"]["template"]["spec"]["containers"][0]["args"].append("--allow-source=")
+    cluster.apply(*objects)
+    cluster.wait(
+        "data-cache-system",
+        lambda: (
+            (cluster.get("StatefulSet", "data-cache", "data-cache-system") or {})
+            .get("status", {})
+            .get("readyReplicas")
+            == 2
+        ),
+        "the shared cache",
+    )
+    yield
+    cluster.delete("Namespace", "data-cache-system")
+    cluster.wait(  # the next test makes it again
+        "data-cache-system",
+        lambda: cluster.get("Namespace", "data-cache-system", "") is None,
+        "the end of the shared cache",
+    )
 
 
 @pytest.fixture

@@ -10,31 +10,10 @@ from typing import Any
 
 from cache_runtimes.local import Console, read_manifests, run_local
 from tests.e2e.clusters import Cluster
-from tests.train_jobs import container as shell
-from tests.train_jobs import replicated_job, runtime, train_job, write
+from tests.e2e.jobs import STATE, job_of
+from tests.train_jobs import runtime, train_job, write
 
 Json = dict[str, Any]
-
-_ALLOWED: Json = {
-    "runAsNonRoot": True,
-    "runAsUser": 1000,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
-_DROP = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-
-
-def job_of(name: str, script: str, *, container: Json | None = None, **fields: Any) -> Json:
-    """A replicated job whose pods say that they have started, then run a script.
-
-    Args:
-        container: other fields of its container; those of the pod and the Job are ``fields``.
-    """
-    made = shell(name, f"echo started; {script}", securityContext=_DROP, **(container or {}))
-    if "volumes" in fields:
-        made["volumeMounts"] = _STATE["mounts"]
-    ancestor = "trainer" if name == "node" else None
-    return replicated_job(name, made, ancestor=ancestor, securityContext=_ALLOWED, **fields)
-
 
 _FAIL_JOB = {
     "rules": [
@@ -50,10 +29,6 @@ _IN_PLACE = {
     "restartPolicyRules": [
         {"action": "Restart", "exitCodes": {"operator": "NotIn", "values": [0, 65]}}
     ],
-}
-_STATE = {
-    "volumes": [{"name": "state", "emptyDir": {}}],
-    "mounts": [{"name": "state", "mountPath": "/state"}],
 }
 
 
@@ -115,12 +90,12 @@ CASES: dict[str, Case] = {
         {"cache": 1, "node": 1},
     ),
     "restart-in-place": Case(
-        runtime(job_of("node", _ONCE, volumes=_STATE["volumes"], container=_IN_PLACE)),
+        runtime(job_of("node", _ONCE, volumes=STATE["volumes"], container=_IN_PLACE)),
         "Complete",
         {"node": 2},
     ),
     "replaced-on-failure": Case(
-        runtime(job_of("node", _ONCE, volumes=_STATE["volumes"], job={"backoffLimit": 2})),
+        runtime(job_of("node", _ONCE, volumes=STATE["volumes"], job={"backoffLimit": 2})),
         "Failed",  # the directory ends with its pod
         {"node": 3},
         code=3,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 from kubernetes import client
 
-from cache_runtimes.diagnosis import Diagnosis, diagnose, read_objects
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
+from tests.e2e.jobs import diagnosis_of, job_of, wait_for_finding
 from tests.e2e.kubelet.pod import NO_REGISTRY
-from tests.e2e.test_as_run_local import job_of
 from tests.train_jobs import container, replicated_job, runtime, train_job
 
 Json = dict[str, Any]
@@ -66,23 +64,6 @@ HANGING: dict[str, tuple[Json, Json, str, str]] = {
         "Pod Security level",
     ),
 }
-
-
-def diagnosis_of(cluster: Cluster, namespace: str, name: str) -> Diagnosis:
-    _, objects = read_objects(name, namespace, kubeconfig=str(cluster.kubeconfig))
-    return diagnose(name, namespace, objects)
-
-
-def wait_for_finding(cluster: Cluster, namespace: str, name: str, what: str, remedy: str) -> None:
-    """Waits until one finding has words of a pattern and this remedy."""
-    cluster.wait(
-        namespace,
-        lambda: any(
-            re.search(what, finding.what) and remedy in finding.remedy
-            for finding in diagnosis_of(cluster, namespace, name).findings
-        ),
-        f"a finding {what!r} of {name}",
-    )
 
 
 def test_what_keeps_a_job_from_starting_is_named_with_its_remedy(

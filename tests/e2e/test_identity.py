@@ -10,12 +10,8 @@ import pytest
 
 from tests.e2e.clusters import Cluster
 from tests.e2e.conftest import MakeJob
+from tests.e2e.jobs import assert_complete, wait_for_step
 from tests.e2e.rows import NUM_ROWS
-from tests.e2e.test_train_jobs import (
-    assert_complete,
-    shared_cache,  # noqa: F401
-    wait_for_step,
-)
 from tests.manifests import container_named, env_of, job_named, pod_of
 from tests.train_jobs import env
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ from cache_runtimes import MANIFESTS
 from cache_runtimes.local.render import render_objects
 from tests.e2e.clusters import Cluster
 from tests.e2e.conftest import FLAGSHIP, MakeJob
-from tests.e2e.test_diagnosis import wait_for_finding
-from tests.e2e.test_train_jobs import assert_complete
-from tests.e2e.test_with_cache import grant
+from tests.e2e.jobs import assert_complete, grant, wait_for_finding
+from tests.kustomize import build, needs_kubectl
 from tests.manifests import container_named, is_runtime, pod_of, read
 from tests.train_jobs import env, train_job
-from tests.unit.runtimes.test_kustomizations import build
 
 Json = dict[str, Any]
 
@@ -69,7 +66,7 @@ def assert_admitted(cluster: Cluster, namespace: str, jobset: Json) -> None:
         cluster.core.create_namespaced_pod(namespace, pod, dry_run="All")
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to build the overlays")
+@needs_kubectl
 def test_the_cluster_takes_every_runtime_and_overlay_and_the_pods_of_their_jobs(
     cluster: Cluster, namespace: str
 ) -> None:

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import pytest
 
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
-from tests.e2e.rows import NUM_ROWS
+from tests.e2e.jobs import assert_complete, wait_for_end, wait_for_step
 
 Json = dict[str, Any]
 
 # A job that lasts long enough for a test to meddle with it: 20 steps of each rank.
 SLOWLY = "time.sleep(0.25)"
-
-
-def assert_complete(cluster: Cluster, namespace: str, name: str = "job", *, ranks: int = 2) -> None:
-    """Waits for the end of a TrainJob; it read each row exactly once."""
-    end = wait_for_end(cluster, namespace, name)
-    assert end == "Complete", cluster.report(namespace)
-    read = [json.loads(line) for line in cluster.lines(namespace, name) if '"ids"' in line]
-    assert sorted(each["rank"] for each in read) == list(range(ranks))
-    assert {each["world_size"] for each in read} == {ranks}
-    assert sorted(row for each in read for row in each["ids"]) == list(range(NUM_ROWS))
-
-
-def wait_for_end(cluster: Cluster, namespace: str, name: str = "job") -> str | None:
-    def ended() -> str | None:
-        condition = cluster.condition(name, namespace)
-        return condition if condition in ("Complete", "Failed") else None
-
-    return cluster.wait(namespace, ended, f"the end of {name}")
-
-
-def wait_for_step(cluster: Cluster, namespace: str, step: int, part: str = "node") -> None:
-    """Waits until trainers whose pods have ``part`` in their name are at a step."""
-    cluster.wait(
-        namespace,
-        lambda: f"step {step}" in cluster.lines(namespace, part),
-        f"step {step} of {part}",
-    )
 
 
 def restarts(cluster: Cluster, namespace: str, part: str) -> list[int]:
@@ -168,32 +140,6 @@ def without_gang(runtime: Json) -> Json:
     job = made["spec"]["template"]["spec"]["replicatedJobs"][0]
     del job["template"]["spec"]["template"]["spec"]["schedulerName"]
     return made
-
-
-@pytest.fixture
-def shared_cache(cluster: Cluster) -> Any:
-    objects = manifests("shared")
-    (cache,) = (each for each in objects if each["kind"] == "StatefulSet")
-    # The source is a folder here, which a shared cache does not read by default.
-    cache["spec"]["template"]["spec"]["containers"][0]["args"].append("--allow-source=")
-    cluster.apply(*objects)
-    cluster.wait(
-        "data-cache-system",
-        lambda: (
-            (cluster.get("StatefulSet", "data-cache", "data-cache-system") or {})
-            .get("status", {})
-            .get("readyReplicas")
-            == 2
-        ),
-        "the shared cache",
-    )
-    yield
-    cluster.delete("Namespace", "data-cache-system")
-    cluster.wait(  # the next test makes it again
-        "data-cache-system",
-        lambda: cluster.get("Namespace", "data-cache-system", "") is None,
-        "the end of the shared cache",
-    )
 
 
 @pytest.mark.usefixtures("shared_cache")

@@ -6,28 +6,22 @@ from typing import Any
 
 from kubernetes import client
 
-from tests.e2e.clusters import Cluster, manifests
+from tests.e2e.clusters import Cluster
 from tests.e2e.conftest import MakeJob
-from tests.e2e.test_diagnosis import wait_for_finding
-from tests.e2e.test_train_jobs import assert_complete, wait_for_step
+from tests.e2e.jobs import (
+    WITH_CACHE,
+    assert_complete,
+    grant,
+    wait_for_finding,
+    wait_for_step,
+)
 from tests.train_jobs import env
 
 Json = dict[str, Any]
 
-RUNTIME = "torch-distributed-with-cache"
-
-
-def grant(cluster: Cluster, namespace: str, *kinds: str) -> None:
-    """Gives the initializer of a namespace its account and its rights."""
-    for each in manifests(f"{RUNTIME}/namespace-access"):
-        if each["kind"] in kinds:
-            for subject in each.get("subjects") or ():
-                subject["namespace"] = namespace
-            cluster.apply(each, namespace=namespace)
-
 
 def sized_job(make_job: MakeJob) -> Json:
-    made = make_job(runtime=RUNTIME, hook="time.sleep(0.5)")
+    made = make_job(runtime=WITH_CACHE, hook="time.sleep(0.5)")
     # The ready file is the default; a process without a mount finds it by the variable.
     made["spec"]["initializer"]["dataset"]["env"] += env(
         CLUSTER_SIZE="3", CACHE_READY_FILE="/tmp/ready"

@@ -20,10 +20,10 @@ from typing import Any
 import urllib3
 from kubernetes import client, config, watch
 
-from cache_runtimes.local.pods import Surroundings
+from cache_runtimes.local.pods import Objects, Surroundings
 from tests.e2e.kubelet import names
 from tests.e2e.kubelet.pod import ClusterPod, now
-from tests.e2e.kubelet.volumes import Objects, Tokens, audiences
+from tests.e2e.kubelet.volumes import Tokens, audiences
 
 Json = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Kubelet:
     def __init__(self, api: client.ApiClient, logs: Path, root_ca: str) -> None:
         self._api = api
         # A controller of Kubernetes publishes it in every namespace; this cluster lacks that one.
-        self._root_ca = {"kube-root-ca.crt": {"data": {"ca.crt": root_ca}}}
+        self._root_ca = {"kube-root-ca.crt": {"ca.crt": root_ca}}
         self._core = client.CoreV1Api(api)
         self._custom = client.CustomObjectsApi(api)
         self._apps = client.AppsV1Api(api)
@@ -152,8 +152,8 @@ class Kubelet:
             return None
         return dict(self._api.sanitize_for_serialization(found))
 
-    def _surroundings(self, pod: Json) -> tuple[str, Surroundings, Objects, Objects, Tokens]:
-        """The address of a pod, what is around it, the Secrets, ConfigMaps and tokens."""
+    def _surroundings(self, pod: Json) -> tuple[str, Surroundings, Objects, Tokens]:
+        """The address of a pod, what is around it, the ConfigMaps and the tokens."""
         namespace, spec = pod["metadata"]["namespace"], pod["spec"]
         jobsets = self._custom.list_cluster_custom_object("jobset.x-k8s.io", "v1alpha2", "jobsets")
         sets = self._items(self._apps.list_stateful_set_for_all_namespaces())
@@ -179,9 +179,10 @@ class Kubelet:
             hosts={**hosts, **with_ports},
             find_program=lambda program: shutil.which(program, path=path),
         )
-        config_maps = self._by_name(self._core.list_namespaced_config_map(namespace))
+        listed = self._by_name(self._core.list_namespaced_config_map(namespace))
+        config_maps = {name: one.get("data") or {} for name, one in listed.items()}
         tokens = {audience: self._token(pod, audience) for audience in audiences(spec)}
-        return self._addresses.of(mine), around, secrets, self._root_ca | config_maps, tokens
+        return self._addresses.of(mine), around, self._root_ca | config_maps, tokens
 
     def _api_server(self) -> dict[str, str]:
         """The variables of the Service ``kubernetes``."""

@@ -14,11 +14,19 @@ from typing import IO, Any
 
 from cache_runtimes.local import ssh
 from cache_runtimes.local.kubelet import PodRun, probe_succeeds
-from cache_runtimes.local.pods import SSH_KEYS, Pod, Surroundings, processes, with_addresses
+from cache_runtimes.local.pods import (
+    SSH_KEYS,
+    Objects,
+    Pod,
+    Surroundings,
+    processes,
+    with_addresses,
+)
 from cache_runtimes.local.policies import ContainerExit
+from cache_runtimes.local.trainer.info import NODE
 from tests.e2e.kubelet.objects import runner_pod
 from tests.e2e.kubelet.status import PodState, pod_status, waiting_status
-from tests.e2e.kubelet.volumes import Objects, Tokens, directories
+from tests.e2e.kubelet.volumes import Tokens, directories
 
 Json = dict[str, Any]
 
@@ -43,7 +51,6 @@ class ClusterPod:
     pod: Json
     address: str
     around: Surroundings
-    secrets: Objects = field(repr=False)
     config_maps: Objects
     tokens: Tokens = field(repr=False)
     log: IO[str]
@@ -78,17 +85,17 @@ class ClusterPod:
     async def _run(self, state: PodState) -> list[ContainerExit]:
         pod = runner_pod(self.pod, self.address)
         hosts_of_mpi = {
-            name: {"data": with_addresses(one["data"], pod, (), self.around)}
-            for name, one in self.config_maps.items()
+            name: with_addresses(data, pod, (), self.around)
+            for name, data in self.config_maps.items()
             if name.endswith("-mpi-hostfile")
         }
         config_maps = {**self.config_maps, **hosts_of_mpi}
-        mounted = directories(self.pod["spec"], self.secrets, config_maps, self.tokens)
+        mounted = directories(pod, self.around.secrets, config_maps, self.tokens)
         with mounted as volumes, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             home = Path(folder)
             found = processes(pod, (), volumes, self.around, home=home)
             if SSH_KEYS in volumes:
-                ssh.write_files(pod, volumes, home, found["node"], self.around.find_program("ssh"))
+                ssh.write_files(pod, volumes, home, found[NODE], self.around.find_program("ssh"))
             run = PodRun(
                 pod,
                 found,

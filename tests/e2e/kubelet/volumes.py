@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from cache_runtimes.local.pods import Objects, Pod, volume_files
 from tests.e2e.kubelet.objects import UnsupportedPodError
 
 Json = dict[str, Any]
-Objects = Mapping[str, Json]  # by name
 Tokens = Mapping[str, str]  # by audience; empty: that of the API server
 
 
@@ -28,49 +27,35 @@ def audiences(spec: Json) -> set[str]:
 
 @contextmanager
 def directories(
-    spec: Json, secrets: Objects, config_maps: Objects, tokens: Tokens
+    pod: Pod, secrets: Objects, config_maps: Objects, tokens: Tokens
 ) -> Iterator[dict[str, Path]]:
     """A directory for each volume of a pod, removed at the end. Tokens are not renewed.
 
     Raises:
-        UnsupportedPodError: a volume is of another kind, or its object is absent.
+        UnsupportedPodError: a volume is of another kind.
+        ConfigError: a Secret, a ConfigMap or a key of it is absent.
     """
     with TemporaryDirectory(prefix="pod-", ignore_cleanup_errors=True) as root:
         found: dict[str, Path] = {}
-        for volume in spec.get("volumes") or ():
+        for volume in pod.spec.get("volumes") or ():
             found[volume["name"]] = path = Path(root, volume["name"])
             path.mkdir()
-            for name, content in _files(volume, secrets, config_maps, tokens).items():
+            for name, text in _files(volume, pod, secrets, config_maps, tokens).items():
                 (path / name).touch(0o600)  # ssh refuses a key that others may read
-                (path / name).write_bytes(content)
+                (path / name).write_text(text)
         yield found
 
 
 def _files(
-    volume: Json, secrets: Objects, config_maps: Objects, tokens: Tokens
-) -> dict[str, bytes]:
-    if "emptyDir" in volume:
-        return {}
-    if source := volume.get("projected"):
-        found: dict[str, bytes] = {}
-        for each in source["sources"]:
-            found |= _files(each, secrets, config_maps, tokens)
+    volume: Json, pod: Pod, secrets: Objects, config_maps: Objects, tokens: Tokens
+) -> dict[str, str]:
+    if "projected" in volume:
+        found: dict[str, str] = {}
+        for each in volume["projected"]["sources"]:
+            found |= _files(each, pod, secrets, config_maps, tokens)
         return found
     if source := volume.get("serviceAccountToken"):
-        return {source["path"]: tokens[source.get("audience") or ""].encode()}
-    if source := volume.get("secret"):
-        data = _known(secrets, source.get("secretName") or source["name"]).get("data") or {}
-        content = {name: base64.b64decode(value) for name, value in data.items()}
-    elif source := volume.get("configMap"):
-        data = _known(config_maps, source["name"]).get("data") or {}
-        content = {name: value.encode() for name, value in data.items()}
-    else:
+        return {source["path"]: tokens[source.get("audience") or ""]}
+    if not volume.keys() & {"emptyDir", "secret", "configMap"}:
         raise UnsupportedPodError(f"volume {volume}")
-    items = source.get("items")
-    return {item["path"]: content[item["key"]] for item in items} if items else content
-
-
-def _known(objects: Objects, name: str) -> Json:
-    if name not in objects:
-        raise UnsupportedPodError(f"no Secret or ConfigMap {name!r}")
-    return objects[name]
+    return volume_files(volume, pod, secrets, config_maps)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
+from tests.kustomize import build, customised, needs_kubectl
 from tests.manifests import (
     CACHE_COMMAND,
     container_named,
@@ -21,14 +22,12 @@ from tests.manifests import (
     pods,
 )
 from tests.runtime_rules import problems
-from tests.unit.runtimes.test_kustomizations import KUBECTL, build, customised
 
 Json = dict[str, Any]
 
 HELM = Path(sys.executable).with_name("helm")
 FLAGSHIP = "torch-distributed-data-cache"
 CACHE = f"ClusterTrainingRuntime/{FLAGSHIP}"
-needs_kubectl = pytest.mark.skipif(KUBECTL is None, reason="needs kubectl, to compare with it")
 
 
 def helm(*values: str) -> dict[str, Json]:

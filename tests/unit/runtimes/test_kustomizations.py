@@ -2,15 +2,14 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
 from cache_server.auth.verbs import ROLES, is_open
+from tests.kustomize import build, customised, needs_kubectl
 from tests.manifests import (
     Json,
     container_named,
@@ -25,10 +24,7 @@ from tests.manifests import (
 )
 from tests.runtime_rules import problems
 
-KUBECTL = shutil.which("kubectl")
-pytestmark = pytest.mark.skipif(
-    KUBECTL is None, reason="needs kubectl, whose kustomize builds them"
-)
+pytestmark = needs_kubectl
 
 CACHE = "torch-distributed-data-cache"
 SHARED = {
@@ -80,31 +76,6 @@ IN_JOB = [
     for folder in RUNTIMES
     if "cache-in-job" in read(MANIFESTS / folder / "runtime.yaml")["metadata"]["labels"].values()
 ]
-
-
-def build(folder: Path) -> dict[str, Json]:
-    """The objects of a kustomization by kind and name."""
-    assert KUBECTL is not None
-    done = subprocess.run(
-        [KUBECTL, "kustomize", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.load_all(done.stdout, yaml.CSafeLoader))
-    found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
-    assert len(found) == len(built)
-    return found
-
-
-def customised(folder: Path, **fields: Any) -> dict[str, Json]:
-    """What a user's kustomization builds; its folders are relative to runtimes/."""
-    for kind in ("resources", "components"):
-        fields[kind] = [os.path.relpath(MANIFESTS / name, folder) for name in fields.get(kind, ())]
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
-    return build(folder)
 
 
 def only(built: dict[str, Json]) -> Json:
