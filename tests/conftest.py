@@ -7,7 +7,7 @@ import itertools
 import multiprocessing.spawn
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient
+from cache_client import CacheClient, DatasetSpec
 from cache_client.reader import Reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
+from tests.waiting import wait_until
 
 # A busy machine is no defect.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -137,3 +138,21 @@ def write_numbered(
             row_group_size=row_group_size or max(1, stop - start),
         )
     return directory
+
+
+def rows_of(batches: Iterable[Any]) -> list[int]:
+    """The numbers of the rows of `numbered_table` in batches, in their order."""
+    return [row for batch in batches for row in batch["row"].tolist()]
+
+
+def load_everywhere(cluster: LocalCluster, spec: DatasetSpec) -> Mapping[int, tuple[str, ...]]:
+    """Loads and waits for every replica, not only for the first of each shard."""
+    client = CacheClient(cluster.endpoint)
+    client.load(spec)
+
+    def complete() -> bool:
+        homes = client.describe(spec.name).placement.values()
+        return all(len(of_shard) == spec.replicas for of_shard in homes)
+
+    wait_until(complete, 30.0, "every replica")
+    return client.describe(spec.name).placement

@@ -30,8 +30,7 @@ from cache_client.reader import Reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
-from tests.conftest import write_numbered
-from tests.integration.test_training_reads import load_everywhere
+from tests.conftest import load_everywhere, write_numbered
 from tests.waiting import suspend, wait_until
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard

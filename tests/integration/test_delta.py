@@ -1,5 +1,4 @@
 import json
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, date, datetime
@@ -16,6 +15,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import Layout
 from cache_server.tables import delta
+from tests.delta_logs import commit, delete_by_vector, protocol
 from tests.lake_tables import (
     SECRET,
     assert_same_rows,
@@ -163,49 +163,6 @@ def _rewrite_log(uri: Path, version: int, change: Any) -> None:
     path.write_text("\n".join(map(json.dumps, actions)))
 
 
-_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
-
-
-def _inline_vector(rows: list[int]) -> dict[str, Any]:
-    """A deletion vector of one roaring array container, as Delta's protocol lays it out."""
-    bitmap = struct.pack(f"<IIHHI{len(rows)}H", 12346, 1, 0, len(rows) - 1, 16, *rows)
-    data = struct.pack("<IqI", 1681511377, 1, 0) + bitmap
-    text = ""
-    for (word,) in struct.iter_unpack(">I", data + bytes(-len(data) % 4)):
-        text += "".join(_Z85[word // 85**power % 85] for power in (4, 3, 2, 1, 0))
-    return {
-        "storageType": "i",
-        "pathOrInlineDv": text,
-        "sizeInBytes": len(data),
-        "cardinality": len(rows),
-    }
-
-
-def _commit(uri: Path, version: int, *actions: dict[str, Any]) -> None:
-    path = uri / "_delta_log" / f"{version:020}.json"
-    path.write_text("\n".join(map(json.dumps, actions)))
-
-
-def _protocol(*features: str) -> dict[str, Any]:
-    names = list(features)
-    return {
-        "protocol": {
-            "minReaderVersion": 3,
-            "minWriterVersion": 7,
-            "readerFeatures": names,
-            "writerFeatures": names,
-        }
-    }
-
-
-def _delete_by_vector(uri: Path, rows: list[int]) -> None:
-    first = (uri / "_delta_log" / f"{0:020}.json").read_text().splitlines()
-    add = next(json.loads(line)["add"] for line in first if "add" in json.loads(line))
-    remove = {"path": add["path"], "dataChange": True, "deletionTimestamp": 1}
-    kept = {**add, "deletionVector": _inline_vector(rows)}
-    _commit(uri, 1, _protocol("deletionVectors"), {"remove": remove}, {"add": kept})
-
-
 def test_a_binary_partition_is_refused_by_name(tmp_path: Path) -> None:
     rows = pa.table({"id": [0, 1], "key": pa.array([b"a", b"\xff"])})
     write_deltalake(str(tmp_path), rows, partition_by=["key"])
@@ -219,7 +176,7 @@ def test_deletion_vectors_are_honoured(tmp_path: Path) -> None:
     rows = pa.table({"id": range(10), "part": ["a b%"] * 10})
     write_deltalake(str(uri), rows, partition_by=["part"])
     before = delta.pin(_spec(str(uri)))
-    _delete_by_vector(uri, [1, 3, 4])
+    delete_by_vector(uri, [1, 3, 4])
     spec = _spec(str(uri))
     pin = delta.pin(spec)
     assert read_table(spec, pin).column("id").to_pylist() == [0, 2, 5, 6, 7, 8, 9]
@@ -235,7 +192,7 @@ def test_deletion_vectors_span_batches(tmp_path: Path) -> None:
     uri = tmp_path / "t"
     write_deltalake(str(uri), pa.table({"id": range(300_000)}))
     gone = [0, 7, 60_000]
-    _delete_by_vector(uri, gone)
+    delete_by_vector(uri, gone)
     spec = _spec(str(uri))
     found = read_table(spec, delta.pin(spec))
     assert found.num_rows == 300_000 - len(gone)
@@ -269,7 +226,7 @@ def test_column_mapping_is_refused_by_name(tmp_path: Path, mode: str) -> None:
 def test_other_reader_features_are_refused_by_name(tmp_path: Path, feature: str) -> None:
     uri = tmp_path / "t"
     write_deltalake(str(uri), _rows(0, 3))
-    _commit(uri, 1, _protocol(feature))
+    commit(uri, 1, protocol(feature))
     with pytest.raises(RequestError, match=f"features that are not honoured here: {feature}$"):
         delta.pin(_spec(str(uri)))
 

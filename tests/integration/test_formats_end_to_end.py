@@ -24,7 +24,7 @@ from pyiceberg.types import DoubleType, LongType, NestedField, StringType
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
-from tests.integration.test_delta import _delete_by_vector
+from tests.delta_logs import delete_by_vector
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
 from tests.waiting import wait_until
 
@@ -173,7 +173,7 @@ def test_a_delta_table_with_a_deletion_vector_on_two_nodes_each(
 ) -> None:
     uri = tmp_path / "trips"
     write_deltalake(str(uri), pa.table({"id": range(10), "part": ["a b%"] * 10}))
-    _delete_by_vector(uri, [1, 3, 4])
+    delete_by_vector(uri, [1, 3, 4])
     spec = DatasetSpec("delta", uri, format="delta", replicas=2)
 
     clean.load(spec, timeout_s=WAIT_S)

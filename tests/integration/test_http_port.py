@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import http.client
 import socket
 import threading
 import weakref
@@ -14,13 +13,13 @@ from urllib.parse import urlsplit
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetNotFoundError, DatasetSpec
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
 from tests.conftest import write_numbered
+from tests.http_pages import ask, metric
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -43,28 +42,6 @@ def wait_until_ready(cluster: LocalCluster) -> None:
         return all(ask(node.page, "/ready")[0] == 200 for node in cluster.nodes)
 
     wait_until(all_are_ready, WAIT_S, "every node is ready")
-
-
-def ask(page: str, path: str = "/", method: str = "GET") -> tuple[int, str, str]:
-    """Status, content type and body."""
-    connection = http.client.HTTPConnection(urlsplit(page).netloc, timeout=WAIT_S)
-    connection.request(method, path)
-    answer = connection.getresponse()
-    try:
-        return answer.status, answer.headers["Content-Type"], answer.read().decode()
-    finally:
-        connection.close()
-
-
-def metric(page: str, name: str, **labels: str) -> float:
-    """The sum of the samples that have these labels."""
-    _, _, body = ask(page, "/metrics")
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(body)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
 
 
 def test_the_page_of_the_coordinator_shows_the_dataset_and_every_node(

@@ -16,7 +16,7 @@ from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
 from cache_server.shards.huge_pages import HugePages
-from tests.integration.test_http_port import metric
+from tests.http_pages import metric
 from tests.waiting import wait_until
 
 WAIT_S = 30.0

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, random_split
 
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
 from cache_server import LocalCluster
-from tests.conftest import write_numbered
+from tests.conftest import rows_of, write_numbered
 
 ROWS = 203  # 13 steps of 16, the last of 11
 
@@ -33,10 +33,6 @@ def dataset(cluster: LocalCluster, table: str) -> CacheIterableDataset:
     return CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=16, shuffle=True, columns=["row"]
     )
-
-
-def rows(batches: Any) -> list[int]:
-    return [row for batch in batches for row in batch["row"].tolist()]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -78,7 +74,7 @@ def test_a_wrapper_that_divides_again_is_refused_where_the_rows_are_divided_alre
 
     with pytest.raises(ConfigError, match="Every would divide the rows of each rank by 2 again"):
         next(iter(wrapped(rank=0, world_size=2)))
-    assert len(rows(wrapped(rank=0, world_size=1))) == 6 * 16 + 11  # steps 0, 2, ... 12
+    assert len(rows_of(wrapped(rank=0, world_size=1))) == 6 * 16 + 11  # steps 0, 2, ... 12
 
 
 def test_a_wrapper_that_makes_rows_of_batches_may_collate(dataset: CacheIterableDataset) -> None:
@@ -112,7 +108,7 @@ def test_the_state_of_the_loader_needs_no_count_of_steps(
     loader = dataset.loader(num_workers=workers, persistent_workers=persistent and workers > 0)
     for epoch in range(2):
         loader.set_epoch(epoch)
-        whole = rows(loader)
+        whole = rows_of(loader)
         assert sorted(whole) == list(range(ROWS))
     loader.set_epoch(2)
     taken, state = [], {}
@@ -129,7 +125,7 @@ def test_the_state_of_the_loader_needs_no_count_of_steps(
         dataset.name, endpoint=cluster.endpoint, batch_size=8, shuffle=True, columns=["row"]
     ).loader(num_workers=2 - workers)
     resumed.load_state_dict(state)
-    assert sorted(taken[: 5 * 16] + rows(resumed)) == list(range(ROWS))
+    assert sorted(taken[: 5 * 16] + rows_of(resumed)) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -138,15 +134,15 @@ def test_an_epoch_or_a_state_that_is_set_after_iter_counts(
 ) -> None:
     loader = dataset.loader(num_workers=workers)
     loader.set_epoch(1)
-    expected = rows(loader)
+    expected = rows_of(loader)
     loader.set_epoch(0)
     iterator = iter(loader)
     loader.set_epoch(1)
-    assert rows(iterator) == expected
+    assert rows_of(iterator) == expected
     state = dataset.state_dict() | {"epoch": 1, "rows_consumed": 160}
     iterator = iter(loader)
     loader.load_state_dict(state)
-    assert rows(iterator) == expected[160:]
+    assert rows_of(iterator) == expected[160:]
 
 
 RAYS_LOADER = """

@@ -10,7 +10,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
-from tests.integration.test_dataset_export import run_export
+from tests.dataset_export import run_export
 
 NUM_ROWS = 1000
 

@@ -21,7 +21,7 @@ from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_protocol.wire import local_tokens
 from cache_protocol.wire.credentials import Credentials
 from cache_server import LocalCluster
-from tests.conftest import numbered_table, write_numbered
+from tests.conftest import numbered_table, rows_of, write_numbered
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 
@@ -61,10 +61,6 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
 def order(shuffle: bool = True) -> list[int]:
     ids = EpochOrder(ROWS, shuffle=shuffle, seed=3).row_ids(np.arange(ROWS))
     return [int(row) for row in ids]
-
-
-def rows_of(batches: CacheIterableDataset) -> list[int]:
-    return [row for batch in batches for row in batch["row"].tolist()]
 
 
 def shard_files(nodes: LocalCluster, node: int) -> list[Path]:

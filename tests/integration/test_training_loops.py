@@ -24,7 +24,7 @@ from cache_client import CacheClient, CacheIterableDataset, ConfigError, Dataset
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests import forked_python
-from tests.conftest import write_numbered
+from tests.conftest import rows_of, write_numbered
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
@@ -63,10 +63,6 @@ def rows_in(epoch: int) -> list[int]:
     order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
     rows: list[int] = order.row_ids(np.arange(ROWS)).tolist()
     return rows
-
-
-def rows_of(batches: Any) -> list[int]:
-    return [row for batch in batches for row in batch["row"].tolist()]
 
 
 # -- The matrix ------------------------------------------------------------------------------------

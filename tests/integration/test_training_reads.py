@@ -10,7 +10,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from cache_client.connections import Connection
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
 from tests import forked_python
-from tests.conftest import write_numbered
+from tests.conftest import load_everywhere, write_numbered
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
@@ -71,19 +71,6 @@ def endpoint(nodes_and_replicas: tuple[int, int], source: Path) -> Iterator[str]
         assert len(placement) > 8
         assert len({node for homes in placement.values() for node in homes}) == nodes
         yield cluster.endpoint
-
-
-def load_everywhere(cluster: LocalCluster, spec: DatasetSpec) -> Mapping[int, tuple[str, ...]]:
-    """Loads and waits for every replica, not only for the first of each shard."""
-    client = CacheClient(cluster.endpoint)
-    client.load(spec)
-
-    def complete() -> bool:
-        homes = client.describe(spec.name).placement.values()
-        return all(len(of_shard) == spec.replicas for of_shard in homes)
-
-    wait_until(complete, 30.0, "every replica")
-    return client.describe(spec.name).placement
 
 
 def rows_of(dataset: CacheIterableDataset, workers: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials
 from cache_client.views.columns import VersionNodes, row_values, selected_rows
 from cache_server import LocalCluster
-from tests.conftest import write_numbered
+from tests.conftest import rows_of, write_numbered
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -68,10 +68,6 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
 def make(cluster: LocalCluster, **options: Any) -> CacheIterableDataset:
     given = {"batch_size": 7, "columns": ["row"], "endpoint": cluster.endpoint, **options}
     return CacheIterableDataset("views", **given)
-
-
-def rows_of(batches: Any) -> list[int]:
-    return [row for batch in batches for row in batch["row"].tolist()]
 
 
 def version(cluster: LocalCluster, name: str = "views", **options: Any) -> VersionNodes:

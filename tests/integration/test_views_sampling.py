@@ -23,6 +23,7 @@ from cache_client import (
 )
 from cache_protocol.errors import CacheError, StaleVersionError
 from cache_server import LocalCluster
+from tests.conftest import rows_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -65,10 +66,6 @@ def dataset(cluster: LocalCluster, **options: Any) -> CacheIterableDataset:
     return CacheIterableDataset("clicks", endpoint=cluster.endpoint, **options)
 
 
-def rows(batches: Any) -> list[int]:
-    return [row for batch in batches for row in batch["row"].tolist()]
-
-
 VIEWS: list[dict[str, Any]] = [
     {"weights": "weight"},
     {"weights": "weight", "replacement": False},
@@ -86,7 +83,7 @@ def test_an_epoch_is_the_same_for_any_ranks_and_workers_and_resumes_inside(
 ) -> None:
     whole = dataset(cluster, **view)
     whole.set_epoch(1)
-    expected = rows(whole)
+    expected = rows_of(whole)
     assert len(expected) == whole.num_samples
 
     ranks = [dataset(cluster, rank=rank, world_size=2, **view) for rank in range(2)]
@@ -94,33 +91,33 @@ def test_an_epoch_is_the_same_for_any_ranks_and_workers_and_resumes_inside(
     for each in ranks:
         each.set_epoch(1)
     for step in zip(*ranks, strict=True):
-        taken += rows(step)
+        taken += rows_of(step)
     assert taken[: len(expected)] == expected  # a last step of one row is given to both ranks
 
     begun = dataset(cluster, **view)
     begun.set_epoch(1)
     batches = iter(begun)
-    first = rows([next(batches), next(batches)])
+    first = rows_of([next(batches), next(batches)])
     resumed = dataset(cluster, **{**view, "batch_size": 3})
     resumed.load_state_dict(begun.state_dict())
-    assert first + rows(resumed.loader(num_workers=2)) == expected
+    assert first + rows_of(resumed.loader(num_workers=2)) == expected
 
 
 def test_each_option_reads_what_it_says(cluster: LocalCluster, tables: str) -> None:
-    taken = rows(dataset(cluster, weights="weight", replacement=False))
+    taken = rows_of(dataset(cluster, weights="weight", replacement=False))
     assert len(set(taken)) == len(taken)
     assert WEIGHTS[taken].all()
-    drawn = rows(dataset(cluster, weights="weight", epoch_rows=20_000, batch_size=1000))
+    drawn = rows_of(dataset(cluster, weights="weight", epoch_rows=20_000, batch_size=1000))
     shares = np.bincount(drawn, minlength=ROWS) / len(drawn)
     assert np.abs(shares - WEIGHTS / WEIGHTS.sum()).max() < 0.005
-    balanced = LABELS[rows(dataset(cluster, per_class="label"))]
+    balanced = LABELS[rows_of(dataset(cluster, per_class="label"))]
     for start in range(0, len(balanced), 3):
         assert sorted(balanced[start : start + 3]) == ["cat", "dog", "eel"]
     short = dataset(cluster, epoch_rows=100)
     epochs: list[int] = []
     for epoch in range(3):
         short.set_epoch(epoch)
-        epochs += rows(short)
+        epochs += rows_of(short)
     assert len(short) == 25
     assert sorted(epochs[:ROWS]) == list(range(ROWS))
 

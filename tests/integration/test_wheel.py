@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from cache_runtimes import MANIFESTS
-from tests.unit.runtimes.test_images import DOCKERFILES, ROOT, copied_for_the_wheel
+from tests.dockerfiles import DOCKERFILES, copied_for_the_wheel
 
+ROOT = MANIFESTS.parent
 NOT_IN_A_CHECKOUT = shutil.ignore_patterns(
     *(".*", "build", "dist", "*.egg-info", "__pycache__", "*.pyc")
 )

@@ -24,13 +24,10 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth import authenticator as module
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import ANYONE, Principal, Role
+from tests.json_web_tokens import KEY, bearer, jwks
 
 ISSUER = "https://kubernetes.default.svc"
 PODS = "system:serviceaccount:team-a:trainer"
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"}
 
 
 def entry(name: str, **fields: object) -> dict[str, object]:
@@ -157,16 +154,7 @@ def test_a_verb_without_a_rule_is_refused_even_without_authentication() -> None:
 
 # -- JSON web tokens ---------------------------------------------------------------------------
 
-KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 OTHER_KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-
-
-def jwks(**keys: rsa.RSAPrivateKey) -> str:
-    found = []
-    for kid, key in keys.items():
-        public: dict[str, Any] = jwt.algorithms.RSAAlgorithm.to_jwk(key.public_key(), as_dict=True)
-        found.append({**public, "kid": kid, "alg": "RS256", "use": "sig"})
-    return json.dumps({"keys": found})
 
 
 def claims(**changed: object) -> dict[str, object]:

@@ -21,8 +21,8 @@ from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import Role
 from cache_server.config import NodeConfig
 from tests.certificates import Authority
+from tests.json_web_tokens import KEY, bearer, jwks
 from tests.store_stubs import Served
-from tests.unit.auth.test_authenticator import KEY, bearer, jwks
 from tests.waiting import wait_until
 
 RULES = ("node,writer:job-dataset-initializer-0-*", "writer:job-node-0-*", "reader:*")

@@ -5,50 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 from cache_client import batch_formats
 from cache_client.convert import Converter
-from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.layout import Layout
 from tests import forked_python
+from tests.fetched_rows import LAYOUT, SCHEMA, rows
 
 polars = pytest.importorskip("polars")
-
-BOOL = {"cache.source_type": "bool"}
-SCHEMA = pa.schema(
-    [
-        pa.field("a", pa.float32(), nullable=False),
-        pa.field("b", pa.float32(), nullable=False),
-        pa.field("label", pa.int64(), nullable=False),
-        pa.field("ok", pa.uint8(), nullable=False, metadata=BOOL),
-        pa.field("text", pa.string()),
-        pa.field("ids", pa.list_(pa.int64())),
-    ]
-)
-LAYOUT = Layout(SCHEMA)
-
-
-def rows(labels: list[int]) -> Rows:
-    size = len(labels)
-    values = {
-        "a": np.arange(2 * size, dtype=np.float32).reshape(size, 2),
-        "label": np.array(labels).reshape(size, 1),
-        "ok": np.ones((size, 1), np.uint8),
-    }
-    plain = {
-        "text": pa.array([f"{n}" for n in range(size)]),
-        "ids": pa.array([list(range(n)) for n in range(size)], pa.list_(pa.int64())),
-    }
-    return Rows(
-        LAYOUT,
-        {LAYOUT.place(name)[0]: matrix for name, matrix in values.items()},
-        {LAYOUT.place(name)[0]: array for name, array in plain.items()},
-        size,
-    )
 
 
 def test_a_polars_batch_has_the_values_and_booleans() -> None:
@@ -84,7 +49,7 @@ import pytest
 from cache_client.batch_formats import to_jax
 from cache_client.convert import Converter
 from cache_protocol.errors import ConfigError
-from tests.unit.client.test_batch_formats import LAYOUT, rows
+from tests.fetched_rows import LAYOUT, rows
 warnings.simplefilter("error")
 convert = Converter(LAYOUT, {"x": ["b", "a"]}, "jax")
 batch = convert(rows([5, -6, 2**31 - 1]))

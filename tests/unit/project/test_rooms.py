@@ -452,6 +452,12 @@ def room_of(parts: Sequence[str]) -> str:
     return ".".join(parts[:2])
 
 
+def test_no_file_imports_a_file_of_tests() -> None:
+    of_tests = re.compile(r"^\s*(from|import) tests\b.*[. ]test_\w+", re.M)
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in files if of_tests.search(path.read_text("utf-8"))] == []
+
+
 def test_no_room_imports_a_room_that_imports_it_in_turn() -> None:
     """`graphlib` raises a CycleError that names the rooms."""
     arrows: dict[str, set[str]] = {}

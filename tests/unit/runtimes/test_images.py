@@ -14,10 +14,10 @@ import build_images as images
 import pytest
 
 from cache_runtimes import MANIFESTS
+from tests.dockerfiles import DOCKERFILES, copied, copied_for_the_wheel, instructions, stages
 from tests.manifests import containers, pods, read
 
 ROOT = MANIFESTS.parent
-DOCKERFILES = sorted((MANIFESTS / "images").glob("*/Dockerfile"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # A pin of a Debian package breaks the build as soon as Debian has a newer one.
 ALLOWED_IGNORES = {"DL3008"}
@@ -30,42 +30,6 @@ BUILT_FROM = {
 
 def name_of(path: Path) -> str:
     return path.parent.name
-
-
-def instructions(path: Path) -> list[tuple[str, str]]:
-    """Keyword and arguments of each instruction, with its lines joined."""
-    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
-    text = re.sub(r"\\\n\s*", "", "\n".join(lines))
-    found = [line.partition(" ") for line in text.splitlines() if line.strip()]
-    return [(keyword, arguments.strip()) for keyword, _, arguments in found]
-
-
-def stages(path: Path) -> list[list[tuple[str, str]]]:
-    """The instructions of each stage, from its FROM on."""
-    found: list[list[tuple[str, str]]] = []
-    for keyword, arguments in instructions(path):
-        if keyword == "FROM":
-            found.append([])
-        if found:
-            found[-1].append((keyword, arguments))
-    return found
-
-
-def copied(stage: list[tuple[str, str]]) -> list[str]:
-    """The paths of the context that a stage copies."""
-    return [
-        word
-        for keyword, arguments in stage
-        if keyword == "COPY" and not arguments.startswith("--from=")
-        for word in arguments.split()[:-1]
-        if not word.startswith("--")
-    ]
-
-
-def copied_for_the_wheel(path: Path) -> list[str]:
-    """The paths that the stage of the wheel copies."""
-    (found,) = [copied(stage) for stage in stages(path) if stage[0][1].endswith(" AS wheel")]
-    return found
 
 
 def pip_installs(path: Path) -> list[str]:

@@ -13,7 +13,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.status import CacheStatus
 from cache_server.web.charts import bar, grouped, heat_map, line_chart
 from cache_server.web.page import page
-from tests.unit.web.test_status_page import STATUS
+from tests.node_statuses import STATUS
 
 
 def job(num_ranks: int, **changes: object) -> pb.JobInfo:
