@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
-_LEAST_WAIT_S = 0.5
+_MIN_STOP_TIMEOUT_S = 0.5  # for each part of a node that stops
+_OWN_TOKEN_RETRY_S = 0.5
 
 
 class CacheServer:
@@ -382,7 +383,7 @@ def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
         except NodeUnavailableError:  # such as while the network of a new pod is set up
             if time.monotonic() > deadline:
                 raise
-            time.sleep(_LEAST_WAIT_S)
+            time.sleep(_OWN_TOKEN_RETRY_S)
 
 
 def _refuse_shards_of_others(store: ShardStore) -> None:
@@ -401,4 +402,4 @@ def _num_processors() -> int:
 
 def _left_s(deadline: float) -> float:
     """Seconds until the deadline, or a short minimum for what should have ended before."""
-    return max(_LEAST_WAIT_S, deadline - time.monotonic())
+    return max(_MIN_STOP_TIMEOUT_S, deadline - time.monotonic())

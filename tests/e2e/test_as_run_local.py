@@ -83,11 +83,11 @@ CASES: dict[str, Case] = {
     "success-of-one-job": Case(
         runtime(
             job_of("cache", "exec sleep 1000"),
-            job_of("node", "sleep 1"),
+            job_of("node", "true"),
             successPolicy={"operator": "All", "targetReplicatedJobs": ["node"]},
         ),
         "Complete",
-        {"cache": 1, "node": 1},
+        {"node": 1},  # the job may end before its cache starts
     ),
     "restart-in-place": Case(
         runtime(job_of("node", _ONCE, volumes=STATE["volumes"], container=_IN_PLACE)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -513,6 +514,44 @@ def test_a_secret_whose_value_is_no_string_is_named_and_not_shown(
     with pytest.raises(ConfigError, match=f"Secret keys: {field}") as caught:
         run(tmp_path, runtime(node("x")), None, other)
     assert "12345678" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "named"),
+    [
+        ("Secret", {"binaryData": {"A": "aGlkZGVu"}}, "Secret keys.binaryData='<not shown>'"),
+        ("Secret", {"Data": {"A": "aGlkZGVu"}}, "Secret keys.Data='<not shown>'"),
+        ("ConfigMap", {"binaryData": {"A": "YQ=="}}, "ConfigMap keys.binaryData={'A': 'YQ=='}"),
+        ("ConfigMap", {"stringData": {"A": "b"}}, "ConfigMap keys.stringData={'A': 'b'}"),
+    ],
+)
+def test_a_field_of_an_object_with_values_is_not_ignored(
+    tmp_path: Path, kind: str, fields: Json, named: str
+) -> None:
+    other = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "keys"}, **fields}
+    with pytest.raises(
+        UnsupportedFieldError, match=re.escape(f"does not support {named}")
+    ) as caught:
+        run(tmp_path, runtime(node("x")), None, other)
+    assert "aGlkZGVu" not in str(caught.value)
+
+
+def test_files_of_volumes_have_their_folders_and_modes(tmp_path: Path) -> None:
+    items = [{"key": "run", "path": "a/b/run.sh"}, {"key": "run", "path": "a/kept", "mode": 0o400}]
+    made = node(
+        "/scripts/a/b/run.sh && stat -c %a /scripts/a/kept",
+        volumes=[{"name": "v", "configMap": {"name": "c", "defaultMode": 0o755, "items": items}}],
+        volumeMounts=[{"name": "v", "mountPath": "/scripts"}],
+    )
+    script = {"run": "#!/bin/sh\necho done\n"}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "c"},
+        "data": script,
+    }
+    code, seen = run(tmp_path, runtime(made), None, config_map)
+    assert (code, seen.of("node")) == (0, ["done", "400"])
 
 
 def test_a_field_that_run_local_does_not_support_is_named_before_anything_runs(

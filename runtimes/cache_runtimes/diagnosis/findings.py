@@ -85,7 +85,9 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"needs the package .* on every node",
         "The image of the cache pods lacks this source. Install the runtimes with the image "
-        "server-full (`kustomize edit set image`, or `images.server` of the chart).",
+        "server-full (`kustomize edit set image`, or `images.server` of the chart). The pods of "
+        "torch-distributed-with-cache have that image: build one with the package "
+        "(`images.serverFull` of the chart).",
     ),
     (
         r"exited with 65\b",

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from cache_protocol.errors import ConfigError
+from cache_runtimes.local.supported import CONFIG_MAP, SECRET, check_supported
 
 Json = dict[str, Any]
 
@@ -112,8 +113,17 @@ def _name(document: Json) -> str:
 
 
 def _values(document: Json) -> dict[str, str]:
-    """The values of a Secret or a ConfigMap; no message shows them."""
+    """The values of a Secret or a ConfigMap.
+
+    Raises:
+        ConfigError: naming a field that run-local does not support, or a value that is no string.
+            No message shows a value of ``data`` or of a Secret.
+    """
     where, values = f"{document['kind']} {_name(document)}", {}
+    if document["kind"] == "Secret":
+        check_supported(dict.fromkeys(document, "<not shown>"), SECRET, where)
+    else:
+        check_supported(document, CONFIG_MAP, where)
     is_plain = {"stringData": True, "data": document["kind"] == "ConfigMap"}
     for name in ("data", "stringData"):
         given = document.get(name) or {}

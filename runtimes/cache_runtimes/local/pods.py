@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kubernetes.utils.quantity import parse_quantity
 
@@ -35,6 +35,7 @@ _MPI_HOME = "/home/mpiuser"  # in the image of MPI
 _TOKEN = "CACHE_TOKEN"
 _TOKEN_FILE = "CACHE_TOKEN_FILE"
 _OF_CLUSTER = ("--auth-pods=", "--service-account-dir=")  # arguments of cache nodes
+_OWNER_BITS = 0o700
 _REFERENCE = re.compile(r"\$(\$|\(([^()]+)\))")
 
 
@@ -170,11 +171,31 @@ def with_addresses(
     return {name: replaced(text) for name, text in data.items()}
 
 
-def volume_files(volume: Json, pod: Pod, secrets: Objects, config_maps: Objects) -> dict[str, str]:
-    """The text of each file of a Secret's or a ConfigMap's volume; nothing for an emptyDir.
+class VolumeFile(NamedTuple):
+    """A file of a volume.
+
+    Attributes:
+        mode: the bits of the owner; ssh refuses a key that others may read.
+    """
+
+    text: str
+    mode: int
+
+    @classmethod
+    def of(cls, text: str, item: Json, source: Json) -> VolumeFile:
+        """With the mode of its item, of its volume, or of Kubernetes."""
+        modes = (item.get("mode"), source.get("defaultMode"), 0o644)
+        return cls(text, next(mode for mode in modes if mode is not None) & _OWNER_BITS)
+
+
+def volume_files(
+    volume: Json, pod: Pod, secrets: Objects, config_maps: Objects
+) -> dict[str, VolumeFile]:
+    """Each file of a Secret's or a ConfigMap's volume, by its path; nothing for an emptyDir.
 
     Raises:
-        ConfigError: naming the object or the key that is absent.
+        ConfigError: naming the object or the key that is absent, or the path that is not below the
+            volume.
     """
     if source := volume.get("secret"):
         kind, name, known = "Secret", source["secretName"], secrets
@@ -185,14 +206,26 @@ def volume_files(volume: Json, pod: Pod, secrets: Objects, config_maps: Objects)
     values = _known(known, name, f"{pod.name} needs the {kind}")
     items = source.get("items") or [{"key": key, "path": key} for key in values]
     needs = f"{pod.name} needs, in the {kind} {name!r}, the key"
-    return {item["path"]: _known(values, item["key"], needs) for item in items}
+    for item in source.get("items") or ():
+        path = PurePath(item["path"])
+        if path.is_absolute() or ".." in path.parts:
+            raise ConfigError(
+                f"{pod.name}: a path of volume {volume['name']!r} must be below it, "
+                f"got {item['path']!r}"
+            )
+    return {
+        item["path"]: VolumeFile.of(_known(values, item["key"], needs), item, source)
+        for item in items
+    }
 
 
-def token_files(volume: Json, token: str) -> dict[str, str]:
-    """The content of each file of a volume that holds a token of the cluster, here ``token``."""
-    sources = (volume.get("projected") or {}).get("sources") or ()
-    tokens = (source.get("serviceAccountToken") for source in sources)
-    return {each["path"]: token for each in tokens if each is not None}
+def token_files(volume: Json, token: str) -> dict[str, VolumeFile]:
+    """Each file of a volume that holds a token of the cluster, here ``token``."""
+    projected = volume.get("projected") or {}
+    tokens = (source.get("serviceAccountToken") for source in projected.get("sources") or ())
+    return {
+        each["path"]: VolumeFile.of(token, {}, projected) for each in tokens if each is not None
+    }
 
 
 def _addresses(all_pods: Iterable[Pod], around: Surroundings) -> dict[str, str]:

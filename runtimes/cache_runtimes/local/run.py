@@ -15,8 +15,9 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -79,6 +80,7 @@ def run_local(
     jobset = next(each for each in objects if each["kind"] == "JobSet")
     check_supported(jobset["spec"], JOBSET, "spec")
     path = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", "")))
+    find_program = partial(shutil.which, path=path)
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
     with _subnet() as subnet, _free_ports(subnet) as ports:
         every_pod = pods(jobset, lambda number: f"{subnet}.{number + 2}")
@@ -86,12 +88,12 @@ def run_local(
             raise ConfigError(f"run-local runs {_MAX_PODS} pods at most, got {len(every_pod)}")
         token = secrets.token_urlsafe(32)
         around = Surroundings(
-            secrets={**_made_secrets(objects), **manifests.secrets},
+            secrets={**_made_secrets(objects, find_program), **manifests.secrets},
             environment={"PATH": path, **kept},
             extra_environment=extra_environment,
             ports=ports,
             hosts=hosts or {},
-            find_program=lambda program: shutil.which(program, path=path),
+            find_program=find_program,
             token=token,
         )
 
@@ -119,10 +121,15 @@ def run_local(
         return code
 
 
-def _made_secrets(objects: Iterable[Json]) -> dict[str, dict[str, str]]:
+def _made_secrets(
+    objects: Iterable[Json], find_program: Callable[[str], str | None]
+) -> dict[str, dict[str, str]]:
     """The Secrets that Trainer makes: the key of MPI."""
-    names = [each["metadata"]["name"] for each in objects if each["kind"] == "Secret"]
-    return {name: ssh.new_key() for name in names}
+    return {
+        each["metadata"]["name"]: ssh.new_key(find_program("ssh-keygen"))
+        for each in objects
+        if each["kind"] == "Secret" and each.get("type") == "kubernetes.io/ssh-auth"
+    }
 
 
 def _made_config_maps(objects: Iterable[Json]) -> dict[str, dict[str, str]]:
@@ -156,9 +163,11 @@ def _volumes(
                 **volume_files(volume, pod, secrets, config_maps),
                 **token_files(volume, token),
             }
-            for name, text in files.items():
-                (path / name).touch(0o600)  # ssh refuses a key that others may read
-                (path / name).write_text(text)
+            for name, file in files.items():
+                target = path / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(file.text)
+                target.chmod(file.mode)
         yield found, directory(None)
 
 

@@ -8,7 +8,6 @@ image would have given them.
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -22,31 +21,33 @@ _SSHD_CONFIG = """\
 Port 2222
 ListenAddress {address}
 PidFile none
-HostKey {keys}/id_rsa
-AuthorizedKeysFile {keys}/authorized_keys
+HostKey {key}
+AuthorizedKeysFile {authorized_keys}
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 StrictModes no
 UsePAM no
-ForceCommand . {home}/.environment; eval "$SSH_ORIGINAL_COMMAND"
+ForceCommand . {environment}; eval "$SSH_ORIGINAL_COMMAND"
 """
 _SSH_CONFIG = """\
 Host *
     Port 2222
-    IdentityFile {keys}/id_rsa
+    IdentityFile {key}
     StrictHostKeyChecking no
     UserKnownHostsFile /dev/null
     LogLevel ERROR
 """
 
 
-def new_key() -> dict[str, str]:
+def new_key(program: str | None) -> dict[str, str]:
     """A key pair as the Secret of a TrainJob has it.
+
+    Args:
+        program: the path of ``ssh-keygen``.
 
     Raises:
         ConfigError: there is no ``ssh-keygen``.
     """
-    program = shutil.which("ssh-keygen")
     if program is None:
         raise ConfigError("MPI needs ssh-keygen, ssh and sshd: install openssh-server")
     with TemporaryDirectory() as folder:
@@ -81,11 +82,17 @@ def write_files(
     for name, value in node.environment.items():
         if name not in of_manifest:
             lines.append(f"export {name}={shlex.quote(value)}\n")
-    names = {"address": pod.address, "keys": volumes[SSH_KEYS], "home": home}
+    paths = {
+        "key": volumes[SSH_KEYS] / "id_rsa",
+        "authorized_keys": volumes[SSH_KEYS] / "authorized_keys",
+        "environment": home / ".environment",
+    }
+    names = {name: shlex.quote(str(path)) for name, path in paths.items()}
     (home / ".environment").write_text("".join(lines))
-    (home / ".sshd_config").write_text(_SSHD_CONFIG.format(**names))
+    (home / ".sshd_config").write_text(_SSHD_CONFIG.format(address=pod.address, **names))
     (home / ".ssh_config").write_text(_SSH_CONFIG.format(**names))
     (home / "bin").mkdir()
     program = home / "bin/ssh"
-    program.write_text(f'#!/bin/sh\nexec {ssh} -F {home}/.ssh_config "$@"\n')
+    command = shlex.join([ssh, "-F", str(home / ".ssh_config")])
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     program.chmod(0o755)

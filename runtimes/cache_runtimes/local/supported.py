@@ -115,6 +115,9 @@ JOBSET = _fields(
     suspend=(False, None),
 )
 ML_POLICY = _fields("numNodes", "torch", "jax", "mpi", "xgboost")
+_OBJECT = ("apiVersion", "kind", "metadata", "immutable", "data")
+SECRET = _fields(*_OBJECT, "type", "stringData")
+CONFIG_MAP = _fields(*_OBJECT)
 
 
 class UnsupportedFieldError(ConfigError):
@@ -122,7 +125,7 @@ class UnsupportedFieldError(ConfigError):
 
 
 def check_supported(value: Json, rules: Json, path: str) -> None:
-    """Checks an object against `JOBSET` or `ML_POLICY`.
+    """Checks an object against one of the rules of this module.
 
     Args:
         path: of the object, such as ``spec``.

@@ -5,6 +5,15 @@ are those of kustomize: `manifests/` has links to their folders.
 
 {{- define "cache.image" -}}
 {{- $images := .values.images -}}
+{{- $image := include "cache.imageByName" . -}}
+{{- with $images.registry -}}
+{{- $image = printf "%s/%s" (trimSuffix "/" .) (last (splitList "/" $image)) -}}
+{{- end -}}
+{{ $image }}
+{{- end -}}
+
+{{- define "cache.imageByName" -}}
+{{- $images := .values.images -}}
 {{- if hasPrefix "ghcr.io/trainer-data-cache/server:" .image -}}
 {{ $images.server.repository }}:{{ $images.server.tag }}
 {{- else if hasPrefix "ghcr.io/trainer-data-cache/server-full:" .image -}}
@@ -174,4 +183,19 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- $_ := set $client "env" (append $client.env (dict "name" "CACHE_TLS_CA" "value" (printf "%s/ca.crt" $dir))) -}}
 {{- $_ := set $client "volumeMounts" (append $client.volumeMounts (dict "name" "tls-ca" "mountPath" $dir "readOnly" true)) -}}
 {{- $_ := set $spec "volumes" (append $spec.volumes (dict "name" "tls-ca" "configMap" (dict "name" .configMap))) -}}
+{{- end -}}
+
+{{/* As components/tls: the endpoint of a PodMonitor for every cache. */}}
+{{- define "cache.tlsScrape" -}}
+{{- $rule := dict "regex" "data-cache" "targetLabel" "__scheme__" "replacement" "https" -}}
+{{- $_ := set $rule "sourceLabels" (list "__meta_kubernetes_pod_label_app_kubernetes_io_name") -}}
+{{- $_ := set . "relabelings" (list $rule) -}}
+{{- $_ := set . "tlsConfig" (dict "insecureSkipVerify" true) -}}
+{{- end -}}
+
+{{/* As components/tls: the endpoint of a PodMonitor for the shared cache, with a token. */}}
+{{- define "cache.tlsScrapeOfShared" -}}
+{{- $ca := dict "secret" (dict "name" .secret "key" "ca.crt") -}}
+{{- $_ := set .endpoint "scheme" "https" -}}
+{{- $_ := set .endpoint "tlsConfig" (dict "ca" $ca "serverName" "data-cache.data-cache-system") -}}
 {{- end -}}

@@ -150,7 +150,7 @@ ROWS: dict[str, tuple[Objects, str]] = {
             message="RequestError: format delta needs the package 'deltalake': "
             "pip install 'trainer-data-cache[delta]' on every node",
         ),
-        "server-full",
+        "images.serverFull",
     ),
     "exit code 65": (ended(65, message="bad file"), "source or the SQL"),
     "exit code 78": (ended(78, message="CACHE_REPLICAS must be a number"), "A setting is bad"),

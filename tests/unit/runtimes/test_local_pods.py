@@ -178,7 +178,24 @@ CONFIG_MAPS = {"hosts": {"file": "here\n"}}
     ],
 )
 def test_volumes_have_the_files_of_their_objects(volume: Json, files: Json) -> None:
-    assert volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS) == files
+    found = volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS)
+    assert {path: file.text for path, file in found.items()} == files
+
+
+@pytest.mark.parametrize("kind", ["secret", "configMap"])
+def test_files_have_the_mode_of_their_item_or_of_their_volume(kind: str) -> None:
+    name = {"secret": {"secretName": "keys"}, "configMap": {"name": "hosts"}}[kind]
+    key = {"secret": "ID", "configMap": "file"}[kind]
+    items = [{"key": key, "path": "a/b"}, {"key": key, "path": "c", "mode": 0o550}]
+
+    def modes(**source: Any) -> list[int]:
+        volume = {kind: {**name, **source}}
+        found = volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS)
+        return [file.mode for file in found.values()]
+
+    assert set(modes()) == {0o600}
+    assert set(modes(defaultMode=0o755)) == {0o700}
+    assert modes(defaultMode=0o400, items=items) == [0o400, 0o500]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +207,16 @@ def test_volumes_have_the_files_of_their_objects(volume: Json, files: Json) -> N
             {"configMap": {"name": "hosts", "items": [{"key": "none", "path": "x"}]}},
             "p needs, in the ConfigMap 'hosts', the key 'none'",
         ),
+        *(
+            (
+                {"name": "v", "configMap": {"name": "hosts", "items": [item]}},
+                f"'v' must be below it, got '{item['path']}'",
+            )
+            for item in ({"key": "file", "path": "/x"}, {"key": "file", "path": "a/../../x"})
+        ),
     ],
 )
-def test_an_absent_object_of_a_volume_is_named(volume: Json, words: str) -> None:
+def test_an_absent_object_or_a_wrong_path_of_a_volume_is_named(volume: Json, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         volume_files(volume, pod_named("p"), SECRETS, CONFIG_MAPS)
 
@@ -421,7 +445,7 @@ def test_one_token_of_the_run_takes_the_place_of_those_of_a_cluster(tmp_path: Pa
 def test_volumes_of_tokens_hold_the_one_of_the_run() -> None:
     spec = pod_of(job_named(read(MANIFESTS / "torch-distributed-data-cache/runtime.yaml"), "node"))
     found = [token_files(volume, "of-the-run") for volume in spec["spec"]["volumes"]]
-    assert found == [{}, {}, {"token": "of-the-run"}]
+    assert found == [{}, {}, {"token": ("of-the-run", 0o600)}]
 
 
 def test_a_name_of_a_pod_inside_a_path_stays_a_path() -> None:

@@ -52,6 +52,36 @@ def test_a_session_has_the_environment_of_its_container_without_that_of_the_mani
     assert told.stdout == "it's//bin/by SetEnv/\n"
 
 
+def test_paths_may_have_any_character(tmp_path: Path) -> None:
+    home = tmp_path / "it's a $HOME"
+    home.mkdir()
+    program = tmp_path / "my ssh"
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    write(home, program=str(program))
+    told = subprocess.run([home / "bin/ssh", "a b"], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == ["-F", f"{home}/.ssh_config", "a b"]
+    config = (home / ".sshd_config").read_text().splitlines()
+    (forced,) = (line for line in config if line.startswith("ForceCommand "))
+    told = subprocess.run(
+        ["/bin/sh", "-c", forced.removeprefix("ForceCommand ")],
+        env={"SSH_ORIGINAL_COMMAND": "echo $CACHE_TOKEN"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout == "it's\n"
+
+
+def test_keys_are_made_by_the_given_program(tmp_path: Path) -> None:
+    program = tmp_path / "ssh-keygen"
+    program.write_text('#!/bin/sh\nfor path; do :; done\necho a > "$path"; echo b > "$path.pub"\n')
+    program.chmod(0o755)
+    assert ssh.new_key(str(program)) == {"ssh-privatekey": "a\n", "ssh-publickey": "b\n"}
+
+
 def test_a_machine_without_ssh_is_told_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="install openssh-server"):
         write(tmp_path, program=None)
+    with pytest.raises(ConfigError, match="install openssh-server"):
+        ssh.new_key(None)
