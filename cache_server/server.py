@@ -295,6 +295,7 @@ class _Status:
             counts=self.traffic.counts({version.key.dataset for version in versions}).of(
                 {version.key.dataset for version in seen}
             ),
+            loads_running=sum(version.loading for version in versions),
             scrubbed_bytes=self.scrub.num_bytes,
             damaged_shards=self.scrub.num_damaged,
             cache=cache,

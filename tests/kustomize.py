@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
 
 Json = dict[str, Any]
 
-KUBECTL = shutil.which("kubectl")
-needs_kubectl = pytest.mark.skipif(
-    KUBECTL is None, reason="needs kubectl, whose kustomize builds the overlays"
-)
+KUBECTL = Path(sys.executable).with_name("kubectl")
 
 
 def build(folder: Path) -> dict[str, Json]:
     """The objects of a kustomization by kind and name."""
-    assert KUBECTL is not None
     done = subprocess.run(
-        [KUBECTL, "kustomize", str(folder)],
+        [str(KUBECTL), "kustomize", str(folder)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -54,11 +54,12 @@ class NodeStatus:
         node: id, locations and memory; ``alive`` is always true.
         ready: the answer to readiness probes.
         coordinator: ``host:port`` of the coordinator's control port; empty until it answers.
-        versions: those on this node.
+        versions: those on this node that the viewer sees.
         huge_page_bytes: bytes of the shard files in huge pages.
         counts: of its requests.
-        scrubbed_bytes, damaged_shards: see `Scrub`.
         cache: only on a coordinator.
+        loads_running: loads and copies of all versions on this node.
+        scrubbed_bytes, damaged_shards: see `Scrub`.
     """
 
     node: pb.Node
@@ -68,5 +69,6 @@ class NodeStatus:
     huge_page_bytes: int
     counts: Counts
     cache: CacheStatus | None
+    loads_running: int = 0
     scrubbed_bytes: int = 0
     damaged_shards: int = 0

@@ -57,8 +57,8 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
                 [version.key.dataset, version.key.fingerprint, state], getattr(version, state)
             )
     yield shards
-    loads = sum(version.loading for version in status.versions)
-    yield _gauge("loads_running", "Loads and copies of shards that this node runs now.", loads)
+    what = "Loads and copies of shards that this node runs now."
+    yield _gauge("loads_running", what, status.loads_running)
     yield CounterMetricFamily(
         "data_cache_scrubbed_bytes",
         "Bytes of shard files read again to find damage.",

@@ -13,6 +13,7 @@ podman also run the smoke test of `try_server`; buildah starts no containers.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ REPOSITORY = "ghcr.io/trainer-data-cache"
 VERSION = "0.1.0"
 # Those that can run what they build come first.
 BUILDERS = ("docker", "podman", "buildah")
+BUILD_TIMEOUT_S = 3600.0
+CALL_TIMEOUT_S = 300.0
 BILL = "/opt/bill-of-materials.cdx.json"
 
 
@@ -109,8 +112,11 @@ def build_command(
 
 def _answers(builder: str) -> bool:
     """Whether a builder works: docker's client also needs its server."""
-    done = subprocess.run([builder, "info"], stdin=subprocess.DEVNULL, capture_output=True)
-    return done.returncode == 0
+    try:
+        _output(builder, "info")
+    except ImageError:
+        return False
+    return True
 
 
 def _check(builder: str, name: str, reference: str) -> None:
@@ -123,31 +129,54 @@ def _check(builder: str, name: str, reference: str) -> None:
             bill = _output(builder, "run", "--isolation=chroot", container, "cat", BILL)
         finally:
             _run([builder, "rm", container])
-        target.write_text(bill, encoding="utf-8")
-        print(f"{reference}: {target}; buildah starts no containers, so nothing was tried out")
-        return
-    target.write_text(_output(builder, "run", "--rm", reference, "cat", BILL), encoding="utf-8")
-    size = int(_output(builder, "image", "inspect", "--format={{.Size}}", reference))
+        manifest = _output(builder, "inspect", "--type=image", "--format={{.Manifest}}", reference)
+        size = sum(layer["size"] for layer in json.loads(manifest)["layers"])
+    else:
+        bill = _output(builder, "run", "--rm", reference, "cat", BILL)
+        size = int(_output(builder, "image", "inspect", "--format={{.Size}}", reference))
+    target.write_text(bill, encoding="utf-8")
     print(f"{reference}: {size / 1e6:.0f} MB; {target}")
     limit = IMAGES[name].max_bytes
     if limit is not None and size > limit:
         raise ImageError(f"{reference} has {size} bytes, more than {limit}")
-    if IMAGES[name].folder == "server":
+    if builder == "buildah":
+        print(f"{reference}: buildah starts no containers, so nothing was tried out")
+    elif IMAGES[name].folder == "server":
         print(f"{reference}: {try_server(builder, reference)}")
 
 
 def _run(command: Sequence[str]) -> None:
     print("+", *command, flush=True)
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        raise ImageError(f"{' '.join(command)} ended with {done.returncode}")
+    _finished(command, BUILD_TIMEOUT_S)
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return _finished(command, CALL_TIMEOUT_S, capture_output=True).stdout.strip()
+
+
+def _finished(
+    command: Sequence[str], timeout_s: float, *, capture_output: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """A command that succeeded.
+
+    Raises:
+        ImageError: it failed, or took longer.
+    """
+    what = " ".join(command)
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=capture_output,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise ImageError(f"{what} did not end within {timeout_s:.0f} s") from None
     if done.returncode != 0:
-        raise ImageError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
-    return done.stdout.strip()
+        raise ImageError(f"{what} ended with {done.returncode}: {done.stderr or 'see above'}")
+    return done
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 
 NUM_ROWS = 20_000
 READY_DEADLINE_S = 120.0
+CALL_TIMEOUT_S = 120.0
 TERMINATED = 143
 
 # The node is process 1, as in a pod.
@@ -89,4 +90,19 @@ def _with_log(engine: str, container: str, what: str) -> str:
 
 
 def _call(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """What a command of the engine answers.
+
+    Raises:
+        SmokeError: it did not end in time.
+    """
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CALL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        what = " ".join(command[:2])
+        raise SmokeError(f"{what} did not end within {CALL_TIMEOUT_S:.0f} s") from None

@@ -366,6 +366,12 @@ def test_the_page_and_the_metrics_show_what_a_caller_may_see(shared: Shared) -> 
         assert "data_cache_ready 1.0" in text(name, "/metrics/node")
         assert "dataset=" not in text(name, "/metrics/node")
 
+    def series(name: str | None, path: str) -> set[str]:
+        lines = (line for line in text(name, path).splitlines() if line.startswith("data_cache_"))
+        return {line.rpartition(" ")[0] for line in lines if "dataset=" not in line}
+
+    assert series("root", "/metrics") == series(None, "/metrics/node")
+
 
 # -- secrets and node ids ----------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from cache_runtimes.local.render import render_objects
 from tests.e2e.clusters import Cluster
 from tests.e2e.conftest import FLAGSHIP, MakeJob
 from tests.e2e.jobs import assert_complete, grant, wait_for_finding
-from tests.kustomize import build, needs_kubectl
+from tests.kustomize import build
 from tests.manifests import container_named, is_runtime, pod_of, read
 from tests.train_jobs import env, train_job
 
@@ -66,7 +66,6 @@ def assert_admitted(cluster: Cluster, namespace: str, jobset: Json) -> None:
         cluster.core.create_namespaced_pod(namespace, pod, dry_run="All")
 
 
-@needs_kubectl
 def test_the_cluster_takes_every_runtime_and_overlay_and_the_pods_of_their_jobs(
     cluster: Cluster, namespace: str
 ) -> None:

@@ -85,9 +85,8 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (
         r"needs the package .* on every node",
         "The image of the cache pods lacks this source. Install the runtimes with the image "
-        "server-full (`kustomize edit set image`, or `images.server` of the chart). The pods of "
-        "torch-distributed-with-cache have that image: build one with the package "
-        "(`images.serverFull` of the chart).",
+        "server-full (`kustomize edit set image`, or `images.server` of the chart; for "
+        "torch-distributed-with-cache, `images.serverFull`).",
     ),
     (
         r"exited with 65\b",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
-from tests.kustomize import build, customised, needs_kubectl
+from tests.kustomize import build, customised
 from tests.manifests import (
     CACHE_COMMAND,
     container_named,
@@ -20,11 +21,13 @@ from tests.manifests import (
     job_named,
     pod_of,
     pods,
+    read,
 )
 from tests.runtime_rules import problems
 
 Json = dict[str, Any]
 
+MONITORING = MANIFESTS.parent / "docs/monitoring"
 HELM = Path(sys.executable).with_name("helm")
 FLAGSHIP = "torch-distributed-data-cache"
 CACHE = f"ClusterTrainingRuntime/{FLAGSHIP}"
@@ -43,12 +46,10 @@ def helm(*values: str) -> dict[str, Json]:
     return found
 
 
-@needs_kubectl
 def test_the_defaults_are_those_of_kustomize() -> None:
     assert helm() == build(MANIFESTS)
 
 
-@needs_kubectl
 @pytest.mark.parametrize("folder", [FLAGSHIP, "jax-distributed-data-cache"])
 @pytest.mark.parametrize(
     ("component", "value"),
@@ -68,10 +69,32 @@ def test_a_value_does_what_its_component_does(
     assert [thing["spec"] for thing in made.values()] == [thing["spec"] for thing in built.values()]
 
 
-@needs_kubectl
 def test_tls_of_the_shared_cache_is_that_of_its_component(tmp_path: Path) -> None:
-    built = customised(tmp_path, resources=["."], components=["components/tls"])
-    assert helm('shared.tls.secretName="data-cache-tls"') == built
+    for namespace in ("data-cache-system", "team-a"):
+        (tmp_path / namespace).mkdir()
+        datasets = os.path.relpath(MONITORING / "datasets", tmp_path / namespace)
+        (tmp_path / namespace / "kustomization.yaml").write_text(
+            yaml.safe_dump({"namespace": namespace, "resources": [datasets]})
+        )
+        built = customised(
+            tmp_path,
+            resources=[".", "../docs/monitoring", tmp_path / namespace],
+            components=["components/tls"],
+        )
+        watched = ("monitoring.enabled=true", f'monitoring.datasetNamespaces=["{namespace}"]')
+        assert helm('shared.tls.secretName="data-cache-tls"', *watched) == built
+        (datasets,) = built["PodMonitor/data-cache-datasets"]["spec"]["podMetricsEndpoints"]
+        # Caches of jobs have no TLS.
+        assert (datasets.get("scheme") == "https") == (namespace == "data-cache-system")
+    (nodes,) = built["PodMonitor/data-cache"]["spec"]["podMetricsEndpoints"]
+    (rule,) = nodes["relabelings"]
+    assert (rule["targetLabel"], rule["replacement"]) == ("__scheme__", "https")
+    names = {
+        (path.parent.name, pod["metadata"]["labels"].get("app.kubernetes.io/name"))
+        for path in (*MANIFESTS.glob("*/runtime.yaml"), MANIFESTS / "shared/stateful-set.yaml")
+        for _, pod in pods(read(path))
+    }
+    assert [folder for folder, name in names if name == rule["regex"]] == ["shared"]
 
 
 def test_without_auth_nothing_is_left_of_it_and_nodes_say_so() -> None:
@@ -108,18 +131,22 @@ def test_the_rules_of_the_shared_cache_are_a_value() -> None:
     assert yaml.safe_load(data["auth.yaml"]) == {"rules": rules}
 
 
-@needs_kubectl
 def test_monitoring_is_that_of_its_kustomization() -> None:
-    built = build(MANIFESTS.parent / "docs/monitoring")
+    built = build(MONITORING)
     made = helm("runtimes=[]", "shared.enabled=false", "monitoring.enabled=true")
     assert made == built
     assert built.keys() == {
         *("PodMonitor/data-cache", "PrometheusRule/data-cache", "ConfigMap/data-cache-dashboard")
     }
     labels = 'monitoring={"enabled":true,"namespace":"watch","labels":{"release":"prometheus"}}'
-    placed = helm("runtimes=[]", "shared.enabled=false", labels)
+    namespaces = 'monitoring.datasetNamespaces=["team-a"]'
+    placed = helm("runtimes=[]", "shared.enabled=false", labels, namespaces)
+    datasets = placed.pop("PodMonitor/data-cache-datasets")
+    assert datasets["metadata"]["namespace"] == "team-a"
+    assert datasets["spec"] == read(MONITORING / "datasets/pod-monitor.yaml")["spec"]
     for thing in placed.values():
         assert thing["metadata"]["namespace"] == "watch"
+    for thing in (datasets, *placed.values()):
         assert thing["metadata"]["labels"]["release"] == "prometheus"
 
 
@@ -160,6 +187,23 @@ def test_images_and_pull_secrets_reach_every_pod() -> None:
     }
     assert all(pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}] for pod in found)
     assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server-full:0.1.0") == 1
+
+
+def test_one_value_is_the_registry_of_every_image() -> None:
+    folders = [path.parent.name for path in MANIFESTS.glob("*/runtime.yaml")]
+    built = helm(
+        'images.registry="registry.example.com/mirror/"', f"runtimes={json.dumps(folders)}"
+    )
+    found = {
+        each["image"]
+        for thing in built.values()
+        for _, pod in pods(thing)
+        for each in containers(pod)
+    }
+    assert {image.rpartition("/")[0] for image in found} == {"registry.example.com/mirror"}
+    names = {image.rpartition("/")[2].partition(":")[0] for image in found}
+    assert {"trainer-jax", "trainer-mpi", "torchtune-trainer", "model-initializer"} < names
+    assert "ghcr.io" not in json.dumps(built)
 
 
 def test_cache_pods_have_their_size_and_machines() -> None:

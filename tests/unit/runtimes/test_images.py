@@ -12,6 +12,7 @@ from pathlib import Path
 
 import build_images as images
 import pytest
+import try_server
 
 from cache_runtimes import MANIFESTS
 from tests.dockerfiles import DOCKERFILES, copied, copied_for_the_wheel, instructions, stages
@@ -166,6 +167,55 @@ def test_the_page_for_clusters_without_internet_names_every_image() -> None:
     assert f"{VERSION_OF_GPUS}`" in page
 
 
+BACKEND = """
+import base64, hashlib, zipfile
+
+EXTRAS = {extras}
+METADATA = "Metadata-Version: 2.1\\nName: trainer-data-cache\\nVersion: 0.1.0\\n"
+FILES = {{
+    "small.py": "",
+    "trainer_data_cache-0.1.0.dist-info/METADATA": METADATA
+    + "".join(f"Provides-Extra: {{extra}}\\n" for extra in EXTRAS),
+    "trainer_data_cache-0.1.0.dist-info/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\n"
+    "Tag: py3-none-any\\n",
+    "trainer_data_cache-0.1.0.dist-info/RECORD": "",
+}}
+
+
+def build_wheel(directory, config_settings=None, metadata_directory=None):
+    name = "trainer_data_cache-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(f"{{directory}}/{{name}}", "w") as wheel:
+        for path, text in FILES.items():
+            wheel.writestr(path, text)
+    return name
+"""
+
+
+def test_the_packages_that_the_page_saves_install_without_an_index(tmp_path: Path) -> None:
+    """The commands of the page, for a small project that needs no package to build."""
+    page = (ROOT / "docs/air-gapped.md").read_text("utf-8")
+    (block,) = re.findall(r"```console\n(pip .*?)```", page, re.DOTALL)
+    save, install = block.splitlines()
+    (asked,) = {*re.findall(r"\[(.+?)\]", block)}
+    assert {*asked.split(",")} <= PROJECT["optional-dependencies"].keys()
+    build = {"requires": [], "build-backend": "backend", "backend-path": ["."]}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in build.items()]
+    (tmp_path / "pyproject.toml").write_text("\n".join(["[build-system]", *lines]))
+    (tmp_path / "backend.py").write_text(BACKEND.format(extras=asked.split(",")))
+    (tmp_path / "constraints.txt").touch()
+    for command, options in ((save, ["--no-index"]), (install, ["--target=installed"])):
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command), *options],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "installed/small.py").exists()
+
+
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name_of)
 def test_an_image_has_a_bill_of_materials_without_the_tool_that_writes_it(path: Path) -> None:
     text = path.read_text("utf-8")
@@ -194,10 +244,11 @@ def test_the_first_builder_that_works_is_used() -> None:
 
 
 # An engine that notes what it is asked, and answers as a container of the image does.
-ENGINE = """#!/bin/sh
+ENGINE = r"""#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$*" in
   *Size*) echo "$SIZE";;
+  *Manifest*) echo "{\"layers\": [{\"size\": 1}, {\"size\": $((SIZE - 1))}]}";;
   *ExitCode*) echo "$STATE";;
   *"cat /opt/bill"*) echo '{"bomFormat": "CycloneDX"}';;
   "run --detach"*) echo c1;;
@@ -206,18 +257,21 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("size", "state", "problem"),
+    ("builder", "size", "state", "problem"),
     [
-        ("585000000", "143", ""),
-        ("600000001", "143", "more than 600000000"),
-        ("585000000", "0", "SIGTERM ended it with 0"),
+        ("podman", "585000000", "143", ""),
+        ("podman", "600000001", "143", "more than 600000000"),
+        ("podman", "585000000", "0", "SIGTERM ended it with 0"),
+        ("buildah", "585000000", "", ""),
+        ("buildah", "600000001", "", "more than 600000000"),
     ],
 )
 def test_an_image_is_built_measured_and_tried_out(
-    size: str, state: str, problem: str, tmp_path: Path
+    builder: str, size: str, state: str, problem: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "podman").write_text(ENGINE)
-    (tmp_path / "podman").chmod(0o755)
+    for name in images.BUILDERS:
+        (tmp_path / name).write_text(ENGINE if name == builder else "#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     shutil.copytree(MANIFESTS / "images", tmp_path / "a/runtimes/images")
     done = subprocess.run(
@@ -233,8 +287,24 @@ def test_an_image_is_built_measured_and_tried_out(
     asked = calls.read_text()
     assert "build --file=runtimes/images/server/Dockerfile --build-arg=BASE=b" in asked
     if not problem:
-        assert "loaded and read 20000 rows" in done.stdout
-        assert re.search(r"run --detach --read-only --user=\d{5}:0 --cap-drop=ALL", asked)
-        assert asked.splitlines()[-1] == "rm --force c1"
+        if builder == "podman":
+            assert "loaded and read 20000 rows" in done.stdout
+            assert re.search(r"run --detach --read-only --user=\d{5}:0 --cap-drop=ALL", asked)
+            assert asked.splitlines()[-1] == "rm --force c1"
+        else:
+            assert "nothing was tried out" in done.stdout
         (bill,) = (tmp_path / "a/build/images").iterdir()
         assert bill.name == "server.cdx.json"
+
+
+def test_an_engine_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in images.BUILDERS:
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(images, "CALL_TIMEOUT_S", 0.1)
+    with pytest.raises(SystemExit, match="no image builder works here"):
+        images.main(["server"])
+    monkeypatch.setattr(try_server, "CALL_TIMEOUT_S", 0.1)
+    with pytest.raises(try_server.SmokeError, match="podman run did not end within"):
+        try_server.try_server("podman", "image")

@@ -9,7 +9,7 @@ import yaml
 
 from cache_runtimes import MANIFESTS
 from cache_server.auth.verbs import ROLES, is_open
-from tests.kustomize import build, customised, needs_kubectl
+from tests.kustomize import build, customised
 from tests.manifests import (
     Json,
     container_named,
@@ -23,8 +23,6 @@ from tests.manifests import (
     read,
 )
 from tests.runtime_rules import problems
-
-pytestmark = needs_kubectl
 
 CACHE = "torch-distributed-data-cache"
 SHARED = {

@@ -11,11 +11,9 @@ from jsonschema import Draft202012Validator
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local.render import render_objects
 from tests import admission
-from tests.kustomize import build, needs_kubectl
+from tests.kustomize import build
 from tests.manifests import Json, is_runtime, job_named, pod_of, read
 from tests.runtime_rules import problems
-
-pytestmark = needs_kubectl
 
 EXAMPLES = MANIFESTS.parent / "examples"
 ZONE = "topology.kubernetes.io/zone"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.verbs import ROLES, is_open
 from cache_server.node.status import CacheStatus, NodeStatus, VersionStatus
 from cache_server.node.traffic import Counts, Read, Served
 from cache_server.shards.version_key import VersionKey
 from cache_server.web.metrics import exposition
+from cache_server.web.service import PATHS
 
 MONITORING = Path(__file__).resolve().parents[3] / "docs" / "monitoring"
 # A node and a job with everything that has a metric.
@@ -42,17 +47,53 @@ STATUS = NodeStatus(
             pb.JobInfo(name="over", dataset="t"),
         ),
     ),
+    loads_running=1,
 )  # fmt: skip
 
 
-def metrics() -> dict[str, list[Any]]:
+# What that node shows a caller who sees no dataset (tests/contract/test_access.py).
+WITHOUT_DATASETS = replace(
+    STATUS,
+    versions=(),
+    counts=Counts({}, STATUS.counts.errors),
+    cache=CacheStatus((pb.Node(id="a", alive=True),), (), ()),
+)
+SHOWN = {"/metrics/node": WITHOUT_DATASETS, "/metrics": STATUS}
+MONITORS = ("pod-monitor.yaml", "datasets/pod-monitor.yaml")
+
+
+def metrics(status: NodeStatus = STATUS) -> dict[str, list[Any]]:
     """Samples by name."""
-    body, _ = exposition(STATUS, "")
+    body, _ = exposition(status, "")
     samples: dict[str, list[Any]] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append(sample)
     return samples
+
+
+def endpoint(name: str) -> Any:
+    """The only endpoint of a PodMonitor."""
+    (found,) = yaml.safe_load((MONITORING / name).read_text())["spec"]["podMetricsEndpoints"]
+    return found
+
+
+def scraped(name: str) -> dict[tuple[str, ...], float]:
+    """The series of this project that a PodMonitor keeps: values by name and labels."""
+    given = endpoint(name)
+    found = [s for samples in metrics(SHOWN[given["path"]]).values() for s in samples]
+    for rule in given.get("metricRelabelings", ()):
+        assert rule.pop("action") == "keep"
+        (label,), pattern = rule["sourceLabels"], rule["regex"]
+        found = [s for s in found if re.fullmatch(pattern, s.labels.get(label, ""))]
+    return values(found)
+
+
+def values(samples: Iterable[Any]) -> dict[tuple[str, ...], float]:
+    """Values by name and labels, without those of the process."""
+    return {
+        (s.name, *s.labels.items()): s.value for s in samples if s.name.startswith("data_cache_")
+    }
 
 
 def expressions() -> list[str]:
@@ -64,11 +105,29 @@ def expressions() -> list[str]:
     ]
 
 
-def test_every_metric_of_the_dashboard_and_the_rules_exists() -> None:
-    named = {name for each in expressions() for name in re.findall(r"data_cache_\w+", each)}
+def test_every_expression_has_series_of_one_pod_monitor() -> None:
+    names = [{series[0] for series in scraped(monitor)} for monitor in MONITORS]
 
-    assert named <= metrics().keys()
+    for expression in expressions():
+        needed = set(re.findall(r"data_cache_\w+", expression))
+        assert needed
+        assert any(needed <= kept for kept in names), expression
     assert len(expressions()) >= 16
+
+
+def test_every_series_comes_from_one_pod_monitor() -> None:
+    of_nodes, of_datasets = map(scraped, MONITORS)
+
+    assert of_nodes.keys() & of_datasets.keys() == set()
+    assert of_nodes | of_datasets == values(chain.from_iterable(metrics().values()))
+
+
+def test_a_pod_monitor_sends_a_token_where_the_path_needs_one() -> None:
+    for monitor in MONITORS:
+        given = endpoint(monitor)
+        assert given["path"] in PATHS
+        assert f"http {given['path']}" in ROLES
+        assert ("authorization" in given) == (not is_open(f"http {given['path']}"))
 
 
 def test_every_label_of_a_text_exists() -> None:
