@@ -72,6 +72,9 @@ def metrics(status: NodeStatus = STATUS) -> dict[str, list[Any]]:
     return samples
 
 
+LABELS = {label for samples in metrics().values() for s in samples for label in s.labels}
+
+
 def endpoint(name: str) -> Any:
     """The only endpoint of a PodMonitor."""
     (found,) = yaml.safe_load((MONITORING / name).read_text())["spec"]["podMetricsEndpoints"]
@@ -96,6 +99,11 @@ def values(samples: Iterable[Any]) -> dict[tuple[str, ...], float]:
     }
 
 
+def has_series(kept: Iterable[tuple[Any, ...]], name: str, label: str, value: str) -> bool:
+    """Whether one has this name and, unless it is empty, this label."""
+    return any(each == name and (not label or (label, value) in labels) for each, *labels in kept)
+
+
 def expressions() -> list[str]:
     rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
@@ -106,12 +114,17 @@ def expressions() -> list[str]:
 
 
 def test_every_expression_has_series_of_one_pod_monitor() -> None:
-    names = [{series[0] for series in scraped(monitor)} for monitor in MONITORS]
+    monitors = [scraped(monitor) for monitor in MONITORS]
 
     for expression in expressions():
-        needed = set(re.findall(r"data_cache_\w+", expression))
+        needed = re.findall(r'(data_cache_\w+)(?:\{(\w+)="(\w+)"\})?', expression)
         assert needed
-        assert any(needed <= kept for kept in names), expression
+        assert any(
+            all(has_series(kept, name, label, value) for name, label, value in needed)
+            for kept in monitors
+        ), expression
+        grouped = re.findall(r"\b(?:by|on) \(([\w, ]+)\)", expression)
+        assert {*", ".join(grouped).split(", ")} - {""} <= LABELS | {"instance"}
     assert len(expressions()) >= 16
 
 
@@ -133,9 +146,8 @@ def test_a_pod_monitor_sends_a_token_where_the_path_needs_one() -> None:
 def test_every_label_of_a_text_exists() -> None:
     texts = "".join((MONITORING / name).read_text() for name in ("alerts.yaml", "dashboard.json"))
     labels = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", texts))
-    known = {label for samples in metrics().values() for s in samples for label in s.labels}
 
-    assert labels <= known | {"instance"}
+    assert labels <= LABELS | {"instance"}
 
 
 def test_a_running_job_has_metrics_and_one_that_is_over_has_none() -> None:
