@@ -31,6 +31,7 @@ from cache_runtimes.local.pods import (
     Pod,
     Process,
     Surroundings,
+    VolumeFile,
     pods,
     processes,
     token_files,
@@ -163,12 +164,17 @@ def _volumes(
                 **volume_files(volume, pod, secrets, config_maps),
                 **token_files(volume, token),
             }
-            for name, file in files.items():
-                target = path / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(file.text)
-                target.chmod(file.mode)
+            write_files(path, files)
         yield found, directory(None)
+
+
+def write_files(folder: Path, files: Mapping[str, VolumeFile]) -> None:
+    """Writes the files of a volume to its folder."""
+    for name, file in files.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(file.text)
+        target.chmod(file.mode)
 
 
 async def _until_ended(run: JobSetRun, deadline_s: float | None) -> tuple[int, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cache_runtimes.local.pods import Objects, Pod, volume_files
+from cache_runtimes.local.pods import Objects, Pod, VolumeFile, volume_files
+from cache_runtimes.local.run import write_files
 from tests.e2e.kubelet.objects import UnsupportedPodError
 
 Json = dict[str, Any]
@@ -40,22 +41,21 @@ def directories(
         for volume in pod.spec.get("volumes") or ():
             found[volume["name"]] = path = Path(root, volume["name"])
             path.mkdir()
-            for name, text in _files(volume, pod, secrets, config_maps, tokens).items():
-                (path / name).touch(0o600)  # ssh refuses a key that others may read
-                (path / name).write_text(text)
+            write_files(path, _files(volume, pod, secrets, config_maps, tokens))
         yield found
 
 
 def _files(
     volume: Json, pod: Pod, secrets: Objects, config_maps: Objects, tokens: Tokens
-) -> dict[str, str]:
+) -> dict[str, VolumeFile]:
     if "projected" in volume:
-        found: dict[str, str] = {}
+        found: dict[str, VolumeFile] = {}
         for each in volume["projected"]["sources"]:
             found |= _files(each, pod, secrets, config_maps, tokens)
         return found
     if source := volume.get("serviceAccountToken"):
-        return {source["path"]: tokens[source.get("audience") or ""]}
+        token = tokens[source.get("audience") or ""]
+        return {source["path"]: VolumeFile.of(token, {}, {})}
     if not volume.keys() & {"emptyDir", "secret", "configMap"}:
         raise UnsupportedPodError(f"volume {volume}")
     return volume_files(volume, pod, secrets, config_maps)
