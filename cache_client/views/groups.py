@@ -22,13 +22,13 @@ def group_table(
     """Groups rows by a key.
 
     Groups are in the order in which they first appear in the rows. Rows without a key are a group,
-    as in SQL. The rows of a group are in the order of their times; those of one time, and those
-    without one, which are last, in the order of row ids.
+    as in SQL. The rows of a group are in the order of their times. Those of one time keep the order
+    in which they are given, and so do those without one, which are last.
 
     Args:
-        row_ids: ascending, shape ``(k,)``.
+        row_ids: in any order; rows may repeat; shape ``(k,)``.
         keys: of these rows; any type that Arrow can make a dictionary of.
-        times: of these rows; any type that Arrow can sort. None: in the order of row ids.
+        times: of these rows; any type that Arrow can sort. None: the order in which they are given.
 
     Returns:
         The row ids of all groups, one group after the other; int32 if all fit, else int64. And the
@@ -47,6 +47,18 @@ def group_table(
     return row_ids[order].astype(np.int32 if small else np.int64), offsets
 
 
+def window_ends(offsets: Int64Array, window: tuple[int, int]) -> Int64Array:
+    """The number of windows up to the end of each group; shape ``(groups,)``.
+
+    Args:
+        offsets: as `group_table` makes them.
+        window: pair of length and stride in rows, each at least 1.
+    """
+    length, stride = window
+    counts = (np.diff(offsets) - length) // stride + 1
+    return np.cumsum(np.maximum(counts, 0))
+
+
 @dataclass(frozen=True)
 class GroupsView:
     """Slot i has the rows of group i; with a window, those of the i-th window.
@@ -58,32 +70,25 @@ class GroupsView:
 
     Args:
         row_ids, offsets: as `group_table` makes them.
-        window: pair of length and stride in rows, each at least 1; None: whole groups.
         identity: which rows are grouped, and how.
+        window: pair of length and stride in rows, each at least 1; None: whole groups.
+        ends: as `window_ends` makes them; None: whole groups.
 
     Thread-safety: immutable.
     """
 
     row_ids: Numbers
-    offsets: Int64Array
-    window: tuple[int, int] | None
+    offsets: Numbers
     identity: str
+    window: tuple[int, int] | None = None
+    ends: Numbers | None = None
     orders_rows: bool = field(init=False, default=False)
-    _window_ends: Int64Array | None = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        ends = None
-        if self.window is not None:
-            length, stride = self.window
-            counts = (np.diff(self.offsets) - length) // stride + 1
-            ends = np.cumsum(np.maximum(counts, 0))
-        object.__setattr__(self, "_window_ends", ends)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the row ids, and of the offsets of groups and windows."""
-        windows = 0 if self._window_ends is None else self._window_ends.nbytes
-        return self.row_ids.values.nbytes + self.offsets.nbytes + windows
+        windows = 0 if self.ends is None else self.ends.values.nbytes
+        return self.row_ids.values.nbytes + self.offsets.values.nbytes + windows
 
     @property
     def rows_per_slot(self) -> float:
@@ -94,23 +99,22 @@ class GroupsView:
 
     def num_slots(self, epoch: int) -> int:
         """Windows, or groups."""
-        ends = self._window_ends
-        if ends is None:
+        if self.ends is None:
             return len(self.offsets) - 1
-        return int(ends[-1]) if len(ends) else 0
+        return int(self.ends.values[-1]) if len(self.ends) else 0
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of each window or group."""
-        offsets, ends = self.offsets, self._window_ends
-        if ends is None or self.window is None:
+        offsets = self.offsets.values
+        if self.ends is None or self.window is None:
             starts = offsets[slots]
             lengths = offsets[slots + 1] - starts
         else:
-            length, stride = self.window
+            ends, (length, stride) = self.ends.values, self.window
             groups = np.searchsorted(ends, slots, side="right")
             of_group = offsets[groups + 1] - offsets[groups]
             first_slots = ends[groups] - ((of_group - length) // stride + 1)
             starts = offsets[groups] + (slots - first_slots) * stride
             lengths = np.full(len(slots), length)
-        rows = self.row_ids.values[joined_ranges(starts, lengths)]
+        rows = self.row_ids.values[joined_ranges(starts.astype(np.int64, copy=False), lengths)]
         return Samples(rows.astype(np.int64), lengths)

@@ -21,12 +21,13 @@ from cache_client.arguments import (
     integer_or_problem,
 )
 from cache_client.views.group_batches import LENGTHS, grouping
-from cache_client.views.groups import GroupsView, group_table
+from cache_client.views.groups import GroupsView, group_table, window_ends
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.list_values import padding_lists
 from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
 from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
+from cache_client.views.slot_values import codes_of, of_slots
 from cache_client.views.view import Shuffle, View
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, numpy_dtype
@@ -52,7 +53,8 @@ class SequenceOptions(TypedDict, total=False):
         label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
         label_column: a column of lists of labels, beside the tokens; default: the tokens.
         group_by: a column; the rows with one value of it are one sample.
-        order_by: a column that orders the rows of a group; default: the order of the source.
+        order_by: a column that orders the rows of a group; default: the order of the source, or of
+            ``subset``.
         window: pair of length and stride; samples are so many rows of a group, every stride rows.
         length_buckets: SQL of the length of a row, such as ``array_length(tokens)``: steps have
             rows of similar lengths.
@@ -285,20 +287,17 @@ def _groups(
     if window is None and LENGTHS in layout.logical.names:
         raise ConfigError(f"group_by adds a column {LENGTHS!r}, and there is one: leave it out")
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
-    codes = values(_quoted(by)).dictionary_encode("encode").unify_dictionaries()
-    keys = pa.chunked_array([chunk.indices for chunk in codes.chunks], pa.int32())
-    times = None if order is None else values(_quoted(order))
-    found, offsets = group_table(
-        rows, _of_rows(keys, rows), None if times is None else _of_rows(times, rows)
+    keys = codes_of(values(_quoted(by)))
+    times = None if order is None else of_slots(values(_quoted(order)), inner)
+    found, offsets = group_table(rows, of_slots(keys, inner), times)
+    view = GroupsView(
+        SharedArray(found),
+        SharedArray(offsets),
+        f"{inner.identity}groups({by!r},{order!r},{window!r})",
+        None if window is None else tuple(window),
+        None if window is None else SharedArray(window_ends(offsets, tuple(window))),
     )
-    identity = f"{inner.identity}groups({by!r},{order!r},{window!r})"
-    view = GroupsView(SharedArray(found), offsets, window and tuple(window), identity)
     return view, partial(grouping, length=None if window is None else window[0])
-
-
-def _of_rows(found: pa.ChunkedArray, rows: np.ndarray[Any, np.dtype[np.int64]]) -> pa.Array:
-    array = found.combine_chunks()
-    return array if len(rows) == len(array) else array.take(pa.array(rows))
 
 
 def _lengths(option: str, found: pa.ChunkedArray) -> SharedArray:

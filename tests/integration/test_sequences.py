@@ -40,6 +40,7 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "mask": pa.array([[token % 2 for token in each] for each in TOKENS]),
             "flags": pa.array([[token % 2 > 0 for token in each] for each in TOKENS]),
             "user": USERS,
+            "maybe": [None if row % 5 == 0 else user for row, user in enumerate(USERS)],
             "t": TIMES,
             "row": np.arange(DOCUMENTS),
         }
@@ -278,6 +279,16 @@ def test_sequences_are_of_the_rows_of_a_selection(cluster: LocalCluster, name: s
     )
     rows = [row for batch in groups for group in batch["row"] for row in group.tolist()]
     plain = dataset(cluster, name, batch_size=4, columns=["row"], except_fold=(0, 2))
+    assert len(plain._source.shards.starts) > 1
+    for options in ({}, {"where": "row >= 7"}, {"subset": range(DOCUMENTS)[::-1]}):
+        (batch,) = dataset(
+            cluster, name, batch_size=8, columns=["row"], group_by="maybe", **options
+        )
+        chosen = options.get("subset", range(7 if options else 0, DOCUMENTS))
+        expected: dict[str | None, list[int]] = {}
+        for row in chosen:
+            expected.setdefault(None if row % 5 == 0 else USERS[row], []).append(row)
+        assert [group.tolist() for group in batch["row"]] == list(expected.values())
     assert sorted(rows) == [row for batch in plain for row in batch["row"].tolist()]
     assert len({each.fingerprint for each in (packed, groups, plain)}) == 3
 

@@ -7,14 +7,14 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_client.views.groups import GroupsView, group_table
+from cache_client.views.groups import GroupsView, group_table, window_ends
 from cache_client.views.shared_array import SharedArray
 
 
 def reference(row_ids, keys, times, window):
     groups = {}
-    for row, key, time in zip(row_ids, keys, times, strict=True):
-        groups.setdefault(key, []).append((time is None, time or 0, row))
+    for place, (row, key, time) in enumerate(zip(row_ids, keys, times, strict=True)):
+        groups.setdefault(key, []).append((time is None, time or 0, place, row))
     rows = [[row for *_, row in sorted(group)] for group in groups.values()]
     if window is None:
         return rows
@@ -26,10 +26,15 @@ def reference(row_ids, keys, times, window):
     ]
 
 
+def view_of(row_ids, offsets, window):
+    ends = None if window is None else SharedArray(window_ends(offsets, window))
+    return GroupsView(SharedArray(row_ids), SharedArray(offsets), "sessions", window, ends)
+
+
 @given(
     rows=st.lists(
         st.tuples(
-            st.integers(1, 3),
+            st.integers(0, 9),
             st.sampled_from(["a", "b", "c", None]),
             st.one_of(st.none(), st.integers(1, 5)),
         ),
@@ -40,11 +45,11 @@ def reference(row_ids, keys, times, window):
 )
 @settings(max_examples=40)
 def test_samples_are_those_of_a_loop_over_the_rows(rows, window, data):
-    row_ids = np.cumsum([gap for gap, _, _ in rows]).astype(np.int64)
+    row_ids = np.array([row for row, _, _ in rows], np.int64)
     keys, times = [key for _, key, _ in rows], [time for *_, time in rows]
     expected = reference(row_ids.tolist(), keys, times, window)
     found, offsets = group_table(row_ids, pa.array(keys, pa.string()), pa.array(times, pa.int64()))
-    view = GroupsView(SharedArray(found), offsets, window, "sessions")
+    view = view_of(found, offsets, window)
     assert view.num_slots(0) == len(expected)
     slots = data.draw(st.permutations(range(len(expected))))
     samples = view.samples(np.array(slots, np.int64), 0)
@@ -62,9 +67,10 @@ def test_times_may_be_timestamps_or_left_out():
 def test_the_table_takes_4_bytes_a_row_and_8_a_group():
     keys = pa.array(np.repeat(np.arange(100), 10))
     row_ids, offsets = group_table(np.arange(1000), keys, None)
-    groups, windows = (
-        GroupsView(SharedArray(row_ids), offsets, window, "") for window in (None, (4, 2))
-    )
+    groups, windows = (view_of(row_ids, offsets, window) for window in (None, (4, 2)))
     assert groups.num_bytes == 4 * 1000 + 8 * 101
     assert windows.num_bytes == groups.num_bytes + 8 * 100
+    assert not any(
+        isinstance(each, np.ndarray) for each in vars(windows).values()
+    )  # all are shared
     assert group_table(np.array([2**31]), pa.array([1]), None)[0].dtype == np.int64

@@ -4,9 +4,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache_client.convert import Converter
 from cache_client.rows import Rows
+from cache_client.views.rows_view import rows_in_order
 from cache_client.views.sequences import make_sequences, sequence_columns, sequence_problems
 from cache_client.views.view import PlainView, Shuffle
 from cache_protocol.errors import ConfigError
@@ -81,16 +84,23 @@ def rows_of(layout, table):
     return Rows(layout, matrices, arrays, table.num_rows)
 
 
-def made(options, table, *, batch_format="torch", values=None):
-    """The batch of all slots of a table, which is read without a shuffle."""
+def chunked(values):
+    return pa.chunked_array([values[at : at + 3] for at in range(0, len(values), 3)], values.type)
+
+
+def made(options, table, *, batch_format="torch", values=None, inner=None):
+    """The batch of all slots of a table, which is read without a shuffle.
+
+    Values are in chunks of three rows, as if from several shards.
+    """
     layout = Layout(table.schema)
     view, assembler = make_sequences(
         options,
-        PlainView(table.num_rows),
+        inner or PlainView(table.num_rows),
         layout,
         shuffle=Shuffle(False),
         batch_format=batch_format,
-        values=lambda sql: pa.chunked_array([(values or {})[sql]]),
+        values=lambda sql: chunked((values or {})[sql]),
     )
     convert = Converter(layout, batch_format=batch_format)
     samples = view.samples(np.arange(view.num_slots(0)), 0)
@@ -145,6 +155,46 @@ def test_groups_are_lists_of_tensors_with_their_lengths():
     assert [tuple(each.shape) for each in batch["pair"]] == [(3, 2), (2, 2)]
     assert batch["user"] == [["b", "b", "b"], ["a", "a"]]
     assert batch["lengths"].tolist() == [3, 2]
+
+
+KEYS = st.one_of(
+    st.lists(st.sampled_from([None, "a", "b"]), min_size=1, max_size=12).map(
+        lambda keys: pa.array(keys, pa.string())
+    ),
+    st.lists(st.sampled_from([None, 1.5]), min_size=1, max_size=12).map(
+        lambda keys: pa.array(keys, pa.float64())
+    ),
+    st.integers(1, 9).map(pa.nulls),
+)
+
+
+@given(keys=KEYS, is_ordered=st.booleans(), data=st.data())
+def test_a_group_has_its_rows_of_a_subset_in_their_order(keys, is_ordered, data):
+    size = len(keys)
+    rows = data.draw(
+        st.one_of(
+            st.permutations(range(size)),
+            st.lists(st.integers(0, size - 1), min_size=size, max_size=size),
+            st.lists(st.integers(0, size - 1), min_size=1, max_size=2 * size),
+        )
+    )
+    times = pa.array(data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size)))
+    inner = rows_in_order("subset", np.array(rows, np.int64), size)
+    options = {"group_by": "k"} | ({"order_by": "t"} if is_ordered else {})
+    batch = made(
+        options,
+        pa.record_batch({"row": pa.array(np.arange(size))}),
+        values={'"k"': keys, '"t"': times},
+        inner=inner,
+    )
+    expected = {}
+    for row in rows:
+        expected.setdefault(keys[row].as_py(), []).append(row)
+    if is_ordered:
+        expected = {
+            k: sorted(rows, key=times.to_pylist().__getitem__) for k, rows in expected.items()
+        }
+    assert [group.tolist() for group in batch["row"]] == list(expected.values())
 
 
 def test_windows_are_tensors():
