@@ -161,7 +161,7 @@ def packers(num_sequences: int) -> Iterator[Contender]:
     layout = Layout(pa.schema([("tokens", documents.type)]))
     rows = PlainView(len(lengths))
     view = PackingView(rows, SharedArray(lengths), length, True, Shuffle(True))
-    together = sequences_at_once({"sequence_length": length})
+    together = sequences_at_once(length)
     windows = range(0, view.num_slots(0) - at_once, at_once)
 
     def samples(window: int) -> Samples:

@@ -253,9 +253,8 @@ class CacheIterableDataset(RankBatches):
         self._decode = decode
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
-        names = self._converter().names  # refuses bad arguments here
-        if pad_mask in names:
-            raise ConfigError(f"pad_mask must be the name of a new column, got {pad_mask!r}")
+        # These refuse bad arguments here.
+        self._job_view.column_names(self._converter().names, pad_mask=pad_mask)
         self._sizes = WindowSizes(
             shards,
             max(1, round(self.batch_size * self._view.rows_per_slot)),

@@ -21,6 +21,7 @@ from cache_client.order import EpochOrder, read_state
 from cache_client.permutation import checked_integer
 from cache_client.rank_batches import RankBatches, slots_consumed
 from cache_client.rows import Rows
+from cache_client.views.job_view import Assemble, JobView
 from cache_client.views.mixture import (
     DRAWS,
     STOPS,
@@ -33,7 +34,6 @@ from cache_client.views.mixture import (
     mixing,
     whole_weights,
 )
-from cache_client.views.options import Assemble, JobView
 from cache_client.views.view import Samples
 from cache_protocol.errors import ConfigError, checked
 from cache_protocol.spec.values import is_text
@@ -122,12 +122,16 @@ class CacheMixture(RankBatches):
         checked(problems, lambda: EpochOrder(0, shuffle=False, seed=seed), ValueError)
         first = next(iter(datasets.values()))
         plan = checked(problems, lambda: _plan(weights, weights_at or {}), ValueError)
-        taken = [*first._converter().names, first._pad_mask]
-        if source_column is not None and (
-            not is_text(source_column) or source_column in ("", *taken)
-        ):
-            problems.append(
-                f"source_column must be the name of a new column, got {source_column!r}"
+        if source_column is not None and not (is_text(source_column) and source_column):
+            problems.append(f"source_column must be a name, got {source_column!r}")
+        else:
+            checked(
+                problems,
+                lambda: first._job_view.column_names(
+                    first._converter().names,
+                    pad_mask=first._pad_mask,
+                    source_column=source_column,
+                ),
             )
         if problems or plan is None:
             raise ConfigError("; ".join(problems))

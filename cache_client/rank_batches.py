@@ -51,7 +51,7 @@ from cache_client.reports import ReaderIdentity, Reporter
 from cache_client.routing import NodeRef, ShardMap
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
-from cache_client.views.options import Assemble, JobView
+from cache_client.views.job_view import Assemble, JobView
 from cache_client.views.view import Samples, View
 from cache_client.window_sizes import WindowSizes
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError

@@ -49,6 +49,11 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
     return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), offsets
 
 
+def mask_of(column: str) -> str:
+    """The name of the column that says which values of a padded column are its own."""
+    return f"{column}_mask"
+
+
 def padding_lists(
     convert: Callable[[Rows], Any], padding: Mapping[str, float], batch_format: BatchFormat
 ) -> Callable[..., list[dict[str, Any]]]:
@@ -75,7 +80,7 @@ def padding_lists(
             metadata = rows.layout.logical.field(column).metadata or {}
             if metadata.get(b"cache.source_type") == b"bool":
                 padded = padded.view(np.bool_)
-            made = {column: padded, f"{column}_mask": mask}
+            made = {column: padded, mask_of(column): mask}
             as_torch = batch_format == "torch"
             batch |= {k: torch.from_numpy(v) if as_torch else v for k, v in made.items()}
         return [batch]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 from cache_client.arguments import BatchFormat
 from cache_client.routing import ShardMap
-from cache_client.rows import Rows
 from cache_client.views.columns import VersionNodes, row_values
+from cache_client.views.job_view import JobView
 from cache_client.views.lookup_options import (
     LookupOptions,
     columns_to_read,
     lookup_problems,
     make_lookups,
 )
-from cache_client.views.lookups import CodesLookup, Lookups, Vocabulary
 from cache_client.views.sampling_options import SamplingOptions, make_sampling, sampling_problems
 from cache_client.views.selection import SelectionOptions, make_selection, selection_problems
 from cache_client.views.sequences import (
@@ -25,13 +24,8 @@ from cache_client.views.sequences import (
     make_sequences,
     sequence_columns,
     sequence_problems,
-    sequences_at_once,
 )
-from cache_client.views.view import NO_SHUFFLE, Samples, Shuffle, View
-from cache_protocol.errors import ConfigError
-
-Assemble = Callable[[Rows, Samples, Sequence[int]], Iterable[Any]]
-"""Makes the batches of some steps from their rows, samples without row ids, and slots a step."""
+from cache_client.views.view import NO_SHUFFLE, Shuffle
 
 
 class ViewOptions(SelectionOptions, SamplingOptions, SequenceOptions, LookupOptions, total=False):
@@ -40,44 +34,6 @@ class ViewOptions(SelectionOptions, SamplingOptions, SequenceOptions, LookupOpti
     `SelectionOptions` choose rows. `SamplingOptions` say how often each comes. `SequenceOptions`
     make samples of several of these. `LookupOptions` add columns to each row that is read.
     """
-
-
-@dataclass(frozen=True)
-class JobView:
-    """The view of a job.
-
-    Attributes:
-        view: slots -> rows.
-        assembler: converter of plain rows -> what makes batches; None: the converter itself.
-        lookups: columns that are added to the rows; None: none.
-        slots_at_once: about how many slots the assembler takes at once; at least one step.
-    """
-
-    view: View
-    assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
-    lookups: Lookups | None = None
-    slots_at_once: int = 1
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all tables."""
-        return self.view.num_bytes + (0 if self.lookups is None else self.lookups.num_bytes)
-
-    @property
-    def identity(self) -> str:
-        """What tells the batches of two jobs of one version apart; "" for the plain read."""
-        return self.view.identity + ("" if self.lookups is None else self.lookups.identity)
-
-    def vocabulary(self, column: str) -> Vocabulary:
-        """The vocabulary of a column that becomes codes.
-
-        Raises:
-            ConfigError: it does not, or is hashed to buckets.
-        """
-        for each in () if self.lookups is None else self.lookups.lookups:
-            if isinstance(each, CodesLookup) and each.column == column and each.vocabulary:
-                return each.vocabulary
-        raise ConfigError(f"there are no codes of {column!r} with a vocabulary: name it in codes")
 
 
 def without_nones(options: ViewOptions) -> ViewOptions:
@@ -156,7 +112,7 @@ def make_view(
     """
     selection = make_selection(options, version)
     values = partial(row_values, version)
-    view, assembler = make_sequences(
+    job_view = make_sequences(
         options,
         make_sampling(
             options,
@@ -171,4 +127,4 @@ def make_view(
         values=values,
     )
     lookups = make_lookups(options, version, selection, hidden, ready_deadline_s=ready_deadline_s)
-    return JobView(view, assembler, lookups, sequences_at_once(options))
+    return replace(job_view, lookups=lookups)

@@ -147,6 +147,12 @@ class PackedAssembler:
     label_mask: str | None = None
     label_column: str | None = None
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The names of what a batch has beside the tokens."""
+        longest = ("max_seqlen",) if "cu_seqlens" in self.outputs else ()
+        return *dict.fromkeys(self.outputs), *longest
+
     def __call__(
         self, rows: Rows, samples: Samples, sizes: Sequence[int]
     ) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ buckets, padded lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -22,8 +23,9 @@ from cache_client.arguments import (
 )
 from cache_client.views.group_batches import LENGTHS, grouping
 from cache_client.views.groups import GroupsView, group_table, window_ends
+from cache_client.views.job_view import JobView
 from cache_client.views.length_buckets import LengthBucketsView
-from cache_client.views.list_values import padding_lists
+from cache_client.views.list_values import mask_of, padding_lists
 from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
 from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
@@ -130,8 +132,6 @@ def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: boo
     outputs = options.get("pack_outputs", _DEFAULT_OUTPUTS)
     if not are_names(outputs) or not set(outputs) <= set(PACK_OUTPUTS):
         problems.append(f"pack_outputs must be some of {', '.join(PACK_OUTPUTS)}, got {outputs!r}")
-    elif options["pack"] in (*outputs, "max_seqlen"):
-        problems.append(f"pack={options['pack']!r} is the name of an output: rename the column")
     elif "labels" not in outputs:
         problems += [
             f"{name} needs pack_outputs with 'labels', got {outputs!r}"
@@ -141,9 +141,10 @@ def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: boo
     if "label_mask" in options and "label_column" in options:
         problems.append("label_mask and label_column exclude each other: give one of them")
     problems += _format_problems("pack", batch_format, "torch", "numpy")
-    if stacks:
-        problems.append("pack and stack exclude each other: a batch has no other column")
-    return problems
+    others = [name for name in ("codes", "join") if name in options] + ["stack"] * stacks
+    return problems + [
+        f"pack and {name} exclude each other: a batch has no other column" for name in others
+    ]
 
 
 def _window_problems(window: object) -> list[str]:
@@ -203,7 +204,7 @@ def make_sequences(
     shuffle: Shuffle,
     batch_format: BatchFormat,
     values: Callable[[str], pa.ChunkedArray],
-) -> tuple[View, Callable[..., Any] | None]:
+) -> JobView:
     """The view and the assembler that the options ask for; without any, the inner view.
 
     Args:
@@ -222,27 +223,29 @@ def make_sequences(
     if "pack" in options:
         return _packing(options, inner, layout, shuffle, batch_format, values)
     if "group_by" in options:
-        return _groups(options, inner, layout, values)
-    view, assembler = inner, None
+        return _groups(options, inner, values)
+    made = JobView(inner)
     if "length_buckets" in options:
         sql = options["length_buckets"]
         lengths = _lengths(f"length_buckets={sql!r}", values(sql))
         bucket_rows = options.get("bucket_rows", _DEFAULT_BUCKET_ROWS)
-        view = LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql)
+        made = JobView(LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql))
     if "pad_lists" in options:
         padding = dict(options["pad_lists"])
         for column, value in padding.items():
             _check_lists(layout, "pad_lists", column, floats=True)
             _check_padding(layout, column, value)
-            if f"{column}_mask" in layout.logical.names:
-                raise ConfigError(f"pad_lists adds a column {column}_mask, and there is one")
-        assembler = partial(padding_lists, padding=padding, batch_format=batch_format)
-    return view, assembler
+        made = replace(
+            made,
+            assembler=partial(padding_lists, padding=padding, batch_format=batch_format),
+            added=tuple((mask_of(column), "pad_lists") for column in padding),
+        )
+    return made
 
 
-def sequences_at_once(options: Mapping[str, Any]) -> int:
-    """How many samples are best made at once: packed tokens of 512 KiB, else one."""
-    return max(1, _TOKENS_AT_ONCE // (options.get("sequence_length") or _TOKENS_AT_ONCE))
+def sequences_at_once(sequence_length: int) -> int:
+    """How many packed sequences are best made at once: tokens of 512 KiB, at least one sequence."""
+    return max(1, _TOKENS_AT_ONCE // sequence_length)
 
 
 def _packing(
@@ -252,7 +255,7 @@ def _packing(
     shuffle: Shuffle,
     batch_format: BatchFormat,
     values: Callable[[str], pa.ChunkedArray],
-) -> tuple[View, Callable[..., Any]]:
+) -> JobView:
     column = options["pack"]
     for name in ("pack", "label_mask", "label_column"):
         if name in options:
@@ -269,7 +272,13 @@ def _packing(
         options.get("label_mask"),
         options.get("label_column"),
     )
-    return view, partial(_without_converter, assemble)
+    return JobView(
+        view,
+        partial(_without_converter, assemble),
+        slots_at_once=sequences_at_once(length),
+        kept=(column,),
+        added=tuple((name, "pack_outputs") for name in assemble.added),
+    )
 
 
 def _without_converter(assemble: PackedAssembler, _: object) -> PackedAssembler:
@@ -279,13 +288,10 @@ def _without_converter(assemble: PackedAssembler, _: object) -> PackedAssembler:
 def _groups(
     options: Mapping[str, Any],
     inner: View,
-    layout: Layout,
     values: Callable[[str], pa.ChunkedArray],
-) -> tuple[View, Callable[..., Any]]:
+) -> JobView:
     by, order = options["group_by"], options.get("order_by")
     window = options.get("window")
-    if window is None and LENGTHS in layout.logical.names:
-        raise ConfigError(f"group_by adds a column {LENGTHS!r}, and there is one: leave it out")
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
     keys = codes_of(values(_quoted(by)))
     times = None if order is None else of_slots(values(_quoted(order)), inner)
@@ -297,7 +303,8 @@ def _groups(
         None if window is None else tuple(window),
         None if window is None else SharedArray(window_ends(offsets, tuple(window))),
     )
-    return view, partial(grouping, length=None if window is None else window[0])
+    assembler = partial(grouping, length=None if window is None else window[0])
+    return JobView(view, assembler, added=((LENGTHS, "group_by"),) if window is None else ())
 
 
 def _lengths(option: str, found: pa.ChunkedArray) -> SharedArray:

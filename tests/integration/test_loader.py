@@ -248,7 +248,7 @@ def test_a_padded_pass_resumes(cluster: LocalCluster, table: str) -> None:
 
 def test_a_mask_needs_a_new_name_and_a_last_step(cluster: LocalCluster, table: str) -> None:
     options: dict[str, Any] = {"endpoint": cluster.endpoint, "batch_size": 8}
-    with pytest.raises(ConfigError, match="pad_mask must be the name of a new column, got 'row'"):
+    with pytest.raises(ConfigError, match="pad_mask adds a column 'row', and batches have one"):
         CacheIterableDataset(table, pad_mask="row", **options)
     with pytest.raises(ConfigError, match="pad_mask must be the name of a new column, got True"):
         CacheIterableDataset(table, pad_mask=True, **options)

@@ -28,7 +28,8 @@ LISTS = pa.list_(pa.int32())
         ({"pack": "t", "sequence_length": 4, "cut_documents": 1}, "cut_documents must be True or"),
         ({"pack": "t", "sequence_length": 4, "pad_token": "x"}, "pad_token must be an integer"),
         ({"pack": "t", "sequence_length": 4, "pack_outputs": ["mask"]}, "got ['mask']"),
-        ({"pack": "labels", "sequence_length": 4}, "pack='labels' is the name of an output"),
+        ({"pack": "t", "sequence_length": 4, "codes": ["c"]}, "pack and codes exclude each other"),
+        ({"pack": "t", "sequence_length": 4, "join": {"k": "d"}}, "pack and join exclude each oth"),
         (
             {"pack": "t", "sequence_length": 4, "pack_outputs": [], "label_mask": "m"},
             "label_mask needs pack_outputs with 'labels', got []",
@@ -88,13 +89,13 @@ def chunked(values):
     return pa.chunked_array([values[at : at + 3] for at in range(0, len(values), 3)], values.type)
 
 
-def made(options, table, *, batch_format="torch", values=None, inner=None):
+def made(options, table, *, batch_format="torch", values=None, inner=None, stack=None):
     """The batch of all slots of a table, which is read without a shuffle.
 
     Values are in chunks of three rows, as if from several shards.
     """
     layout = Layout(table.schema)
-    view, assembler = make_sequences(
+    found = make_sequences(
         options,
         inner or PlainView(table.num_rows),
         layout,
@@ -102,11 +103,13 @@ def made(options, table, *, batch_format="torch", values=None, inner=None):
         batch_format=batch_format,
         values=lambda sql: chunked((values or {})[sql]),
     )
-    convert = Converter(layout, batch_format=batch_format)
+    convert, view = Converter(layout, stack, batch_format), found.view
+    names = found.column_names(convert.names)
     samples = view.samples(np.arange(view.num_slots(0)), 0)
     samples = samples.shared([view.num_slots(0)])
     rows = rows_of(layout, table.take(pa.array(samples.row_ids)))
-    (batch,) = assembler(convert)(rows, samples, [view.num_slots(0)])
+    (batch,) = found.assembler(convert)(rows, samples, [view.num_slots(0)])
+    assert set(batch.schema.names if batch_format == "arrow" else batch) == set(names)
     return batch
 
 
@@ -214,7 +217,33 @@ def test_record_batches_have_lists_of_rows(window):
     assert batch["x"].to_pylist() == expected
 
 
-def test_a_column_of_the_name_of_the_lengths_is_refused():
-    table = pa.record_batch({"lengths": pa.array([1])})
-    with pytest.raises(ConfigError, match="group_by adds a column 'lengths'"):
-        made({"group_by": "lengths"}, table)
+PACK = {"pack": "t", "sequence_length": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "lists", "numbers", "stack", "problem"),
+    [
+        ({"group_by": "n"}, [], ["n", "lengths"], {}, "group_by adds a column 'lengths'"),
+        ({"group_by": "n"}, [], ["n"], {"lengths": ["n"]}, "group_by adds a column 'lengths'"),
+        ({"pad_lists": {"t": 0}}, ["t"], ["t_mask"], {}, "pad_lists adds a column 't_mask'"),
+        ({"pad_lists": {"t": 0}}, ["t"], ["n"], {"t_mask": ["n"]}, "adds a column 't_mask'"),
+        (PACK | {"pack": "labels"}, ["labels"], [], {}, "pack_outputs adds a column 'labels'"),
+        (
+            PACK | {"pack": "max_seqlen", "pack_outputs": ["cu_seqlens"]},
+            ["max_seqlen"], [], {}, "pack_outputs adds a column 'max_seqlen'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_name_that_batches_have_already_is_refused(options, lists, numbers, stack, problem):
+    lengths = [f'array_length("{name}")' for name in lists]
+    columns = {name: pa.array([[1]], LISTS) for name in lists}
+    table = pa.record_batch(columns | {name: pa.array([1]) for name in numbers})
+    with pytest.raises(ConfigError, match=problem):
+        made(options, table, values=dict.fromkeys(['"n"', *lengths], pa.array([1])), stack=stack)
+
+
+def test_packed_batches_have_no_other_columns_whose_names_are_taken():
+    table = pa.record_batch({"t": pa.array([[1]], LISTS), "labels": pa.array([[2]], LISTS)})
+    options = PACK | {"label_column": "labels", "pack_outputs": ["cu_seqlens", "labels"]}
+    batch = made(options, table, values={'array_length("t")': pa.array([1])})
+    assert batch["labels"].tolist() == [[-100, -100, -100, -100]]
