@@ -26,6 +26,7 @@ from cache_client.views.groups import GroupsView, group_table, window_ends
 from cache_client.views.job_view import JobView
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.list_values import mask_of, padding_lists
+from cache_client.views.names import as_sql, quoted
 from cache_client.views.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
 from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
@@ -92,7 +93,6 @@ def sequence_problems(
     options: Mapping[str, Any], *, batch_format: object, stacks: bool
 ) -> list[str]:
     """The problems of the options that need no node; each is quoted."""
-    options = _given(options)
     problems = [
         f"{name} needs {main}, got {options[name]!r}"
         for main, others in _NEEDS.items()
@@ -115,10 +115,6 @@ def sequence_problems(
     if "pad_lists" in options:
         problems += _padding_problems(options, batch_format)
     return problems
-
-
-def _given(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: bool) -> list[str]:
@@ -182,7 +178,6 @@ def sequence_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tu
     Raises:
         ConfigError: packed batches have other columns than those asked for.
     """
-    options = _given(options)
     if "pack" not in options:
         return columns
     needed = (
@@ -219,7 +214,6 @@ def make_sequences(
         ConfigError: a column is not of lists of integers, or a length is no length; quotes it.
         RequestError: as `row_values`.
     """
-    options = _given(options)
     if "pack" in options:
         return _packing(options, inner, layout, shuffle, batch_format, values)
     if "group_by" in options:
@@ -227,7 +221,7 @@ def make_sequences(
     made = JobView(inner)
     if "length_buckets" in options:
         sql = options["length_buckets"]
-        lengths = _lengths(f"length_buckets={sql!r}", values(sql))
+        lengths = _lengths(f"length_buckets={sql!r}", values(as_sql(sql, layout.logical.names)))
         bucket_rows = options.get("bucket_rows", _DEFAULT_BUCKET_ROWS)
         made = JobView(LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql))
     if "pad_lists" in options:
@@ -261,7 +255,7 @@ def _packing(
         if name in options:
             _check_lists(layout, name, options[name])
     length = int(options["sequence_length"])
-    lengths = _lengths(f"pack={column!r}", values(f"array_length({_quoted(column)})"))
+    lengths = _lengths(f"pack={column!r}", values(f"array_length({quoted(column)})"))
     view = PackingView(inner, lengths, length, options.get("cut_documents", True), shuffle, column)
     assemble = PackedAssembler(
         column,
@@ -293,8 +287,8 @@ def _groups(
     by, order = options["group_by"], options.get("order_by")
     window = options.get("window")
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
-    keys = codes_of(values(_quoted(by)))
-    times = None if order is None else of_slots(values(_quoted(order)), inner)
+    keys = codes_of(values(quoted(by)))
+    times = None if order is None else of_slots(values(quoted(order)), inner)
     found, offsets = group_table(rows, of_slots(keys, inner), times)
     view = GroupsView(
         SharedArray(found),
@@ -344,7 +338,3 @@ def _check_padding(layout: Layout, column: str, value: float) -> None:
     high = np.iinfo(dtype).max if pa.types.is_integer(kind) else 1
     if not np.iinfo(dtype).min <= value <= high or value != int(value):
         raise ConfigError(f"pad_lists: column {column!r} cannot hold {value!r}")
-
-
-def _quoted(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
