@@ -21,7 +21,7 @@ from cache_client.order import EpochOrder, read_state
 from cache_client.permutation import checked_integer
 from cache_client.rank_batches import RankBatches, slots_consumed
 from cache_client.rows import Rows
-from cache_client.views.job_view import Assemble, JobView
+from cache_client.views.job_view import Assemble
 from cache_client.views.mixture import (
     DRAWS,
     STOPS,
@@ -34,7 +34,7 @@ from cache_client.views.mixture import (
     mixing,
     whole_weights,
 )
-from cache_client.views.view import Samples
+from cache_client.views.view import Samples, Shuffle
 from cache_protocol.errors import ConfigError, checked
 from cache_protocol.spec.values import is_text
 
@@ -55,6 +55,7 @@ _SHARED = {
     "_copy": "copy",
     "_deadline_s": "deadline_s",
     "_audit": "audit",
+    "_job": "job",
 }
 """Attributes of the sources that the mixture takes over -> their arguments; all must agree."""
 
@@ -149,7 +150,7 @@ class CacheMixture(RankBatches):
         self._version_name = "+".join(dataset._version_name for dataset in datasets.values())
         if len(self._version_name) > _MAX_NAME:
             self._version_name = f"{first._version_name}+{len(datasets) - 1}"
-        self._job, self._job_is_named = first._job, first._job_is_named
+        self._job_is_named = first._job_is_named
         self._rank_is_given = all(dataset._rank_is_given for dataset in datasets.values())
         self._plan_of_weights = plan
         self._steps = None if isinstance(stop, str) else operator.index(stop)
@@ -167,9 +168,7 @@ class CacheMixture(RankBatches):
                     dataset.fingerprint,
                     dataset.num_rows,
                     dataset._view,
-                    dataset.shuffle,
-                    dataset.shuffle_block_size,
-                    dataset.seed,
+                    Shuffle(dataset.shuffle, dataset.shuffle_block_size, dataset.seed),
                 )
                 for name, dataset in datasets.items()
             ),
@@ -178,7 +177,7 @@ class CacheMixture(RankBatches):
         named = _NamedSources(
             first._job_view.assembler, tuple(datasets), source_column, self._batch_format
         )
-        self._job_view = JobView(view, named)
+        self._job_view = replace(first._job_view, view=view, assembler=named)
         self._sizes = replace(
             first._sizes,
             shards=self._source.shards,
@@ -405,11 +404,14 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
         if not _same(first._job_view.assembler, other._job_view.assembler):
             problems.append(f"the sources {name!r} and {other_name!r} make different batches")
     for name, dataset in datasets.items():
-        sizes = {dataset._view.num_slots(epoch) for epoch in range(3)}
-        if sizes == {0}:
+        if dataset._view.epochs == "any size":
+            problems.append(
+                f"source {name!r} may have another number of samples in each epoch: pack documents "
+                "with cut_documents=True, or without shuffle, and not with weights, per_class or "
+                "epoch_rows"
+            )
+        elif not dataset._view.num_slots(0):
             problems.append(f"source {name!r} has no rows")
-        elif len(sizes) > 1:
-            problems.append(f"source {name!r} has another number of samples in each epoch")
         if dataset._job_view.lookups is not None:
             problems.append(f"source {name!r} has codes or join, which a mixture does not read")
         if dataset._skipped:

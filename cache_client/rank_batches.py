@@ -52,7 +52,7 @@ from cache_client.routing import NodeRef, ShardMap
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
 from cache_client.views.job_view import Assemble, JobView
-from cache_client.views.view import Samples, View
+from cache_client.views.view import Samples, Shuffle, View
 from cache_client.window_sizes import WindowSizes
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
 from cache_protocol.storage.layout import Layout
@@ -472,15 +472,9 @@ class RankBatches(IterableDataset[Any]):
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""
         this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
-        shuffle = self.shuffle and not self._view.orders_rows  # such a view shuffles itself
-        this.order = EpochOrder(
-            self._view.num_slots(start.epoch),
-            shuffle=shuffle,
-            shuffle_block_size=self.shuffle_block_size if shuffle else None,
-            seed=self.seed,
-            epoch=start.epoch,
-            skipped=self._skipped.get(start.epoch, ()),
-        )
+        skipped = self._skipped.get(start.epoch, ())
+        shuffle = Shuffle(self.shuffle, self.shuffle_block_size, self.seed)
+        this.order = shuffle.order(self._view, start.epoch, skipped)
         return this
 
     def _check_rank(self) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cache_client.permutation import Int64Array
-from cache_client.views.view import Numbers, Samples, joined_ranges
+from cache_client.views.view import Epochs, Numbers, Samples, joined_ranges
 
 _MAX_INT32 = 2**31 - 1
 
@@ -83,6 +83,7 @@ class GroupsView:
     window: tuple[int, int] | None = None
     ends: Numbers | None = None
     orders_rows: bool = field(init=False, default=False)
+    epochs: Epochs = field(init=False, default="same rows")
 
     @property
     def num_bytes(self) -> int:

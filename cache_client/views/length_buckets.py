@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_client.permutation import Int64Array, Permutation
-from cache_client.views.view import Numbers, Samples, Shuffle, View
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
 
 WINDOW_BUCKETS: Final = 64
 _WINDOWS_KEPT: Final = 4
@@ -61,6 +61,11 @@ class LengthBucketsView:
     def identity(self) -> str:
         """The inner view, the column and the rows of a bucket."""
         return f"{self.inner.identity}length_buckets({self.column!r},{self.bucket_rows})"
+
+    @property
+    def epochs(self) -> Epochs:
+        """As the inner view."""
+        return self.inner.epochs
 
     @property
     def num_bytes(self) -> int:

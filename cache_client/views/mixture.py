@@ -21,9 +21,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.order import EpochOrder
 from cache_client.permutation import MAX_ROWS, Int64Array, Permutation, checked_integer
-from cache_client.views.view import IntArray, Samples, View
+from cache_client.views.view import Epochs, IntArray, Samples, Shuffle, View
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import pool_matrix
 
@@ -356,37 +355,25 @@ class MixedSource:
         fingerprint: of its version and its view.
         num_rows: of its version.
         view: its slots -> rows.
-        shuffle, shuffle_block_size, seed: of its passes, as in `EpochOrder`.
+        shuffle: of its passes.
     """
 
     name: str
     fingerprint: str
     num_rows: int
     view: View
-    shuffle: bool
-    shuffle_block_size: int | None
-    seed: int
+    shuffle: Shuffle
 
     def samples(self, slots: Int64Array, number: int) -> Samples:
         """The rows of slots of one pass."""
-        if self.shuffle and not self.view.orders_rows:
-            slots = _order(
-                self.view.num_slots(number), self.shuffle_block_size, self.seed, number
-            ).row_ids(slots)
-        return self.view.samples(slots, number)
+        return self.view.samples(self.shuffle.order(self.view, number).row_ids(slots), number)
 
     @property
     def identity(self) -> str:
         """What decides which row a slot of a pass has."""
-        order = f"shuffle={self.shuffle} block={self.shuffle_block_size} seed={self.seed}"
+        how = self.shuffle
+        order = f"shuffle={how.shuffle} block={how.shuffle_block_size} seed={how.seed}"
         return f"{self.name!r} {self.fingerprint} {order}"
-
-
-@lru_cache(maxsize=256)
-def _order(num_slots: int, block_size: int | None, seed: int, epoch: int) -> EpochOrder:
-    return EpochOrder(
-        num_slots, shuffle=True, shuffle_block_size=block_size, seed=seed, epoch=epoch
-    )
 
 
 @dataclass(frozen=True)
@@ -405,6 +392,7 @@ class MixtureView:
     mixing: Mixing
     first_rows: tuple[int, ...] = field(init=False)
     orders_rows: bool = field(default=True, init=False)
+    epochs: Epochs = field(default="any size", init=False)
 
     def __post_init__(self) -> None:
         ends = np.cumsum([0, *(source.num_rows for source in self.sources)])

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from cache_client.permutation import Int64Array
-from cache_client.views.view import Numbers, Samples, Shuffle, View, joined_ranges
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View, joined_ranges
 
 _APART: Final = 16  # sequences between two marks
 _DOCUMENTS_A_TIME: Final = 2**18  # of the pass over an epoch
@@ -102,6 +102,13 @@ class PackingView:
         """The inner view, the column, the length of a sequence, and how documents are cut."""
         how = "cut" if self.cut else "whole"
         return f"{self.inner.identity}pack({self.column!r},{self.sequence_length},{how})"
+
+    @property
+    def epochs(self) -> Epochs:
+        """Only the same documents have the same number of tokens, and fill as many sequences."""
+        is_shuffled = self.shuffle.shuffle or self.inner.orders_rows
+        has_same = self.inner.epochs == "same rows" and (self.cut or not is_shuffled)
+        return "same size" if has_same else "any size"
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cache_client.permutation import Int64Array
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Samples
+from cache_client.views.view import Epochs, Samples
 from cache_protocol.storage.row_index import RowIndex
 
 _MOST_ROWS_OF_ONE_BLOCK = 2**32  # numbers have 32 bits
@@ -36,6 +36,7 @@ class RowsView:
     firsts: Int64Array
     starts: Int64Array
     orders_rows: bool = field(default=False, init=False)
+    epochs: Epochs = field(default="same rows", init=False)
     rows_per_slot: float = field(default=1.0, init=False)
     _index: RowIndex = field(init=False, repr=False, compare=False)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.permutation import Int64Array, Permutation, splitmix64
-from cache_client.views.view import Numbers, Samples, Shuffle, View
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
 _WEIGHT_BITS: Final = 31
@@ -41,6 +41,7 @@ class EpochRowsView:
     epoch_rows: int
     shuffle: Shuffle
     orders_rows: bool = True
+    epochs: Epochs = "same size"
     rows_per_slot: float = 1.0
 
     @property
@@ -91,6 +92,7 @@ class BalancedView:
     epoch_rows: int
     shuffle: Shuffle
     orders_rows: bool = True
+    epochs: Epochs = "same size"
     rows_per_slot: float = 1.0
 
     @property
@@ -179,6 +181,7 @@ class WeightedView:
     replacement: bool
     epoch_rows: int
     seed: int
+    epochs: Epochs = "same size"
     rows_per_slot: float = 1.0
 
     @property

@@ -26,5 +26,7 @@ def codes_of(found: pa.ChunkedArray) -> pa.ChunkedArray:
 
     Values are encoded one chunk after the other: together, texts may be longer than an Arrow array.
     """
+    if pa.types.is_null(found.type):  # Arrow does not unify dictionaries of this type
+        return found.cast(pa.int32())
     encoded = found.dictionary_encode().unify_dictionaries()
     return pa.chunked_array([chunk.indices for chunk in encoded.chunks], pa.int32())

@@ -11,7 +11,8 @@ nor tensors, and does no I/O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from functools import lru_cache
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from cache_client.order import EpochOrder
 from cache_client.permutation import Int64Array
 
 IntArray = npt.NDArray[np.signedinteger]
+
+Epochs = Literal["same rows", "same size", "any size"]
+"""What all epochs have in common: the rows, in any order; only the number of slots; or nothing."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,10 @@ class View(Protocol):
         """Whether it shuffles itself, so that the order leaves the slots as they are."""
 
     @property
+    def epochs(self) -> Epochs:
+        """What all epochs have in common."""
+
+    @property
     def rows_per_slot(self) -> float:
         """Mean number of rows in a slot; it sizes windows."""
 
@@ -134,6 +142,7 @@ class PlainView:
     identity: str = ""
     num_bytes: int = 0
     orders_rows: bool = False
+    epochs: Epochs = "same rows"
     rows_per_slot: float = 1.0
 
     def num_slots(self, epoch: int) -> int:
@@ -147,25 +156,39 @@ class PlainView:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How a view that orders rows shuffles the slots of its inner view; see `EpochOrder`."""
+    """How the slots of a view are shuffled; see `EpochOrder`."""
 
     shuffle: bool
     shuffle_block_size: int | None = None
     seed: int = 0
 
-    def order(self, inner: View, epoch: int) -> EpochOrder:
-        """The order of the inner view's slots, left as it is if that view orders them."""
-        shuffle = self.shuffle and not inner.orders_rows
-        return EpochOrder(
-            inner.num_slots(epoch),
-            shuffle=shuffle,
-            shuffle_block_size=self.shuffle_block_size if shuffle else None,
-            seed=self.seed,
-            epoch=epoch,
-        )
+    def order(
+        self, view: View, epoch: int, skipped: tuple[tuple[int, int], ...] = ()
+    ) -> EpochOrder:
+        """The order of a view's slots in an epoch, left as it is if the view orders them.
+
+        Args:
+            skipped: as in `EpochOrder`.
+        """
+        shuffle = Shuffle(False, seed=self.seed) if view.orders_rows else self
+        return _order(shuffle, view.num_slots(epoch), epoch, skipped)
 
 
 NO_SHUFFLE: Final = Shuffle(False)
+
+
+@lru_cache(maxsize=256)  # an order makes a key from its arguments, which takes longer than few rows
+def _order(
+    shuffle: Shuffle, num_slots: int, epoch: int, skipped: tuple[tuple[int, int], ...]
+) -> EpochOrder:
+    return EpochOrder(
+        num_slots,
+        shuffle=shuffle.shuffle,
+        shuffle_block_size=shuffle.shuffle_block_size,
+        seed=shuffle.seed,
+        epoch=epoch,
+        skipped=skipped,
+    )
 
 
 def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:

@@ -27,7 +27,7 @@ from cache_client.views.mixture import (
     mixing,
     whole_weights,
 )
-from cache_client.views.view import PlainView, Samples
+from cache_client.views.view import NO_SHUFFLE, Epochs, PlainView, Samples, Shuffle
 from cache_protocol.errors import ConfigError
 
 Weights = tuple[int, ...]
@@ -187,7 +187,7 @@ def test_a_change_on_the_way_loses_and_repeats_no_row_and_leaves_what_was_before
 
 def view_of(found: Mixing, *, shuffle: bool = True) -> MixtureView:
     sources = [
-        MixedSource(f"source {s}", f"print {s}", n, PlainView(n), shuffle, None, seed=s)
+        MixedSource(f"source {s}", f"print {s}", n, PlainView(n), Shuffle(shuffle, seed=s))
         for s, n in enumerate(found.rows)
     ]
     return MixtureView(tuple(sources), found)
@@ -233,6 +233,7 @@ class Pairs:
     identity: str = "pairs"
     num_bytes: int = 0
     orders_rows: bool = False
+    epochs: Epochs = "same rows"
     rows_per_slot: float = 2.0
 
     def num_slots(self, epoch: int) -> int:
@@ -245,9 +246,7 @@ class Pairs:
 
 def test_samples_of_several_rows_keep_the_order_of_the_slots() -> None:
     found = mixing((5, 4), [(0, (2, 1))], stop="all_exhausted")
-    sources = [
-        MixedSource(n, n, 2 * k, Pairs(2 * k), False, None, 0) for n, k in (("a", 5), ("b", 4))
-    ]
+    sources = [MixedSource(n, n, 2 * k, Pairs(2 * k), NO_SHUFFLE) for n, k in (("a", 5), ("b", 4))]
     view = MixtureView(tuple(sources), found)
     slots = np.arange(found.num_slots(0))
     samples = view.samples(slots, 0)

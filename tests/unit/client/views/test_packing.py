@@ -1,6 +1,7 @@
 """Packing: sequences by random access are those of a loop over the documents."""
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from cache_client.order import EpochOrder
 from cache_client.views import packing
 from cache_client.views.packing import PackingView
+from cache_client.views.sampling import EpochRowsView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Samples, Shuffle
 
@@ -98,6 +100,28 @@ def test_a_document_of_two_sequences_is_read_once_a_step(lengths, sequence_lengt
         assert len(step) == len(set(step))
         at += rows
     assert at == len(shared.row_ids)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=30),
+    cut=st.booleans(),
+    shuffle=st.booleans(),
+    epoch_rows=st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_a_view_says_whether_all_epochs_have_as_many_sequences(lengths, cut, shuffle, epoch_rows):
+    view = view_of(lengths, 8, cut=cut, shuffle=shuffle)
+    if epoch_rows is not None:
+        view = replace(view, inner=EpochRowsView(view.inner, epoch_rows, view.shuffle))
+    is_told = (cut or not shuffle) and epoch_rows is None
+    assert view.epochs == ("same size" if is_told else "any size")
+    if is_told:
+        assert len({view.num_slots(epoch) for epoch in range(6)}) == 1
+
+
+def test_sequences_of_shuffled_whole_documents_may_be_more_in_a_late_epoch():
+    lengths = np.random.default_rng(0).integers(1, 9, 30).tolist()
+    view = view_of(lengths, 8, cut=False)
+    assert len({view.num_slots(epoch) for epoch in range(20)}) > 1
 
 
 def test_samples_of_single_rows_share_nothing():

@@ -128,7 +128,7 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
 def test_columns_that_do_not_fit_are_refused(options, lengths, problem):
     table = pa.record_batch({"n": pa.array([1]), "t": pa.array([[1]], LISTS)})
     with pytest.raises(ConfigError) as error:
-        made(options, table, values={"n": pa.array(lengths)})
+        made(options, table, values={'"n"': pa.array(lengths)})
     assert problem in str(error.value)
 
 
