@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from cache_client.arguments import are_names
 from cache_client.counts import ReadCounts
 from cache_client.plan import wait_for_plan
 from cache_client.routing import ShardMap
@@ -47,11 +48,25 @@ class Join:
         dataset: its name.
         key: its column with the values of the key; default: the same name.
         columns: that a batch gets; default: all others.
+
+    Raises:
+        ConfigError: quotes every bad argument.
     """
 
     dataset: str
     key: str | None = None
     columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not _is_name(self.dataset):
+            problems.append(f"dataset must be a name, got {self.dataset!r}")
+        if not (self.key is None or _is_name(self.key)):
+            problems.append(f"key must be the name of a column, got {self.key!r}")
+        if self.columns is not None and not (are_names(self.columns) and len(self.columns)):
+            problems.append(f"columns must be a list of names, got {self.columns!r}")
+        if problems:
+            raise ConfigError("Join: " + "; ".join(problems))
 
 
 class LookupOptions(TypedDict, total=False):
@@ -105,7 +120,7 @@ def _is_name(value: object) -> bool:
 def _is_rule(rule: object) -> bool:
     if isinstance(rule, int) and not isinstance(rule, bool):
         return 1 <= rule <= _MAX_BUCKETS
-    return rule == "sorted" or isinstance(rule, Frequent | Vocabulary)
+    return isinstance(rule, Frequent | Vocabulary) or (isinstance(rule, str) and rule == "sorted")
 
 
 def columns_to_read(

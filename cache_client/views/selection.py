@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -180,7 +181,7 @@ def _split_problems(split: object, part: object) -> list[str]:
             return [f"split must map names to fractions between 0 and 1, got {split!r}"]
         if sum(map(as_fraction, split.values())) > 1 and not is_whole(split):
             return [f"the fractions of split must be at most 1 together, got {split!r}"]
-        if part not in split:
+        if not isinstance(part, str) or part not in split:
             return [f"part must be one of {', '.join(split)}, got {part!r}"]
         return []
     problems = [] if part is None else [f"part needs a split with all parts, got split={split!r}"]
@@ -235,11 +236,14 @@ def _row_ids(subset: object, num_rows: int) -> Int64Array:
     Raises:
         ConfigError: it has others; quotes one.
     """
-    found = np.asarray(subset)
+    try:
+        found = np.asarray(subset)
+    except (TypeError, ValueError):  # such as lists of several lengths
+        found = np.empty((), object)
     if found.shape == (0,):
         return np.empty(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ConfigError(f"subset must be a list of row ids, got {subset!r:.200}")
+        raise ConfigError(f"subset must be a list of row ids, got {reprlib.repr(subset)}")
     outside = (found < 0) | (found >= num_rows)
     if outside.any():
         raise ConfigError(f"subset must have row ids in [0, {num_rows}), got {found[outside][0]}")

@@ -36,6 +36,7 @@ from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, numpy_dtype
 
 _MAX_LENGTH = 2**31 - 1
+_MAX_TOKEN = 2**63 - 1
 _DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
 _DEFAULT_BUCKET_ROWS = 1024
 _TOKENS_AT_ONCE = 2**16  # few calls a token, in the processor's cache
@@ -100,7 +101,7 @@ def sequence_problems(
         if name in options and main not in options
     ]
     for name in ("pack", "label_mask", "label_column", "group_by", "order_by", "length_buckets"):
-        if name in options and not (isinstance(options[name], str) and options[name]):
+        if name in options and not (isinstance(options[name], str) and options[name].strip()):
             problems.append(f"{name} must be a text, got {options[name]!r}")
     used = [name for name in _NEEDS if name in options]
     if len(used) > 1:
@@ -123,7 +124,8 @@ def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: boo
         problems.append("pack needs sequence_length, the tokens of a sequence")
     length = options.get("sequence_length", 1)
     integer_or_problem(problems, "sequence_length", length, 1, _MAX_LENGTH)
-    integer_or_problem(problems, "pad_token", options.get("pad_token", 0))
+    pad_token = options.get("pad_token", 0)
+    integer_or_problem(problems, "pad_token", pad_token, -_MAX_TOKEN - 1, _MAX_TOKEN)
     problems += flag_problems("cut_documents", options.get("cut_documents", True))
     outputs = options.get("pack_outputs", _DEFAULT_OUTPUTS)
     if not are_names(outputs) or not set(outputs) <= set(PACK_OUTPUTS):

@@ -1,0 +1,125 @@
+"""Every option of a view refuses values of a wrong type, and says which option it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cache_client.routing import ShardMap
+from cache_client.views.columns import VersionNodes
+from cache_client.views.lookup_options import Join
+from cache_client.views.options import ViewOptions, view_problems
+from cache_client.views.selection import make_selection
+from cache_protocol.errors import ConfigError
+
+FITTING: dict[str, Any] = {
+    "a flag": True,
+    "an integer": 3,
+    "a negative integer": -1,
+    "a text": "a",
+    "names": ["labels"],
+    "nothing": [],
+    "a pair": (1, 2),
+    "integers": [1, 2, 3],
+    "fractions": {"a": 0.5},
+    "texts by name": {"a": "b"},
+    "no entries": {},
+}
+WRONG: tuple[Any, ...] = (
+    1.5, float("nan"), 10**30, "", " ", b"a", {"a"}, object(), type, iter([1]),
+    [None], [["a"]], [[1, 2], [3]], ["a", 1], (["a"], 0.5), ("train", [0.5]),
+    {1: "a"}, {"a": None}, {"a": []}, {"a": object()}, {"a": np.array([1, 2])}, {("a",): 0.5},
+    np.array([["a"]]), np.array([0.5]),
+)  # fmt: skip
+TAKES: dict[str, set[str]] = {
+    "where": {"a text"},
+    "split": {"fractions"},
+    "part": {"a text"},
+    "split_by": {"names"},
+    "fold": {"a pair"},
+    "except_fold": {"a pair"},
+    "subset": {"a pair", "integers", "nothing"},
+    "weights": {"a text"},
+    "replacement": {"a flag"},
+    "per_class": {"a text"},
+    "epoch_rows": {"an integer"},
+    "pack": {"a text"},
+    "sequence_length": {"an integer"},
+    "cut_documents": {"a flag"},
+    "pad_token": {"an integer", "a negative integer"},
+    "pack_outputs": {"names", "nothing"},
+    "label_mask": {"a text"},
+    "label_column": {"a text"},
+    "group_by": {"a text"},
+    "order_by": {"a text"},
+    "window": {"a pair"},
+    "length_buckets": {"a text"},
+    "bucket_rows": {"an integer"},
+    "pad_lists": {"fractions", "no entries"},
+    "codes": {"names", "nothing", "no entries"},
+    "join": {"texts by name", "no entries"},
+}
+PACK: dict[str, Any] = {"pack": "t", "sequence_length": 4}
+BESIDE: dict[str, dict[str, Any]] = {
+    "split": {"part": "a"},
+    "part": {"split": {"a": 0.5}},
+    "split_by": {"fold": (0, 2)},
+    "replacement": {"weights": "w"},
+    "pack": {"sequence_length": 4},
+    "sequence_length": {"pack": "t"},
+    "cut_documents": PACK,
+    "pad_token": PACK,
+    "pack_outputs": PACK,
+    "label_mask": PACK,
+    "label_column": PACK,
+    "order_by": {"group_by": "g"},
+    "window": {"group_by": "g"},
+    "bucket_rows": {"length_buckets": "n"},
+}
+VERSION = VersionNodes(
+    "grpc://nowhere:1",
+    ShardMap("t", "f", pa.schema([("a", pa.int64())]), 9, np.zeros(1, np.int64), (), ((),)),
+)
+
+
+def problems_of(option: str, value: Any) -> list[str]:
+    """Those that are found without a node, and those of the rows of a version."""
+    options = {**BESIDE.get(option, {}), option: value}
+    problems = view_problems(options)
+    if option == "subset":
+        try:
+            make_selection(options, VERSION)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def test_the_table_has_every_option() -> None:
+    assert TAKES.keys() == ViewOptions.__annotations__.keys()
+
+
+@pytest.mark.parametrize("option", TAKES)
+def test_a_value_of_a_wrong_type_is_refused_by_name(option: str) -> None:
+    accepted = {kind for kind, value in FITTING.items() if not problems_of(option, value)}
+    assert accepted == TAKES[option]
+    others = [value for kind, value in FITTING.items() if kind not in accepted]
+    for value in (*others, *WRONG):
+        problems = problems_of(option, value)
+        assert any(option in problem for problem in problems), f"{option}={value!r}: {problems}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"dataset": 1}, "dataset must be a name, got 1"),
+        ({"dataset": "u", "key": ["k"]}, r"key must be the name of a column, got \['k'\]"),
+        ({"dataset": "u", "columns": "y"}, "columns must be a list of names, got 'y'"),
+        ({"dataset": "u", "columns": []}, r"columns must be a list of names, got \[\]"),
+    ],
+)
+def test_a_join_refuses_arguments_of_a_wrong_type(arguments: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Join(**arguments)
