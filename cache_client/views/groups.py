@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,21 @@ def group_table(
     small = int(row_ids.max(initial=0)) <= _MAX_INT32
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     return row_ids[order].astype(np.int32 if small else np.int64), offsets
+
+
+def joint_key(columns: Sequence[pa.Array]) -> pa.Array:
+    """One key of several columns: the same for rows that agree in all of them, nulls included.
+
+    Args:
+        columns: at least one; all of one length, of any type that Arrow can make a dictionary of.
+    """
+    key, *others = columns
+    for each in others:
+        joined = pc.dictionary_encode(key, null_encoding="encode").indices.to_numpy()
+        encoded = pc.dictionary_encode(each, null_encoding="encode")
+        both = joined.astype(np.int64) * len(encoded.dictionary) + encoded.indices.to_numpy()
+        key = pa.array(both)
+    return key
 
 
 def window_ends(offsets: Int64Array, window: tuple[int, int]) -> Int64Array:

@@ -22,7 +22,7 @@ from cache_client.arguments import (
     integer_or_problem,
 )
 from cache_client.views.group_batches import LENGTHS, grouping
-from cache_client.views.groups import GroupsView, group_table, window_ends
+from cache_client.views.groups import GroupsView, group_table, joint_key, window_ends
 from cache_client.views.job_view import JobView
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.list_values import mask_of, padding_lists
@@ -56,7 +56,7 @@ class SequenceOptions(TypedDict, total=False):
             (these two by default), ``document_ids`` and ``cu_seqlens``, with ``max_seqlen``.
         label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
         label_column: a column of lists of labels, beside the tokens; default: the tokens.
-        group_by: a column; the rows with one value of it are one sample.
+        group_by: a column, or several; the rows with the same values of them are one sample.
         order_by: a column that orders the rows of a group; default: the order of the source, or of
             ``subset``.
         window: pair of length and stride; samples are so many rows of a group, every stride rows.
@@ -74,7 +74,7 @@ class SequenceOptions(TypedDict, total=False):
     pack_outputs: Sequence[PackOutput]
     label_mask: str
     label_column: str
-    group_by: str
+    group_by: str | Sequence[str]
     order_by: str
     window: tuple[int, int]
     length_buckets: str
@@ -100,7 +100,7 @@ def sequence_problems(
         for name in others
         if name in options and main not in options
     ]
-    for name in ("pack", "label_mask", "label_column", "group_by", "order_by", "length_buckets"):
+    for name in ("pack", "label_mask", "label_column", "order_by", "length_buckets"):
         if name in options and not (isinstance(options[name], str) and options[name].strip()):
             problems.append(f"{name} must be a text, got {options[name]!r}")
     used = [name for name in _NEEDS if name in options]
@@ -109,6 +109,10 @@ def sequence_problems(
     if "pack" in options:
         problems += _pack_problems(options, batch_format, stacks)
     if "group_by" in options:
+        by = options["group_by"]
+        names = [by] if isinstance(by, str) else by
+        if not are_names(names) or not len(names) or not all(name.strip() for name in names):
+            problems.append(f"group_by must be a column or a list of columns, got {by!r}")
         problems += _format_problems("group_by", batch_format, "torch", "numpy", "arrow")
     if "window" in options:
         problems += _window_problems(options["window"])
@@ -287,11 +291,17 @@ def _groups(
     values: Callable[[str], pa.ChunkedArray],
 ) -> JobView:
     by, order = options["group_by"], options.get("order_by")
+    by = by if isinstance(by, str) else list(by)
     window = options.get("window")
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
-    keys = codes_of(values(quoted(by)))
+    keys = joint_key(
+        [
+            of_slots(codes_of(values(quoted(name))), inner)
+            for name in ([by] if isinstance(by, str) else by)
+        ]
+    )
     times = None if order is None else of_slots(values(quoted(order)), inner)
-    found, offsets = group_table(rows, of_slots(keys, inner), times)
+    found, offsets = group_table(rows, keys, times)
     view = GroupsView(
         SharedArray(found),
         SharedArray(offsets),

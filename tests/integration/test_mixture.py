@@ -208,6 +208,8 @@ def test_sources_that_differ_are_refused_with_both_values(tables: str) -> None:
         CacheMixture({"one": (of("web"), 1), "two": (of("wide"), 1)})
     with pytest.raises(ConfigError, match="batch_size: 'one' has 16, 'two' has 8"):
         CacheMixture({"one": (of("web"), 1), "two": (of("code", batch_size=8), 1)})
+    with pytest.raises(ConfigError, match="agree on job: 'one' has 'a', 'two' has 'b'"):
+        CacheMixture({"one": (of("web", job="a"), 1), "two": (of("code", job="b"), 1)})
     wide = CacheMixture(
         {"one": (of("web", columns=["row", "b"]), 1), "two": (of("wide", columns=["row", "b"]), 1)}
     )

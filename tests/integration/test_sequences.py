@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, CacheMixture, ConfigError, DatasetSpec
 from cache_client.audit import AuditRecord, Evidence, audit
 from cache_client.order import EpochOrder
 from cache_server import LocalCluster
@@ -280,17 +280,38 @@ def test_sequences_are_of_the_rows_of_a_selection(cluster: LocalCluster, name: s
     rows = [row for batch in groups for group in batch["row"] for row in group.tolist()]
     plain = dataset(cluster, name, batch_size=4, columns=["row"], except_fold=(0, 2))
     assert len(plain._source.shards.starts) > 1
-    for options in ({}, {"where": "row >= 7"}, {"subset": range(DOCUMENTS)[::-1]}):
-        (batch,) = dataset(
-            cluster, name, batch_size=8, columns=["row"], group_by="maybe", **options
-        )
+    for by, options in (
+        ("maybe", {}),
+        (["maybe", "user"], {"where": "row >= 7"}),
+        (["maybe"], {"subset": range(DOCUMENTS)[::-1]}),
+    ):
+        (batch,) = dataset(cluster, name, batch_size=16, columns=["row"], group_by=by, **options)
         chosen = options.get("subset", range(7 if options else 0, DOCUMENTS))
-        expected: dict[str | None, list[int]] = {}
+        expected: dict[tuple[str | None, ...], list[int]] = {}
         for row in chosen:
-            expected.setdefault(None if row % 5 == 0 else USERS[row], []).append(row)
+            maybe = None if row % 5 == 0 else USERS[row]
+            key = (maybe, USERS[row]) if len(by) == 2 else (maybe,)
+            expected.setdefault(key, []).append(row)
         assert [group.tolist() for group in batch["row"]] == list(expected.values())
     assert sorted(rows) == [row for batch in plain for row in batch["row"].tolist()]
     assert len({each.fingerprint for each in (packed, groups, plain)}) == 3
+
+
+def test_a_mixture_reads_packed_tables_whose_epochs_are_equally_long(
+    cluster: LocalCluster, name: str
+) -> None:
+    packed = dataset(cluster, name, batch_size=4, **PACKED)
+    mixture = CacheMixture({"a": (packed, 1), "b": (packed, 1)}, stop=3, source_column="source")
+    for batch in mixture:
+        assert list(batch) == ["tokens", "position_ids", "labels", "source"]
+        assert batch["tokens"].shape == (4, LENGTH) and batch["source"] == ["a", "b"] * 2
+    with pytest.raises(ConfigError, match="source_column adds a column 'labels', and batches"):
+        CacheMixture({"a": (packed, 1)}, source_column="labels")
+    with pytest.raises(ConfigError, match="pad_mask adds a column 'labels', and batches have one"):
+        dataset(cluster, name, batch_size=4, pad_mask="labels", **PACKED)
+    whole = dataset(cluster, name, batch_size=4, cut_documents=False, **PACKED)
+    with pytest.raises(ConfigError, match="'a' may have another number of samples in each epoch"):
+        CacheMixture({"a": (whole, 1)})
 
 
 def test_every_bad_option_is_refused_at_once(cluster: LocalCluster, name: str) -> None:

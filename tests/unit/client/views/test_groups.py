@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_client.views.groups import GroupsView, group_table, window_ends
+from cache_client.views.groups import GroupsView, group_table, joint_key, window_ends
 from cache_client.views.shared_array import SharedArray
 
 
@@ -55,6 +55,22 @@ def test_samples_are_those_of_a_loop_over_the_rows(rows, window, data):
     samples = view.samples(np.array(slots, np.int64), 0)
     found = np.split(samples.row_ids, np.cumsum(samples.lengths)[:-1]) if slots else []
     assert [rows.tolist() for rows in found] == [expected[slot] for slot in slots]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([None, "a", "b"]), st.sampled_from([None, 0.5, 2.0]), st.booleans()
+        ),
+        max_size=20,
+    )
+)
+def test_rows_have_one_joint_key_where_all_columns_agree(rows):
+    columns = [pa.array([row[at] for row in rows]) for at in range(3)]
+    keys = joint_key(columns).to_pylist()
+    assert joint_key(columns[:1]) is columns[0]
+    for key, row in zip(keys, rows, strict=True):
+        assert [other == key for other in keys] == [other == row for other in rows]
 
 
 def test_times_may_be_timestamps_or_left_out():

@@ -53,7 +53,7 @@ TAKES: dict[str, set[str]] = {
     "pack_outputs": {"names", "nothing"},
     "label_mask": {"a text"},
     "label_column": {"a text"},
-    "group_by": {"a text"},
+    "group_by": {"a text", "names"},
     "order_by": {"a text"},
     "window": {"a pair"},
     "length_buckets": {"a text"},
