@@ -3,7 +3,9 @@
     python -m benchmarks.views [--rows N] [--quick]
 
 - Reading: shuffled epochs of 32 float32 columns and a label, in batches of 1024 rows, from files of
-  this machine: the plain read, and views of it. Rates are of the rows that are read.
+  this machine: the plain read, views of it, and columns that are looked up: a text column of 10,000
+  values as codes, and one column of a dataset that this text is the key of. Beside the codes: the
+  texts themselves. Rates are of the rows that are read.
 - Packing: sequences of 2048 tokens in batches of 8, out of documents of 540 tokens on average that
   are in memory, as a reader brings them. Beside it: as many batches of tokens that lie in memory
   side by side, copied. Rates are of tokens.
@@ -41,7 +43,7 @@ from benchmarks.common import (
 )
 from benchmarks.contenders import BATCH_SIZE, epochs_of
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials
 from cache_client.rows import Rows, cut
@@ -58,6 +60,8 @@ PLAIN, FILTERED = "plain", "where keeps half"
 PACKED, WITH_LABELS = "packed tokens", "packed, positions and labels"
 COPIED = "tokens copied"
 SPLIT = "split of half by row id"
+TEXTS, CODES, JOINED = "with a text column", "codes of a text column", "join by a text column"
+STREETS = 10_000
 CACHE, SAME_FILES, COLUMNS = "cache: where", "DataFusion, shard files", "DataFusion, column files"
 TARGETS = {
     f"{FILTERED} / {PLAIN}": 0.7,
@@ -81,7 +85,13 @@ def main() -> None:
         LocalCluster(1, directory / "cache") as cluster,
     ):
         table = floats(rows)
-        CacheClient(cluster.endpoint).load(DatasetSpec("table", table))
+        client = CacheClient(cluster.endpoint)
+        street = f"concat('street ', CAST(abs(f0) * 2500 AS BIGINT) % {STREETS}) AS street"
+        client.load(DatasetSpec("table", table, sql=f"SELECT *, {street} FROM source"))
+        names = [f"street {number}" for number in range(STREETS)]
+        streets = pa.table({"street": names, "income": np.arange(STREETS, dtype=np.float32)})
+        pq.write_table(streets, directory / "streets.parquet")
+        client.load(DatasetSpec("streets", directory / "streets.parquet"))
         reads = measure(list(readers(cluster.endpoint)), repeats=repeats)
         asked = list(evaluations(cluster.endpoint, table, directory, rows))
         filters = measure(asked, repeats=repeats)
@@ -89,14 +99,17 @@ def main() -> None:
     timings: dict[str, Timing] = {**reads, **packing, **filters}
     print_table(timings)
     ratios = {
-        f"{view} / {PLAIN}": ratio_in_turn(reads[view], reads[PLAIN]) for view in (FILTERED, SPLIT)
+        f"{view} / {PLAIN}": ratio_in_turn(found, reads[PLAIN])
+        for view, found in reads.items()
+        if view != PLAIN
     } | {
         f"{CACHE} / {other}": ratio_in_turn(filters[CACHE], filters[other])
         for other in (SAME_FILES, COLUMNS)
     }
     ratios |= {
-        f"{view} / {PLAIN}, processor time": cpu_ratio(reads[view], reads[PLAIN])
-        for view in (FILTERED, SPLIT)
+        f"{view} / {PLAIN}, processor time": cpu_ratio(found, reads[PLAIN])
+        for view, found in reads.items()
+        if view != PLAIN
     }
     for name in (PACKED, WITH_LABELS):
         ratios[f"{name} / {COPIED}"] = ratio_in_turn(packing[name], packing[COPIED])
@@ -132,10 +145,14 @@ def cpu_ratio(ours: Timing, theirs: Timing) -> float:
 
 def readers(endpoint: str) -> Iterator[Contender]:
     """The plain read of a table, and views of it."""
+    columns = [*FEATURES, "label"]
     views: dict[str, dict[str, Any]] = {
         PLAIN: {},
         FILTERED: {"where": "f0 > 0"},
         SPLIT: {"split": {"a": 0.5, "b": 0.5}, "part": "a"},
+        TEXTS: {"columns": [*columns, "street"]},
+        CODES: {"columns": [*columns, "street"], "codes": ["street"]},
+        JOINED: {"join": {"street": Join("streets", columns=["income"])}},
     }
     for name, view in views.items():
         dataset = CacheIterableDataset(
@@ -144,7 +161,7 @@ def readers(endpoint: str) -> Iterator[Contender]:
             batch_size=BATCH_SIZE,
             shuffle=True,
             stack={"features": FEATURES},
-            **view,
+            **{"columns": columns, **view},
         )
         rows = dataset.num_samples
         yield Contender(name, epochs_of(dataset), rows, rows * ROW_BYTES, "exact global")
@@ -213,12 +230,14 @@ def evaluations(endpoint: str, table: Path, directory: Path, num_rows: int) -> I
         return num_rows
 
     yield Contender(CACHE, cache, num_rows, num_bytes)
-    files = sorted((directory / "cache").rglob("shard-*.arrow"))
-    with pa.memory_map(str(files[0])) as file:
+    largest = max(
+        (directory / "cache").rglob("shard-*.arrow"), key=lambda path: path.stat().st_size
+    )
+    with pa.memory_map(str(largest)) as file:
         layout = Layout.of_stored(pa.ipc.open_file(file).schema)
     (index, first), (_, second) = layout.place("f0"), layout.place("f1")
     packed = layout.columns[index].field.name
-    stored = counting(files[0].parent, f"{packed}[{first + 1}]", f"{packed}[{second + 1}]")
+    stored = counting(largest.parent, f"{packed}[{first + 1}]", f"{packed}[{second + 1}]")
     yield Contender(SAME_FILES, stored, num_rows, num_bytes)
     columns = directory / "columns"
     columns.mkdir()
