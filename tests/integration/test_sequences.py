@@ -302,9 +302,12 @@ def test_a_mixture_reads_packed_tables_whose_epochs_are_equally_long(
 ) -> None:
     packed = dataset(cluster, name, batch_size=4, **PACKED)
     mixture = CacheMixture({"a": (packed, 1), "b": (packed, 1)}, stop=3, source_column="source")
-    for batch in mixture:
-        assert list(batch) == ["tokens", "position_ids", "labels", "source"]
-        assert batch["tokens"].shape == (4, LENGTH) and batch["source"] == ["a", "b"] * 2
+    batches = list(mixture)
+    assert all(batch["source"] == ["a", "b"] * 2 for batch in batches)
+    assert list(batches[0]) == ["tokens", "position_ids", "labels", "source"]
+    for first in (0, 1):
+        tokens = torch.cat([batch["tokens"][first::2] for batch in batches])
+        assert tokens.reshape(-1).tolist() == stream(0)[: 6 * LENGTH]
     with pytest.raises(ConfigError, match="source_column adds a column 'labels', and batches"):
         CacheMixture({"a": (packed, 1)}, source_column="labels")
     with pytest.raises(ConfigError, match="pad_mask adds a column 'labels', and batches have one"):
