@@ -107,7 +107,9 @@ def make_sampling(
         return WeightedView(inner, SharedArray(ends), name, replacement, chosen, shuffle.seed)
     if "per_class" in options:
         name = options["per_class"]
-        labels = _labels(name, of_slots(_encoded(name, values(as_sql(name, columns))), inner))
+        labels = _labels(
+            name, of_slots(codes_of(f"per_class={name!r}", values(as_sql(name, columns))), inner)
+        )
         slots, starts = class_table(labels)
         chosen = epoch_rows or size
         view = BalancedView(inner, SharedArray(slots), starts, name, chosen, shuffle)
@@ -140,13 +142,6 @@ def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]
     if not weights.any():
         raise ConfigError(f"{option} gives 0 for each of {len(weights)} rows")
     return weights
-
-
-def _encoded(name: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values as codes: many long texts would not fit one array."""
-    if pa.types.is_nested(found.type):
-        raise ConfigError(f"per_class={name!r} must give single values, got {found.type}")
-    return codes_of(found)
 
 
 def _labels(name: str, found: pa.Array) -> Int64Array:

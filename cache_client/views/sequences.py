@@ -291,23 +291,25 @@ def _groups(
     values: Callable[[str], pa.ChunkedArray],
 ) -> JobView:
     by, order = options["group_by"], options.get("order_by")
-    by = by if isinstance(by, str) else list(by)
-    window = options.get("window")
+    names = [by] if isinstance(by, str) else list(by)
+    window = (int(options["window"][0]), int(options["window"][1])) if "window" in options else None
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
-    keys = joint_key(
-        [
-            of_slots(codes_of(values(quoted(name))), inner)
-            for name in ([by] if isinstance(by, str) else by)
-        ]
-    )
+    codes = [codes_of(f"group_by={name!r}", values(quoted(name))) for name in names]
+    keys = joint_key([of_slots(each, inner) for each in codes])
     times = None if order is None else of_slots(values(quoted(order)), inner)
-    found, offsets = group_table(rows, keys, times)
+    try:
+        found, offsets = group_table(rows, keys, times)
+    except pa.ArrowNotImplementedError:
+        assert times is not None
+        raise ConfigError(
+            f"order_by={order!r} must have an order, and it is {times.type}"
+        ) from None
     view = GroupsView(
         SharedArray(found),
         SharedArray(offsets),
-        f"{inner.identity}groups({by!r},{order!r},{window!r})",
-        None if window is None else tuple(window),
-        None if window is None else SharedArray(window_ends(offsets, tuple(window))),
+        f"{inner.identity}groups({names[0] if len(names) == 1 else names!r},{order!r},{window!r})",
+        window,
+        None if window is None else SharedArray(window_ends(offsets, window)),
     )
     assembler = partial(grouping, length=None if window is None else window[0])
     return JobView(view, assembler, added=((LENGTHS, "group_by"),) if window is None else ())

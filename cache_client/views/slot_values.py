@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.views.view import View
+from cache_protocol.errors import ConfigError
 
 
 def of_slots(found: pa.ChunkedArray, inner: View) -> pa.Array:
@@ -21,12 +22,22 @@ def of_slots(found: pa.ChunkedArray, inner: View) -> pa.Array:
     return found.combine_chunks()
 
 
-def codes_of(found: pa.ChunkedArray) -> pa.ChunkedArray:
+def codes_of(option: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
     """A code for each value, from 0 by first appearance; int32. A null stays null.
 
     Values are encoded one chunk after the other: together, texts may be longer than an Arrow array.
+
+    Args:
+        option: that has these values, for the error.
+        found: of any type but lists and structs.
+
+    Raises:
+        ConfigError: Arrow does not encode values of this type; quotes it.
     """
     if pa.types.is_null(found.type):  # Arrow does not unify dictionaries of this type
         return found.cast(pa.int32())
-    encoded = found.dictionary_encode().unify_dictionaries()
+    try:
+        encoded = found.dictionary_encode().unify_dictionaries()
+    except pa.ArrowNotImplementedError:
+        raise ConfigError(f"{option} must give single values, got {found.type}") from None
     return pa.chunked_array([chunk.indices for chunk in encoded.chunks], pa.int32())

@@ -120,6 +120,8 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
         ({"pack": "x", "sequence_length": 4}, [1], "pack: no column 'x'; columns: n, t"),
         ({"length_buckets": "n"}, [-3], "length_buckets='n' must give lengths, got -3"),
         ({"length_buckets": "n"}, [0.5], "length_buckets='n' must give integers, got double"),
+        ({"group_by": "n"}, [[1]], "group_by='n' must give single values, got list<"),
+        ({"group_by": ["n"], "order_by": "t"}, [1], "order_by='t' must have an order, and it is l"),
         ({"pad_lists": {"n": 0}}, [1], "pad_lists: column 'n' is int64, not a list of numbers"),
         ({"pad_lists": {"t": 2**40}}, [1], "pad_lists: column 't' cannot hold 1099511627776"),
         ({"pad_lists": {"t": 0.5}}, [1], "pad_lists: column 't' cannot hold 0.5"),
@@ -128,7 +130,7 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
 def test_columns_that_do_not_fit_are_refused(options, lengths, problem):
     table = pa.record_batch({"n": pa.array([1]), "t": pa.array([[1]], LISTS)})
     with pytest.raises(ConfigError) as error:
-        made(options, table, values={'"n"': pa.array(lengths)})
+        made(options, table, values={'"n"': pa.array(lengths), '"t"': table["t"]})
     assert problem in str(error.value)
 
 
