@@ -87,7 +87,7 @@ class BalancedView:
 
     inner: View
     rows: Numbers = field(repr=False)
-    starts: Int64Array = field(repr=False)
+    starts: Numbers = field(repr=False)
     name: str
     epoch_rows: int
     shuffle: Shuffle
@@ -108,7 +108,7 @@ class BalancedView:
     @property
     def num_bytes(self) -> int:
         """Four bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self.rows.values.nbytes + self.starts.nbytes
+        return self.inner.num_bytes + self.rows.values.nbytes + self.starts.values.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """The largest multiple of the number of classes that is at most ``epoch_rows``."""
@@ -127,13 +127,12 @@ class BalancedView:
                 self.num_classes, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASSES
             )
             classes = order.apply(classes, cycles)
-        sizes = np.diff(self.starts)[classes]
+        starts = self.starts.values[classes]
+        sizes = self.starts.values[classes + 1] - starts
         passes, at = np.divmod(cycles, sizes)
         if self.shuffle.shuffle:
             at = self._permuted(at, passes, classes, sizes)
-        return self.inner.samples(
-            self.rows.values[self.starts[classes] + at].astype(np.int64), epoch
-        )
+        return self.inner.samples(self.rows.values[starts + at].astype(np.int64), epoch)
 
     def _permuted(
         self, at: Int64Array, passes: Int64Array, classes: Int64Array, sizes: Int64Array

@@ -112,7 +112,7 @@ def make_sampling(
         )
         slots, starts = class_table(labels)
         chosen = epoch_rows or size
-        view = BalancedView(inner, SharedArray(slots), starts, name, chosen, shuffle)
+        view = BalancedView(inner, SharedArray(slots), SharedArray(starts), name, chosen, shuffle)
         if size and not view.num_slots(0):
             raise ConfigError(
                 f"epoch_rows={epoch_rows} is less than the {view.num_classes} classes of "

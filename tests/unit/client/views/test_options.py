@@ -1,7 +1,9 @@
-"""Every option of a view refuses values of a wrong type, and says which option it is."""
+"""What holds for every option of a view: values of wrong types, the memory of workers."""
 
 from __future__ import annotations
 
+import pickle
+from multiprocessing import context
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from cache_client.routing import ShardMap
+from cache_client.views import options as view_options
 from cache_client.views.columns import VersionNodes
 from cache_client.views.lookup_options import Join
-from cache_client.views.options import ViewOptions, view_problems
+from cache_client.views.options import ViewOptions, make_view, view_problems
 from cache_client.views.selection import make_selection
 from cache_protocol.errors import ConfigError
 
@@ -79,9 +82,11 @@ BESIDE: dict[str, dict[str, Any]] = {
     "window": {"group_by": "g"},
     "bucket_rows": {"length_buckets": "n"},
 }
+ROWS = 5_000
+SCHEMA = pa.schema([("a", pa.int64()), ("t", pa.list_(pa.int64()))])
 VERSION = VersionNodes(
     "grpc://nowhere:1",
-    ShardMap("t", "f", pa.schema([("a", pa.int64())]), 9, np.zeros(1, np.int64), (), ((),)),
+    ShardMap("t", "f", SCHEMA, ROWS, np.zeros(1, np.int64), (), ((),)),
 )
 
 
@@ -109,6 +114,34 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(option: str) -> None:
     for value in (*others, *WRONG):
         problems = problems_of(option, value)
         assert any(option in problem for problem in problems), f"{option}={value!r}: {problems}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"subset": range(ROWS)[::-1]},
+        {"weights": "a"},
+        {"per_class": "a"},
+        {"pack": "t", "sequence_length": 8},
+        {"group_by": "a"},
+        {"group_by": ["a", "t"], "order_by": "a", "window": (1, 1)},
+        {"length_buckets": "a"},
+    ],
+)
+def test_a_spawned_worker_maps_the_tables_of_a_view(
+    options: ViewOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = pa.chunked_array([pa.array(range(1, ROWS + 1))])
+    monkeypatch.setattr(view_options, "row_values", lambda version, sql: numbers)
+    view = make_view(options, VERSION).view
+    monkeypatch.setattr(context._tls, "spawning_popen", object(), raising=False)
+    pickled = pickle.dumps(view)
+    monkeypatch.undo()
+
+    assert len(pickled) < 2_000 < ROWS <= view.num_bytes
+    slots = np.arange(view.num_slots(0))[::-7]
+    found, expected = (each.samples(slots, 0) for each in (pickle.loads(pickled), view))
+    assert found.row_ids.tolist() == expected.row_ids.tolist()
 
 
 @pytest.mark.parametrize(

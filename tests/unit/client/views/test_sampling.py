@@ -35,7 +35,7 @@ def in_pieces(view, epoch, size, rng):
 def balanced(labels, epoch_rows, shuffle, name="label"):
     slots, starts = class_table(labels)
     view = PlainView(len(labels))
-    return BalancedView(view, SharedArray(slots), starts, name, epoch_rows, shuffle)
+    return BalancedView(view, SharedArray(slots), SharedArray(starts), name, epoch_rows, shuffle)
 
 
 def weighted(weights, replacement, epoch_rows, seed, name="w"):
