@@ -169,13 +169,18 @@ def make_lookups(
         RequestError, NodeUnavailableError: as `row_values`.
     """
     made: list[Lookup] = [
-        _codes(column, rule, row_values(version, quoted(column)))
-        for column, rule in coded(options).items()
+        _codes(column, rule, _values(column, version)) for column, rule in coded(options).items()
     ]
     for key, other in options.get("join", {}).items():
         joined = other if isinstance(other, Join) else Join(other)
         made.append(_join(key, joined, version, view, ready_deadline_s))
     return Lookups(version.shards.layout, tuple(made), hidden) if made else None
+
+
+def _values(column: str, version: VersionNodes) -> pa.ChunkedArray:
+    """The values of a column; half floats, which Arrow does not look up, as floats."""
+    found = row_values(version, quoted(column))
+    return found.cast(pa.float32()) if pt.is_float16(found.type) else found
 
 
 def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:
@@ -200,8 +205,8 @@ def _join(
 ) -> JoinLookup:
     other_key = joined.key or key
     other = replace(version, shards=_plan(joined, other_key, version, ready_deadline_s))
-    others = row_values(other, quoted(other_key)).combine_chunks()
-    keys = row_values(version, quoted(key))
+    others = _values(other_key, other).combine_chunks()
+    keys = _values(key, version)
     index = join_index(key, keys, joined.dataset, others)
     needed = view.samples(np.arange(view.num_slots(0)), 0).row_ids
     missing = needed[index[needed] < 0]

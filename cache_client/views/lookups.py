@@ -40,13 +40,16 @@ class Vocabulary:
         values: in the order of their codes, without repetitions and nulls.
 
     Raises:
-        ConfigError: a value is null or comes twice; quotes it.
+        ConfigError: a value is null or comes twice, or the values have several types; quotes it.
 
     Thread-safety: immutable.
     """
 
     def __init__(self, values: Iterable[Any] | pa.Array) -> None:
-        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        try:
+            array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        except (pa.ArrowException, TypeError) as error:
+            raise ConfigError(f"a vocabulary has values of one type: {error}") from None
         counts = pc.value_counts(array)
         for entry in counts.filter(pc.greater(counts.field("counts"), 1)):
             raise ConfigError(f"a vocabulary has each value once, got {entry['values'].as_py()!r}")
@@ -149,18 +152,11 @@ def hash_codes(found: pa.ChunkedArray, num_buckets: int) -> Int32Array:
 
     The text is UTF-8, the bytes are a big-endian unsigned integer. A null has bucket 0.
     """
-    encoded = found.dictionary_encode().unify_dictionaries()
-    if not encoded.num_chunks:
-        return np.empty(0, np.int32)
-    values = encoded.chunk(0).dictionary.cast(pa.string()).to_pylist()
-    buckets = np.array([bucket_of(value, num_buckets) for value in values], np.int32)
-    codes = [
-        np.append(buckets, np.int32(0))[
-            pc.fill_null(chunk.indices, len(buckets)).to_numpy(zero_copy_only=False)
-        ]
-        for chunk in encoded.chunks
-    ]
-    return np.concatenate(codes)
+    values = found.unique().drop_null()
+    texts = values.cast(pa.string()).to_pylist()
+    buckets = np.array([bucket_of(text, num_buckets) for text in texts] + [0], np.int32)
+    codes = [buckets[places_in(chunk, values)] for chunk in found.chunks]
+    return np.concatenate([np.empty(0, np.int32), *codes])
 
 
 def bucket_of(text: str, num_buckets: int) -> int:

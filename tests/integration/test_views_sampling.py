@@ -48,6 +48,7 @@ def tables(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> I
             "label": LABELS,
             "weight": WEIGHTS,
             "user_id": USER_OF,
+            "half": (USER_OF / 2).astype(np.float16),
             "city": pa.array([None if row % 9 == 0 else f"c{row % 5}" for row in range(ROWS)]),
         }
     )
@@ -184,6 +185,16 @@ def test_a_batch_may_have_codes_alone(cluster: LocalCluster, tables: str) -> Non
     assert sum(len(batch["city"]) for batch in batches) == ROWS
 
 
+@pytest.mark.parametrize(
+    "rule", ["sorted", Frequent(), Vocabulary(np.arange(USERS, dtype=np.float32) / 2)]
+)
+def test_half_floats_have_codes(cluster: LocalCluster, tables: str, rule: Any) -> None:
+    coded = dataset(cluster, columns=["row", "half"], codes={"half": rule})
+    values = coded.vocabulary("half")
+    for batch in coded:
+        assert values.decode(batch["half"]) == (USER_OF[batch["row"]] / 2).tolist()
+
+
 @pytest.mark.parametrize("batch_format", ["torch", "numpy", "arrow"])
 def test_a_batch_has_the_columns_of_its_users(
     cluster: LocalCluster, tables: str, batch_format: Any
@@ -210,7 +221,7 @@ def test_local_and_remote_reads_look_up_the_same(cluster: LocalCluster, tables: 
         for batch in dataset(cluster, columns=None, local=False, **options)
     ]
     assert local == remote
-    assert set(local[0]) == {"row", "weight", "user_id", "city", "label", "age"}
+    assert set(local[0]) == {"row", "weight", "user_id", "half", "city", "label", "age"}
     assert dataset(cluster, **options).view_bytes > 3 * 4 * ROWS
 
 

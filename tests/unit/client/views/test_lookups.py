@@ -102,6 +102,8 @@ def test_bad_vocabularies_are_refused():
         Vocabulary(["a", "b", "a"])
     with pytest.raises(ConfigError, match="no null"):
         Vocabulary(["a", None])
+    with pytest.raises(ConfigError, match="values of one type: Could not convert 'a'"):
+        Vocabulary([1, "a"])
     with pytest.raises(ConfigError, match=r"of int64 has no codes for string, got 'x'"):
         Vocabulary([1, 2]).encode(["x"])
     with pytest.raises(ConfigError, match=r"codes are from 0 to 2, got 3"):
@@ -124,6 +126,14 @@ def test_buckets_are_those_of_md5():
     assert codes[0] == codes[3] == codes[6] == expected
     assert codes[1] == 0
     assert codes.dtype == np.int32
+
+
+@pytest.mark.parametrize("kind", [pa.null(), pa.string(), pa.float32()], ids=str)
+def test_columns_without_values_have_codes(kind: pa.DataType):
+    for chunks in [], [pa.nulls(3, kind), pa.nulls(1, kind)]:
+        found = pa.chunked_array(chunks, kind)
+        assert hash_codes(found, 5).tolist() == [0] * len(found)
+        assert len(sorted_vocabulary(found)) == len(frequent_vocabulary(found, Frequent())) == 1
 
 
 # -- rows with more columns ------------------------------------------------------------------------
