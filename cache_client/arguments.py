@@ -31,12 +31,7 @@ def argument_problems(
     problems: list[str] = []
     if not is_text(dataset) or not dataset:
         problems.append(f"dataset must be a name, got {dataset!r}")
-    if columns is not None and not are_names(columns):
-        problems.append(f"columns must be a list of names, got {columns!r}")
-    elif isinstance(columns, Collection) and len(columns) == 0:
-        problems.append(f"columns must name a column, or be omitted for all, got {columns!r}")
-    elif isinstance(columns, Collection) and len(set(columns)) < len(columns):
-        problems.append(f"columns must not repeat a name, got {columns!r}")
+    problems += column_problems(columns)
     if isinstance(stack, Mapping) and all(isinstance(name, str) for name in stack):
         problems += [
             f"stack {name!r} must be a list of columns, got {names!r}"
@@ -54,6 +49,19 @@ def argument_problems(
     problems += flag_problems("local", local)
     problems += flag_problems("copy", copy)
     return problems
+
+
+def column_problems(columns: object) -> list[str]:
+    """The problem of optional column names, quoted; empty if there is none."""
+    if columns is None:
+        return []
+    if not isinstance(columns, Collection) or not are_names(columns):
+        return [f"columns must be a list of names, got {columns!r}"]
+    if len(columns) == 0:
+        return [f"columns must name a column, or be omitted for all, got {columns!r}"]
+    if len(set(columns)) < len(columns):
+        return [f"columns must not repeat a name, got {columns!r}"]
+    return []
 
 
 def seconds_problems(name: str, value: object) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.arguments import (
+    column_problems,
     flag_problems,
     function_problems,
     integer_or_problem,
@@ -34,6 +35,7 @@ from cache_client.ranks import find_credentials, find_endpoint
 from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
+from cache_client.table_reads import read_table
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.errors import ConfigError, LoadError, NotReadyError, checked
 from cache_protocol.spec.dataset_spec import DatasetSpec
@@ -359,6 +361,57 @@ class CacheClient:
         with self._coordinator(deadline) as calls:
             response = calls.call(calls.stub.ListJobs, request, deadline)
         return list(response.jobs)
+
+    def read(
+        self,
+        name: str,
+        *,
+        columns: Sequence[str] | None = None,
+        rows: range | None = None,
+        fingerprint: str = "",
+        local: bool = True,
+    ) -> pa.RecordBatchReader:
+        """Reads a dataset as a stream of Arrow batches, in source order.
+
+        pandas, Polars and DuckDB take the stream as it is. Engines with several workers give each
+        one a range of `rows`, and all of them the same `fingerprint`::
+
+            duckdb.sql("SELECT label, count(*) FROM reader GROUP BY label")
+
+        The stream fetches about 64 MiB ahead and keeps connections until its end, or until nothing
+        refers to it. Reading it may raise NodeUnavailableError or StaleVersionError, as training
+        does; engines may wrap them in their errors.
+
+        Args:
+            columns: to read, in this order; default: all.
+            rows: consecutive row numbers; default: all.
+            fingerprint: of the version to read; default: the newest one.
+            local: read shards of nodes on this machine from their files, without the node.
+
+        Raises:
+            ConfigError: quotes a bad argument.
+            DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+            StaleVersionError: this version is gone.
+            NotReadyError: it was still loading after ``timeout_s``.
+        """
+        name = _checked_name(name)
+        problems = column_problems(columns) + flag_problems("local", local)
+        if rows is not None and not isinstance(rows, range):
+            problems.append(f"rows must be a range, got {rows!r}")
+        if not is_text(fingerprint):
+            problems.append(f"fingerprint must be a text, got {fingerprint!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return read_table(
+            self.endpoint,
+            name,
+            columns=tuple(columns or ()),
+            rows=rows,
+            fingerprint=fingerprint,
+            deadline_s=self._timeout_s,
+            local=local,
+            credentials=self._credentials,
+        )
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
         """The first rows of a dataset, in source order.

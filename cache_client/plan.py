@@ -37,8 +37,10 @@ def wait_for_plan(
     columns: Sequence[str],
     deadline_s: float,
     credentials: Credentials = NO_CREDENTIALS,
+    *,
+    fingerprint: str = "",
 ) -> ShardMap:
-    """Reads the shard map of the newest version of ``dataset`` as soon as it is ready.
+    """Reads the shard map of a version of ``dataset`` as soon as it is ready.
 
     Logs one warning if it has to wait, because a wrong port would look like a hang.
 
@@ -46,9 +48,10 @@ def wait_for_plan(
         columns: to read, in this order; empty for all.
         deadline_s: how long to wait for a cache that loads or does not answer.
         credentials: of this process.
+        fingerprint: of the version; empty for the newest.
 
     Raises:
-        DatasetNotFoundError, LoadError, RequestError: at once.
+        DatasetNotFoundError, StaleVersionError, LoadError, RequestError: at once.
         NotReadyError, NodeUnavailableError: at the deadline.
     """
     deadline = time.monotonic() + deadline_s
@@ -83,13 +86,16 @@ def wait_for_plan(
     with CallThreads() as threads:
         for attempt in attempts:
             with attempt:
-                return threads.call(_read_plan, endpoint, dataset, columns, deadline, credentials)
+                return threads.call(
+                    _read_plan, endpoint, dataset, fingerprint, columns, deadline, credentials
+                )
     raise AssertionError("the last attempt returns or raises")
 
 
 def _read_plan(
     endpoint: str,
     dataset: str,
+    fingerprint: str,
     columns: Sequence[str],
     deadline: float,
     credentials: Credentials,
@@ -100,7 +106,7 @@ def _read_plan(
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
     with Connection(endpoint, credentials) as connection:
-        shards = connection.read_plan(dataset, "", columns, timeout_s())
+        shards = connection.read_plan(dataset, fingerprint, columns, timeout_s())
         if not columns or not has_plain(shards.layout):
             return shards
         whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))

@@ -148,6 +148,7 @@ _KNOW_THE_READER = (
     "plan",
     "random_access",
     "source",
+    "table_reads",
 )
 _RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
