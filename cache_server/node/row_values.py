@@ -1,16 +1,18 @@
 """Values that a node computes from the rows that it serves, for the views of jobs.
 
 The rows of a condition are kept, because every rank of a job asks for them. They take the memory
-that the shards leave free, and those that were not asked for longest give way.
+that the shards leave free. Those of the principal with the most give way, the oldest first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +28,8 @@ from cache_server.sql.row_queries import ROW_SCHEMA, RowQuery, check_row_query, 
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests
-MAX_KEPT = 65_536  # conditions, each of one shard
+MAX_WAIT_S = 30.0  # of a request, until it is its turn or another one has computed its rows
+MAX_KEPT = 16_384  # conditions, each of one shard; they take about 1 KB each besides their rows
 _LOT_BYTES = 16 * 1024 * 1024
 _UNLIMITED_BYTES = 1024 * 1024 * 1024  # kept by a node without a memory limit
 
@@ -38,7 +41,16 @@ class _Selection(NamedTuple):
 
     version: VersionKey
     shard_start: int
-    where: tuple[str, ...]
+    where: bytes  # digest
+
+
+@dataclass(eq=False)
+class _Kept:
+    """Rows of a selection, and the principal who asked first."""
+
+    owner: str
+    rows: Future[RowNumbers] = field(default_factory=Future)
+    num_bytes: int = 0
 
 
 class RowValues:
@@ -54,7 +66,7 @@ class RowValues:
         self._turns = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
         self._waiting = 0
-        self._kept: OrderedDict[_Selection, Future[RowNumbers]] = OrderedDict()
+        self._kept: OrderedDict[_Selection, _Kept] = OrderedDict()
         self._num_bytes = 0
 
     @property
@@ -64,22 +76,31 @@ class RowValues:
             return self._num_bytes
 
     def answer(
-        self, rows: ResidentRows, start: int, stop: int, expression: str, where: tuple[str, ...]
+        self,
+        rows: ResidentRows,
+        start: int,
+        stop: int,
+        expression: str,
+        where: tuple[str, ...],
+        *,
+        principal: str = "",
     ) -> tuple[pa.Schema, list[pa.Array]]:
         """The values of rows ``[start, stop)`` of one shard, or those that fulfil conditions.
 
         Args:
             expression, where: see `check_row_query`.
+            principal: who asks.
 
         Returns:
             The schema of one column, and its values in pieces. Rows are counted from ``start``.
 
         Raises:
             RequestError: it cannot be computed; says why.
-            InvalidRowsError, NotReadyError: as for `ResidentRows.lots`; or too many requests wait.
+            InvalidRowsError, NotReadyError: as for `ResidentRows.lots`; or too many requests wait,
+                or this one waited too long.
         """
         if not expression:
-            return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where))]
+            return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, principal))]
         with self._turn():
             query = check_row_query(expression, where, sql_schema(rows.layout.logical))
             return query.result, list(_bounded(_computed(query, rows, start, stop)))
@@ -95,25 +116,42 @@ class RowValues:
         free = self._free_bytes()
         most_bytes = _UNLIMITED_BYTES if free is None else free
         with self._lock:
-            while self._kept and (self._num_bytes > most_bytes or len(self._kept) > MAX_KEPT):
-                self._drop(next(iter(self._kept)))
+            if self._num_bytes <= most_bytes and len(self._kept) <= MAX_KEPT:
+                return
+            by_owner = defaultdict[str, list[_Selection]](list)
+            owned, num_bytes = Counter[str](), Counter[str]()
+            for name, kept in reversed(self._kept.items()):
+                by_owner[kept.owner].append(name)
+                owned[kept.owner] += 1
+                num_bytes[kept.owner] += kept.num_bytes
+            while len(self._kept) > MAX_KEPT or self._num_bytes > max(0, most_bytes):
+                most = owned if len(self._kept) > MAX_KEPT else num_bytes
+                owner = max(most, key=most.__getitem__)
+                name = by_owner[owner].pop()
+                owned[owner] -= 1
+                num_bytes[owner] -= self._kept[name].num_bytes
+                self._drop(name)
 
     def _drop(self, name: _Selection) -> None:
         """Needs the lock. Those who wait for it get it all the same."""
-        found = self._kept.pop(name)
-        self._num_bytes -= found.result().nbytes if found.done() else 0
+        self._num_bytes -= self._kept.pop(name).num_bytes
 
     def _selected(
-        self, rows: ResidentRows, start: int, stop: int, where: tuple[str, ...]
+        self,
+        rows: ResidentRows,
+        start: int,
+        stop: int,
+        where: tuple[str, ...],
+        principal: str,
     ) -> RowNumbers:
         """The rows that fulfil conditions; computed once for each shard."""
         first, last = rows.shard_range(start, stop)
-        name = _Selection(rows.key, first, where)
+        name = _Selection(rows.key, first, hashlib.sha256(repr(where).encode()).digest())
         with self._lock:
             found = self._kept.get(name)
             mine = found is None
             if found is None:
-                found = self._kept[name] = Future()
+                found = self._kept[name] = _Kept(principal)
             self._kept.move_to_end(name)
         if mine:
             try:
@@ -125,14 +163,19 @@ class RowValues:
                 with self._lock:
                     if self._kept.get(name) is found:
                         del self._kept[name]
-                found.set_exception(error)
+                found.rows.set_exception(error)
                 raise
             with self._lock:
-                found.set_result(numbers)
+                found.rows.set_result(numbers)
                 if self._kept.get(name) is found:
+                    found.num_bytes = numbers.nbytes
                     self._num_bytes += numbers.nbytes
             self.trim()
-        numbers = found.result()
+        elif not found.rows.done():
+            with self._waits():
+                if not wait([found.rows], MAX_WAIT_S).done:
+                    raise _waited_in_vain()
+        numbers = found.rows.result()
         if (first, last) == (start, stop):
             return numbers
         bounds = np.searchsorted(numbers, [start - first, stop - first])
@@ -140,16 +183,31 @@ class RowValues:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
+        with self._waits():
+            if not self._turns.acquire(timeout=MAX_WAIT_S):
+                raise _waited_in_vain()
+            try:
+                yield
+            finally:
+                self._turns.release()
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
         with self._lock:
             if self._waiting >= MAX_WAITING:
                 raise NotReadyError(f"{MAX_WAITING} other requests wait for values of rows")
             self._waiting += 1
         try:
-            with self._turns:
-                yield
+            yield
         finally:
             with self._lock:
                 self._waiting -= 1
+
+
+def _waited_in_vain() -> NotReadyError:
+    return NotReadyError(
+        f"other requests for values of rows took longer than {MAX_WAIT_S:g} s: try again later"
+    )
 
 
 def _computed(query: RowQuery, rows: ResidentRows, start: int, stop: int) -> Iterator[pa.Array]:

@@ -125,7 +125,7 @@ class FlightService(flight.FlightServerBase):
             with self._call(context) as call:
                 info, columns, _ = self._resolve(descriptor, call.principal.viewer)
                 return flight.SchemaResult(_layout(info).select(columns).logical)
-        except flight.FlightError as error:
+        except (flight.FlightError, pa.ArrowException) as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
 
@@ -176,7 +176,12 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.FlightDataStream:
         """Values computed from rows of a shard."""
         schema, pieces = self._ready_node().row_values.answer(
-            rows, wanted.rows.start, wanted.rows.stop, wanted.expression, tuple(wanted.where)
+            rows,
+            wanted.rows.start,
+            wanted.rows.stop,
+            wanted.expression,
+            tuple(wanted.where),
+            principal=call.principal.name,
         )
         batches = (
             pa.RecordBatch.from_arrays([piece.slice(at, step)], schema=schema)

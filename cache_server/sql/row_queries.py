@@ -6,6 +6,7 @@ the SQL of a load.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,8 +30,16 @@ from cache_server.sql.session import (
     reraise_exit,
 )
 
-# Characters of an expression or a condition: DataFusion plans n terms in a time of n * n.
+# Characters of an expression and its conditions together.
 MAX_TEXT_LENGTH = 4096
+# DataFusion needs a time of n * n to plan n operators, and each arithmetic one is checked by a plan
+# that contains all before it. Names count apart; literals, as those of a list, are cheap.
+MAX_OPERATORS, MAX_NAMES = 64, 256
+_JOINING = re.compile(r"\b(?:AND|OR)\b", re.IGNORECASE)
+_OPERATOR = re.compile(
+    r"[-+*/%&|^#~<>=!@:]+|\[|\b(?:NOT|IS|IN|I?LIKE|BETWEEN|WHEN)\b", re.IGNORECASE
+)
+_NAME, _TEXT_QUOTES = re.compile(r'"+|[^\W\d]\w*'), "'$"
 BATCH_ROWS = 32_768  # intermediate columns fit into the processor's caches
 VALUE, ROW = "value", "row"
 ROW_SCHEMA = pa.schema([pa.field(ROW, pa.uint32())])
@@ -69,6 +78,7 @@ def check_row_query(expression: str, where: tuple[str, ...], schema: pa.Schema) 
     """
     if not expression and not where:
         raise RequestError("an expression or a condition is needed, got neither")
+    _check_size(expression, where)
     read: set[str] = set()
     dtype = pa.uint32()
     for condition in where:
@@ -131,13 +141,27 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
         raise RequestError(f"{_short(repr(query.text))}: {reason}") from None
 
 
+def _check_size(expression: str, where: tuple[str, ...]) -> None:
+    """Refuses what would take long to plan, or would end the process by its depth."""
+    given = " and ".join(["expression"] * bool(expression) + ["where"] * bool(where))
+    text = " AND ".join((*filter(None, [expression]), *where))
+    plain = bare(text)  # of the same length; quotation marks for what is quoted
+    names = [found[0] for found in _NAME.finditer(plain) if text[found.start()] not in _TEXT_QUOTES]
+    for what, limit, number in (
+        ("characters", MAX_TEXT_LENGTH, len(expression) + sum(map(len, where))),
+        ("AND and OR", MAX_OPERATORS, len(_JOINING.findall(plain))),
+        ("other operators", MAX_OPERATORS, len(_OPERATOR.findall(plain))),
+        ("names", MAX_NAMES, len(names)),
+    ):
+        if number > limit:
+            raise RequestError(
+                f"{given} must have at most {limit} {what} in all, got {number}: "
+                f"{_short(repr(text))}"
+            )
+
+
 def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[str]]:
     """The type of an expression of single rows, and the columns that it names."""
-    if len(text) > MAX_TEXT_LENGTH:
-        raise RequestError(
-            f"{kind} must have at most {MAX_TEXT_LENGTH} characters, got {len(text)}: "
-            f"{_short(repr(text))}"
-        )
     if not are_paired(bare(text)):
         raise RequestError(f"{kind} {_short(repr(text))} has a parenthesis without its partner")
     sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {_short(repr(text))}"
@@ -152,8 +176,16 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
     if query.schema.names != [VALUE]:
         raise RequestError(f"{named} must be one value a row, got {len(query.schema)} values")
     dtype = query.schema.field(0).type
+    if _has_dictionary(dtype):  # Flight would not send it
+        raise RequestError(f"{named} must be values, but it is of {dtype}: leave that cast out")
     columns = named_columns(sql, schema) | set(query.columns[TABLE])
     return _WITHOUT_VIEWS.get(dtype, dtype), columns
+
+
+def _has_dictionary(dtype: pa.DataType) -> bool:
+    return pa.types.is_dictionary(dtype) or any(
+        _has_dictionary(dtype.field(number).type) for number in range(dtype.num_fields)
+    )
 
 
 def _short(text: str, length: int = 200) -> str:
