@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from http.client import HTTPException
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -276,12 +277,13 @@ class _FetchedKeys:
             try:
                 self._keys = _parse_keys(self._fetch())
                 self._fetched_at = now
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
                 logger.error("keys not fetched url=%s reason=%s", self._url, error)
 
     def _fetch(self) -> str:
         request = urllib.request.Request(self._url, headers=dict(self._token.headers()))
         context = ssl.create_default_context(cafile=self._ca)
+        context.sslsocket_class = _socket_until(time.monotonic() + _FETCH_TIMEOUT_S)
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
         if self._is_cluster:
             # Python 3.13 is strict: it refuses authorities of clusters that lack a key identifier.
@@ -294,6 +296,22 @@ class _FetchedKeys:
             return body.decode()
 
 
+def _socket_until(deadline: float) -> type[ssl.SSLSocket]:
+    """The class of a socket that receives until a deadline.
+
+    A time limit of urllib is for each receive: a server could send one byte in each.
+    """
+
+    class Socket(ssl.SSLSocket):
+        def recv_into(self, *args: Any, **kwargs: Any) -> int:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the answer timed out")
+            self.settimeout(left_s)
+            return super().recv_into(*args, **kwargs)
+
+    return Socket
+
+
 def _parse_keys(text: str) -> dict[str, jwt.PyJWK]:
     """The keys by their id.
 
@@ -302,7 +320,7 @@ def _parse_keys(text: str) -> dict[str, jwt.PyJWK]:
     """
     try:
         keys = jwt.PyJWKSet.from_dict(json.loads(text)).keys
-    except (jwt.PyJWTError, LookupError, TypeError, AttributeError) as error:
+    except (jwt.PyJWTError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a set of JSON web keys: {error}") from None
     return {str(key.key_id): key for key in keys if key.algorithm_name in _ALGORITHMS}
 

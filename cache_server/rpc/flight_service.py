@@ -84,7 +84,6 @@ class FlightService(flight.FlightServerBase):
     ) -> None:
         limits = StreamLimits(slow_reader_timeout_s)
         self._callers = CallerMiddleware(authenticator or Authenticator(), traffic, limits)
-        self._slow_readers = SlowReaders(limits)
         options: dict[str, Any] = {"middleware": self._callers.by_name}
         if tls is not None:
             files = tls.tls_files()
@@ -93,6 +92,7 @@ class FlightService(flight.FlightServerBase):
                 options |= {"verify_client": True, "root_certificates": files.ca}
         scheme = "grpc" if tls is None else "grpc+tls"
         super().__init__(f"{scheme}://{bind}:{port}", **options)
+        self._slow_readers = SlowReaders(limits, self.port)
         self._traffic = traffic
         self._node: Node | None = None
 
@@ -125,7 +125,7 @@ class FlightService(flight.FlightServerBase):
             with self._call(context) as call:
                 info, columns, _ = self._resolve(descriptor, call.principal.viewer)
                 return flight.SchemaResult(_layout(info).select(columns).logical)
-        except (flight.FlightError, pa.ArrowException) as error:
+        except flight.FlightError as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
 
@@ -220,7 +220,7 @@ class FlightService(flight.FlightServerBase):
             node = self._ready_node()
             selection: Selection | None = None
             header = row_bytes = 0
-            for chunk in reader:
+            for chunk in _messages(reader):
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: the shards of a node change during a stream.
                 viewer = call.still_allowed().viewer
@@ -294,8 +294,11 @@ class FlightService(flight.FlightServerBase):
         except CacheError as error:
             self._traffic.count_error(type(error).__name__)
             raise flight_error(error) from None
-        except (flight.FlightError, pa.ArrowException, *error_text.EXITS):
+        except (flight.FlightError, *error_text.EXITS):
             raise
+        except pa.ArrowException as error:  # pyarrow would send its traceback, and leak it
+            self._traffic.count_error(type(error).__name__)
+            raise flight_error(RequestError(f"{type(error).__name__}: {error}")) from None
         except BaseException as error:
             self._traffic.count_error("defect")
             secrets = pb.Secrets()  # no Flight verb gets secrets
@@ -365,6 +368,20 @@ def _part(index_text: str, total_text: str) -> tuple[int, int]:
     if total < 1 or not 0 <= index < total:
         raise InvalidTicketError(f"index must be in [0, total), got {index} of {total}")
     return index, total
+
+
+def _messages(reader: flight.MetadataRecordBatchReader) -> Iterator[Any]:
+    """The messages of a caller.
+
+    Raises:
+        InvalidRowsError: one is no message of Arrow.
+    """
+    try:
+        yield from reader
+    except flight.FlightError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidRowsError(f"the request is no Arrow stream: {error}") from None
 
 
 def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -184,26 +184,27 @@ class LimitedCall:
 
 
 class SlowReaders(StoppableThread):
-    """Shuts the connections of slow readers down, from `start` to `close`."""
+    """Shuts the connections of slow readers to a port down, from `start` to `close`."""
 
-    def __init__(self, limits: StreamLimits) -> None:
+    def __init__(self, limits: StreamLimits, port: int) -> None:
         super().__init__("slow-readers")
-        self._limits = limits
+        self._limits, self._port = limits, port
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
             for peer in self._limits.slow_peers():
-                if shut_down(peer):
+                if shut_down(peer, self._port):
                     logger.warning("slow reader cut off peer=%s", peer)
 
 
-def shut_down(peer: str) -> bool:
-    """Shuts the connection of this process to a peer down; returns whether there was one.
+def shut_down(peer: str, port: int) -> bool:
+    """Shuts the connection of a peer to a port of this process down; returns whether it was there.
 
     Args:
         peer: as gRPC names it, such as ``ipv4:127.0.0.1:4711`` or ``ipv6:%5B::1%5D:4711``.
+        port: ours; a peer may come to several ports from the same address.
     """
-    wanted = _address(peer)
+    wanted = (*_address(peer), port)
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it was closed meanwhile, or is not connected
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
@@ -212,8 +213,9 @@ def shut_down(peer: str) -> bool:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                host, port = connection.getpeername()[:2]
-                if (host.removeprefix("::ffff:"), port) == wanted:
+                host, from_port = connection.getpeername()[:2]
+                to_port = connection.getsockname()[1]
+                if (host.removeprefix("::ffff:"), from_port, to_port) == wanted:
                     connection.shutdown(socket.SHUT_RDWR)
                     return True
     return False

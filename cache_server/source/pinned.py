@@ -228,8 +228,9 @@ def check_schema(schema: pa.Schema) -> None:
     """Refuses names of columns, fields and time zones that a query cannot use.
 
     Raises:
-        ValueError: one is not UTF-8 or has a NUL character, where libraries in C end a text; or
-            several columns share a name: a query finds only one of them.
+        ValueError: several columns share a name, of which a query finds only one; or a name has a
+            NUL character, where libraries in C end a text.
+        UnicodeDecodeError: a name is not UTF-8; this is a ValueError, too.
     """
     check_names(schema.names)
     for dtype in schema.types:

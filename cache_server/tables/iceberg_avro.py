@@ -9,6 +9,8 @@ from __future__ import annotations
 import pyiceberg.avro.file
 from pyiceberg.avro.decoder import BinaryDecoder
 
+_MAX_SHIFT = 63  # of the last 7 bits of a 64-bit integer
+
 
 class BoundedDecoder(BinaryDecoder):
     """Decodes bytes. One thread at a time.
@@ -54,6 +56,8 @@ class BoundedDecoder(BinaryDecoder):
                 value |= (byte & 0x7F) << shift
                 shift += 7
                 at += 1
+                if shift > _MAX_SHIFT:
+                    raise ValueError(f"it is damaged: no 64-bit integer is at byte {self._at}")
         except IndexError:
             kind = EOFError if at == self._at else ValueError
             raise kind("it ends where an integer should follow") from None

@@ -117,13 +117,13 @@ class _Reader:
         return self._data[self._at - size : self._at]
 
     def _varint(self) -> int:
-        result = shift = 0
-        while True:
+        result = 0
+        for shift in range(0, 64, 7):
             byte = self._byte()
             result |= (byte & 127) << shift
-            shift += 7
             if byte < 128:
                 return result
+        raise ValueError("an integer of more than 64 bits in the footer of a Parquet file")
 
     def _zigzag(self) -> int:
         number = self._varint()

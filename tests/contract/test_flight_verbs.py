@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -27,6 +28,7 @@ from cache_protocol.errors import (
     from_proto,
 )
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import local_tokens
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 from tests.flight_clients import connect
@@ -669,6 +671,8 @@ def test_get_schema_of_a_bad_descriptor_says_why_and_the_node_serves_on(
 
     for quote in expected.quotes:
         assert quote in str(caught.value)
+    for sign in ("Traceback", ".py", 'File "'):
+        assert sign not in str(caught.value)
     assert served.serves()
 
 
@@ -815,6 +819,25 @@ def test_an_error_in_the_middle_of_a_stream_keeps_the_answers_before_it(served: 
 
     assert type(error) is InvalidRowsError and "4000" in str(error)
     assert served.serves()
+
+
+def test_a_request_that_is_no_arrow_stream_is_refused_by_name(served: Served) -> None:
+    header = ROW_SCHEMA.serialize().to_pybytes()[8:]
+    descriptor = command(gather_request(served).SerializeToString()).serialize()
+    messages = [_of_length(1, descriptor) + _of_length(2, header), _of_length(2, b"garbage" * 9)]
+    token = local_tokens.find(served.cluster.endpoint)
+    with grpc.insecure_channel(served.cluster.endpoint.removeprefix("grpc://")) as channel:
+        call = channel.stream_stream("/arrow.flight.protocol.FlightService/DoExchange", None, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(iter(messages), timeout=20, metadata=[("authorization", f"Bearer {token}")]))
+
+    assert str(caught.value.details()).startswith("the request is no Arrow stream: ")
+    assert "Traceback" not in str(caught.value.details())
+
+
+def _of_length(number: int, data: bytes) -> bytes:
+    """A field of a protobuf message."""
+    return bytes([number << 3 | 2, len(data) & 127 | 128, len(data) >> 7]) + data
 
 
 def test_a_row_of_another_node_is_not_ready_here_and_says_which(

@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 import grpc
+import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-from cache_protocol.errors import CacheError, from_proto
+from cache_protocol.errors import CacheError, RequestError, from_proto
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1.cache_pb2_grpc import CoordinatorStub
@@ -80,6 +81,35 @@ def test_a_defect_in_a_flight_verb_is_named_without_a_secret(
             client.get_flight_info(flight.FlightDescriptor.for_path("table"), options)
 
     assert_named(from_proto(pb.Error.FromString(caught.value.extra_info)), caplog.text)
+
+
+def test_an_error_of_arrow_in_a_flight_verb_has_no_traceback() -> None:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise pa.ArrowInvalid("a bad schema")
+
+    node: Any = SimpleNamespace(describe=fail, rows=fail)
+    table, options = (
+        flight.FlightDescriptor.for_path("table"),
+        flight.FlightCallOptions(timeout=TIMEOUT_S),
+    )
+    ticket = flight.Ticket(pb.ReadTicket(dataset="table").SerializeToString())
+    with FlightService("127.0.0.1", 0, Traffic()) as service:
+        service.attach(node)
+        with flight.FlightClient(f"grpc://127.0.0.1:{service.port}") as client:
+            for call in (
+                lambda: client.get_flight_info(table, options),
+                lambda: client.do_get(ticket, options).read_all(),
+            ):
+                with pytest.raises(
+                    flight.FlightServerError, match=r"^ArrowInvalid: a bad"
+                ) as named:
+                    call()
+                error = from_proto(pb.Error.FromString(named.value.extra_info))
+                assert type(error) is RequestError
+            with pytest.raises(pa.ArrowException) as unnamed:  # pyarrow carries no kind here
+                client.get_schema(table, options)
+    assert "FlightServerError: ArrowInvalid: a bad schema" in str(unnamed.value)
+    assert "Traceback" not in str(unnamed.value)
 
 
 def test_a_defect_in_the_load_of_an_environment_ends_the_process(

@@ -6,6 +6,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,25 @@ def token(
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the kubelet mounts into a pod."""
     folder = tmp_path_factory.mktemp("serviceaccount")
+    (folder / "token").write_text("of-the-api")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tls(folder: Path) -> ssl.SSLContext:
     authority = Authority(folder)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*authority.issue("kubernetes"))
-    (folder / "token").write_text("of-the-api")
     authority.ca.rename(folder / "ca.crt")
-    with Served(ApiServer, context) as address:
+    return context
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tls: ssl.SSLContext) -> Iterator[Cluster]:
+    with Served(ApiServer, tls) as address:
         host, port = address.removeprefix("https://").split(":")
         environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         yield Cluster.from_env(environ, folder)
@@ -173,6 +185,46 @@ def test_while_the_api_server_does_not_answer_callers_may_try_again(
     found = Authenticator(own=own, pods=RULES, cluster=nowhere)
     with pytest.raises(NodeUnavailableError, match="not fetched yet"):
         found.authenticate(bearer(token()), "")
+
+
+@pytest.mark.parametrize(
+    ("head", "repeated", "reason"),
+    [
+        (b"HTTP/1.0 200 OK\r\nA: ", b"a", "timed out"),
+        (b"HTTP/1.0 200 OK\r\n\r\n", b" ", "timed out"),
+        (b"nonsense\r\n", b"", "nonsense"),
+        (b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000, b"", "not a set of JSON web keys"),
+    ],
+    ids=["slow head", "slow body", "no HTTP", "deep JSON"],
+)
+def test_a_bad_answer_with_keys_is_refused_in_time(
+    head: bytes,
+    repeated: bytes,
+    reason: str,
+    own: Credentials,
+    cluster: Cluster,
+    tls: ssl.SSLContext,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ended = threading.Event()
+
+    class BadServer(ApiServer):
+        def do_GET(self) -> None:
+            with suppress(OSError):  # the caller goes
+                self.wfile.write(head)
+                while repeated and not ended.wait(0.02):
+                    self.wfile.write(repeated)
+
+    monkeypatch.setattr(jwt_tokens, "_FETCH_TIMEOUT_S", 0.3)
+    with Served(BadServer, tls) as address:
+        found = Authenticator(own=own, pods=RULES, cluster=cluster._replace(address=address))
+        try:
+            with pytest.raises(NodeUnavailableError, match="not fetched yet"):
+                found.authenticate(bearer(token()), "")
+        finally:
+            ended.set()
+    assert reason in caplog.text
 
 
 def test_while_keys_are_fetched_again_callers_with_a_known_key_do_not_wait(

@@ -117,17 +117,19 @@ def test_the_connection_of_a_peer_is_shut_down_and_no_other(
 ) -> None:
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with socket.create_server((bind, 0), family=family, dualstack_ipv6=bind == "::") as server:
-        near = [socket.create_connection((host, server.getsockname()[1])) for _ in range(2)]
+        ours = server.getsockname()[1]
+        near = [socket.create_connection((host, ours)) for _ in range(2)]
         far = [server.accept()[0] for _ in near]
         port = near[0].getsockname()[1]
         near[0].settimeout(TIMEOUT_S)
         before = os.listdir("/proc/self/fd")
-        assert shut_down(peer.format(port))
+        assert not shut_down(peer.format(port), 1)  # to another port
+        assert shut_down(peer.format(port), ours)
         assert len(os.listdir("/proc/self/fd")) == len(before)
         assert near[0].recv(1) == b""
         near[1].sendall(b"x")
         assert far[1].recv(1) == b"x"
         for connection in (*near, *far):
             connection.close()
-    assert not shut_down(peer.format(port))
-    assert not shut_down("unix:")
+    assert not shut_down(peer.format(port), ours)
+    assert not shut_down("unix:", ours)

@@ -38,6 +38,15 @@ def test_what_would_be_read_beyond_the_bytes_is_refused(data: bytes, method: str
         getattr(BoundedDecoder(data), method)()
 
 
+@pytest.mark.parametrize("data", [b"\x80" * 10 + b"\0", b"\xff" * 100_000])
+@pytest.mark.parametrize("method", ["read_int", "read_bytes"])
+def test_an_integer_of_more_than_64_bits_is_refused_at_once(data: bytes, method: str) -> None:
+    decoder = BoundedDecoder(data)
+    with pytest.raises(ValueError, match="no 64-bit integer is at byte 0"):
+        getattr(decoder, method)()
+    assert decoder.tell() == 0
+
+
 def test_the_end_of_the_bytes_is_told_where_an_integer_would_begin() -> None:
     with pytest.raises(EOFError):
         BoundedDecoder(b"").read_int()
