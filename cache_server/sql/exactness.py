@@ -259,7 +259,13 @@ def _constant(expression: Expr) -> object:
 
 
 def _is_constant(expression: Expr) -> bool:
-    return all(part.variant_name() != "Column" for part in parts(expression))
+    waiting = [expression]
+    while waiting:
+        part = waiting.pop()  # of ``a + b + c`` the c: it is next to the root
+        if part.variant_name() == "Column":
+            return False
+        waiting += operands(part)
+    return True
 
 
 def _lists(

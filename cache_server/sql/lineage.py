@@ -46,9 +46,11 @@ def variant(expression: Any) -> Any:
 
 def parts(expression: Any) -> Iterator[Any]:
     """An expression and the expressions inside it, without those of subqueries."""
-    yield expression
-    for operand in operands(expression):
-        yield from parts(operand)
+    waiting = [expression]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += reversed(operands(part))
 
 
 def operands(expression: Any) -> list[Any]:

@@ -37,7 +37,10 @@ from cache_server.sql.session import (
     selected,
     walk,
 )
+from cache_server.sql.sql_size import size_of
 
+# DataFusion plans so many within seconds, and without a crash by their depth.
+MAX_CHAIN, MAX_QUERIES = 300, 100
 _ROW_WISE = {"Projection", "Filter", "TableScan", "SubqueryAlias", "Unnest", "EmptyRelation"}
 _KEEPS_ROWS = {"Projection", "TableScan", "SubqueryAlias"}
 _NO_QUERIES = {"Explain", "DescribeTable", "Analyze", "ShowTables"}
@@ -122,9 +125,10 @@ def check_query(
         is_shortcut: it was made of columns and a filter, so it must be row-wise.
 
     Raises:
-        RequestError: the SQL is wrong, names an unknown column or table, is not read-only, leaves a
-            table unread, or has no defined order and needs one; says which.
+        RequestError: the SQL is wrong or too long, names an unknown column or table, is not
+            read-only, leaves a table unread, or has no defined order and needs one; says which.
     """
+    _check_size(sql)
     context = _session(tables)
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
@@ -178,6 +182,18 @@ def check_query(
         column_lineage(optimised, frame.schema(), tables),
     )
     return query if selection is None else _with_columns(query, selection, tables, written)
+
+
+def _check_size(sql: str) -> None:
+    size = size_of(sql)
+    for what, limit, number in (
+        ("operators in one expression", MAX_CHAIN, size.chain),
+        ("SELECT and JOIN", MAX_QUERIES, size.queries),
+    ):
+        if number > limit:
+            raise RequestError(
+                f"sql must have at most {limit} {what}, got {number}: {sql[:200]!r}..."
+            )
 
 
 def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str]:

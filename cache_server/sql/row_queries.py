@@ -6,7 +6,6 @@ the SQL of a load.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,17 +28,13 @@ from cache_server.sql.session import (
     reason_of,
     reraise_exit,
 )
+from cache_server.sql.sql_size import size_of
 
 # Characters of an expression and its conditions together.
 MAX_TEXT_LENGTH = 4096
-# DataFusion needs a time of n * n to plan n operators, and each arithmetic one is checked by a plan
-# that contains all before it. Names count apart; literals, as those of a list, are cheap.
-MAX_OPERATORS, MAX_NAMES = 64, 256
-_JOINING = re.compile(r"\b(?:AND|OR)\b", re.IGNORECASE)
-_OPERATOR = re.compile(
-    r"[-+*/%&|^#~<>=!@:]+|\[|\b(?:NOT|IS|IN|I?LIKE|BETWEEN|WHEN)\b", re.IGNORECASE
-)
-_NAME, _TEXT_QUOTES = re.compile(r'"+|[^\W\d]\w*'), "'$"
+# DataFusion plans n of these in a time of n * n; each sum or product is checked by a plan that
+# contains all before it. Numbers and texts, as those of a list, are cheap.
+MAX_SIGNS, MAX_OTHERS, MAX_NAMES = 32, 128, 256
 BATCH_ROWS = 32_768  # intermediate columns fit into the processor's caches
 VALUE, ROW = "value", "row"
 ROW_SCHEMA = pa.schema([pa.field(ROW, pa.uint32())])
@@ -144,14 +139,14 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
 def _check_size(expression: str, where: tuple[str, ...]) -> None:
     """Refuses what would take long to plan, or would end the process by its depth."""
     given = " and ".join(["expression"] * bool(expression) + ["where"] * bool(where))
-    text = " AND ".join((*filter(None, [expression]), *where))
-    plain = bare(text)  # of the same length; quotation marks for what is quoted
-    names = [found[0] for found in _NAME.finditer(plain) if text[found.start()] not in _TEXT_QUOTES]
+    num_characters = len(expression) + sum(map(len, where))
+    text = " AND ".join(filter(None, (expression, *where)))
+    size = size_of(text if num_characters <= MAX_TEXT_LENGTH else "")
     for what, limit, number in (
-        ("characters", MAX_TEXT_LENGTH, len(expression) + sum(map(len, where))),
-        ("AND and OR", MAX_OPERATORS, len(_JOINING.findall(plain))),
-        ("other operators", MAX_OPERATORS, len(_OPERATOR.findall(plain))),
-        ("names", MAX_NAMES, len(names)),
+        ("characters", MAX_TEXT_LENGTH, num_characters),
+        ("of + - *", MAX_SIGNS, size.signs),
+        ("other operators", MAX_OTHERS, size.others),
+        ("names", MAX_NAMES, size.names),
     ):
         if number > limit:
             raise RequestError(

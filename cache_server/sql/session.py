@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import pyarrow as pa
@@ -136,11 +138,18 @@ def check_values(context: SessionContext, frame: DataFrame, part: int | None = N
     Raises:
         ValueError: naming the expression.
     """
-    for watch in exactness.wrong_values(frame.optimized_logical_plan(), context):
-        plan = watch.rows.filter(watch.condition).execution_plan()
+    # It would name its columns as those of ``frame``, which has its optimiser already.
+    context.remove_optimizer_rule("common_sub_expression_eliminate")
+    found = exactness.wrong_values(frame.optimized_logical_plan(), context)
+    for rows, group in itertools.groupby(found, attrgetter("rows")):
+        watches = list(group)
+        conditions = [watch.condition.alias(str(at)) for at, watch in enumerate(watches)]
+        plan = rows.select(*conditions).execution_plan()
         for number in range(plan.partition_count) if part is None else [part]:
-            if any(batch.to_pyarrow().num_rows for batch in context.execute(plan, number)):
-                raise ValueError(watch.problem)
+            for batch in context.execute(plan, number):
+                for watch, is_wrong in zip(watches, batch.to_pyarrow().columns, strict=True):
+                    if is_wrong.true_count:
+                        raise ValueError(watch.problem)
 
 
 def selected(context: SessionContext, selection: Selection) -> DataFrame:
