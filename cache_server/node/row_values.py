@@ -27,7 +27,7 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.sql.row_queries import ROW_SCHEMA, RowQuery, check_row_query, run_row_query
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
-MAX_WAITING = 256  # requests
+MAX_WAITING = 256  # requests of a principal
 MAX_WAIT_S = 30.0  # of a request, until it is its turn or another one has computed its rows
 MAX_KEPT = 16_384  # conditions, each of one shard; they take about 1 KB each besides their rows
 _LOT_BYTES = 16 * 1024 * 1024
@@ -65,15 +65,17 @@ class RowValues:
         self._free_bytes = free_bytes
         self._turns = threading.BoundedSemaphore(at_once)
         self._lock = threading.Lock()
-        self._waiting = 0
-        self._kept: OrderedDict[_Selection, _Kept] = OrderedDict()
-        self._num_bytes = 0
+        self._waiting = Counter[str]()
+        self._kept: dict[_Selection, _Kept] = {}
+        # By owner; names are those of ``_kept``, the oldest first.
+        self._names = defaultdict[str, OrderedDict[_Selection, None]](OrderedDict)
+        self._num_bytes = Counter[str]()
 
     @property
     def num_bytes(self) -> int:
         """Memory of the rows that are kept."""
         with self._lock:
-            return self._num_bytes
+            return self._num_bytes.total()
 
     def answer(
         self,
@@ -101,7 +103,7 @@ class RowValues:
         """
         if not expression:
             return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, principal))]
-        with self._turn():
+        with self._turn(principal):
             query = check_row_query(expression, where, sql_schema(rows.layout.logical))
             return query.result, list(_bounded(_computed(query, rows, start, stop)))
 
@@ -116,25 +118,22 @@ class RowValues:
         free = self._free_bytes()
         most_bytes = _UNLIMITED_BYTES if free is None else free
         with self._lock:
-            if self._num_bytes <= most_bytes and len(self._kept) <= MAX_KEPT:
-                return
-            by_owner = defaultdict[str, list[_Selection]](list)
-            owned, num_bytes = Counter[str](), Counter[str]()
-            for name, kept in reversed(self._kept.items()):
-                by_owner[kept.owner].append(name)
-                owned[kept.owner] += 1
-                num_bytes[kept.owner] += kept.num_bytes
-            while len(self._kept) > MAX_KEPT or self._num_bytes > max(0, most_bytes):
-                most = owned if len(self._kept) > MAX_KEPT else num_bytes
-                owner = max(most, key=most.__getitem__)
-                name = by_owner[owner].pop()
-                owned[owner] -= 1
-                num_bytes[owner] -= self._kept[name].num_bytes
-                self._drop(name)
+            while self._num_bytes.total() > max(0, most_bytes):
+                self._drop_oldest(max(self._num_bytes, key=lambda owner: self._num_bytes[owner]))
+            while len(self._kept) > MAX_KEPT:
+                self._drop_oldest(max(self._names, key=lambda owner: len(self._names[owner])))
+
+    def _drop_oldest(self, owner: str) -> None:
+        self._drop(next(iter(self._names[owner])))
 
     def _drop(self, name: _Selection) -> None:
         """Needs the lock. Those who wait for it get it all the same."""
-        self._num_bytes -= self._kept.pop(name).num_bytes
+        kept = self._kept.pop(name)
+        names = self._names[kept.owner]
+        del names[name]
+        self._num_bytes[kept.owner] -= kept.num_bytes
+        if not names:
+            del self._names[kept.owner], self._num_bytes[kept.owner]
 
     def _selected(
         self,
@@ -152,27 +151,28 @@ class RowValues:
             mine = found is None
             if found is None:
                 found = self._kept[name] = _Kept(principal)
-            self._kept.move_to_end(name)
+            self._names[found.owner][name] = None
+            self._names[found.owner].move_to_end(name)
         if mine:
             try:
-                with self._turn():
+                with self._turn(principal):
                     query = check_row_query("", where, sql_schema(rows.layout.logical))
                     pieces = _computed(query, rows, first, last)
                     numbers = _joined([piece.to_numpy() for piece in pieces])
             except BaseException as error:
                 with self._lock:
                     if self._kept.get(name) is found:
-                        del self._kept[name]
+                        self._drop(name)
                 found.rows.set_exception(error)
                 raise
             with self._lock:
                 found.rows.set_result(numbers)
                 if self._kept.get(name) is found:
                     found.num_bytes = numbers.nbytes
-                    self._num_bytes += numbers.nbytes
+                    self._num_bytes[found.owner] += numbers.nbytes
             self.trim()
         elif not found.rows.done():
-            with self._waits():
+            with self._waits(principal):
                 if not wait([found.rows], MAX_WAIT_S).done:
                     raise _waited_in_vain()
         numbers = found.rows.result()
@@ -182,8 +182,8 @@ class RowValues:
         return numbers[bounds[0] : bounds[1]] - np.uint32(start - first)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._waits():
+    def _turn(self, principal: str) -> Iterator[None]:
+        with self._waits(principal):
             if not self._turns.acquire(timeout=MAX_WAIT_S):
                 raise _waited_in_vain()
             try:
@@ -192,16 +192,19 @@ class RowValues:
                 self._turns.release()
 
     @contextmanager
-    def _waits(self) -> Iterator[None]:
+    def _waits(self, principal: str) -> Iterator[None]:
         with self._lock:
-            if self._waiting >= MAX_WAITING:
-                raise NotReadyError(f"{MAX_WAITING} other requests wait for values of rows")
-            self._waiting += 1
+            if self._waiting[principal] >= MAX_WAITING:
+                raise NotReadyError(
+                    f"{MAX_WAITING} other requests of {principal!r} wait for values of rows"
+                )
+            self._waiting[principal] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._waiting -= 1
+                self._waiting[principal] -= 1
+                self._waiting = +self._waiting  # those that wait
 
 
 def _waited_in_vain() -> NotReadyError:

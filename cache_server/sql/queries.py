@@ -187,8 +187,8 @@ def check_query(
 def _check_size(sql: str) -> None:
     size = size_of(sql)
     for what, limit, number in (
-        ("operators in one expression", MAX_CHAIN, size.chain),
         ("SELECT and JOIN", MAX_QUERIES, size.queries),
+        ("operators in one expression", MAX_CHAIN, size.chain),
     ):
         if number > limit:
             raise RequestError(

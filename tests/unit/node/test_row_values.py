@@ -1,3 +1,4 @@
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,8 +40,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def selected(values: RowValues, rows: ResidentRows, start: int, stop: int, where: str) -> list[int]:
-    schema, (numbers,) = values.answer(rows, start, stop, "", (where,))
+def selected(
+    values: RowValues, rows: ResidentRows, start: int, stop: int, where: str, principal: str = ""
+) -> list[int]:
+    schema, (numbers,) = values.answer(rows, start, stop, "", (where,), principal=principal)
     assert schema == pa.schema([("row", pa.uint32())])
     found: list[int] = numbers.to_pylist()
     return found
@@ -141,6 +144,65 @@ def test_what_the_shards_leave_no_room_for_is_freed_the_oldest_first(
     assert len(runs) == 4
 
 
+@pytest.mark.parametrize("limit", ["bytes", "number"])
+def test_a_principal_who_asks_for_much_evicts_nothing_of_another(
+    rows: ResidentRows, runs: list[str], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    if limit == "number":
+        monkeypatch.setattr(row_values, "MAX_KEPT", 4)
+    values = RowValues(lambda: 60 if limit == "bytes" else None, at_once=1)
+    for least in (3, 2):  # 1 and 2 rows of 4 bytes
+        selected(values, rows, 0, 5, f'"row" > {least}', "team a")
+    for number in range(20):
+        selected(values, rows, 0, 5, f'"row" > {number} - {number}', "team b")  # 4 rows
+    assert (len(runs), values.num_bytes) == (22, 60 if limit == "bytes" else 12 + 2 * 16)
+
+    for least in (3, 2):
+        selected(values, rows, 0, 5, f'"row" > {least}', "team b")
+    assert len(runs) == 22, "those of another principal are used, too"
+    selected(values, rows, 0, 5, '"row" > 19 - 19', "team b")
+    selected(values, rows, 0, 5, '"row" > 0 - 0', "team b")
+    assert len(runs) == 23, "the oldest is gone"
+
+
+def test_what_is_kept_does_not_contain_the_text_of_its_condition(rows: ResidentRows) -> None:
+    values = RowValues(lambda: None, at_once=1)
+    selected(values, rows, 0, 5, f"\"text\" <> '{'x' * 4000}'")
+
+    (name,) = values._kept
+    assert len(pickle.dumps(name)) < 300
+
+
+def test_a_request_waits_a_bounded_time_for_its_turn_and_for_another_request(
+    rows: ResidentRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_values, "MAX_WAIT_S", 0.01)
+    values, begun, may_end = (
+        RowValues(lambda: None, at_once=1),
+        threading.Event(),
+        threading.Event(),
+    )
+    joined = row_values._joined
+
+    def late(pieces: list[row_values.RowNumbers]) -> row_values.RowNumbers:
+        begun.set()
+        assert may_end.wait(20)
+        return joined(pieces)
+
+    monkeypatch.setattr(row_values, "_joined", late)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(selected, values, rows, 0, 5, "wide < -2")
+        try:
+            assert begun.wait(20)
+            for expression, where in (("", ("wide < -2",)), ("", ("wide < -3",)), ("wide", ())):
+                with pytest.raises(NotReadyError, match=r"longer than 0.01 s: try again"):
+                    values.answer(rows, 0, 5, expression, where)
+        finally:
+            may_end.set()
+        assert first.result() == [3, 4]
+    assert selected(values, rows, 0, 5, "wide < -3") == [4], "its failure is not kept"
+
+
 def test_the_number_of_conditions_that_are_kept_is_bounded(
     rows: ResidentRows, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,8 +243,8 @@ def test_answers_and_waiting_requests_are_bounded(
         values.answer(rows, 0, 5, "row", ())
 
     monkeypatch.setattr(row_values, "MAX_WAITING", 0)
-    with pytest.raises(NotReadyError, match="0 other requests"):
-        values.answer(rows, 0, 5, "row", ())
+    with pytest.raises(NotReadyError, match="0 other requests of 'team a'"):
+        values.answer(rows, 0, 5, "row", (), principal="team a")
 
 
 def test_dates_times_and_booleans_are_seen_as_in_the_source(tmp_path: Path) -> None:

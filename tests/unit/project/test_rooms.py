@@ -67,6 +67,7 @@ PURE_MODULES = (
     "cache_server/sql/quoting.py",
     "cache_server/sql/select_list.py",
     "cache_server/sql/selection.py",
+    "cache_server/sql/sql_size.py",
     "cache_server/secrets/redaction.py",
     "cache_server/object_stores/options.py",
     "cache_server/tables/postgres/quoting.py",

@@ -7,7 +7,14 @@ import pyarrow as pa
 import pytest
 
 from cache_protocol.errors import RequestError
-from cache_server.sql.row_queries import MAX_TEXT_LENGTH, check_row_query, run_row_query
+from cache_server.sql.row_queries import (
+    MAX_NAMES,
+    MAX_OTHERS,
+    MAX_SIGNS,
+    MAX_TEXT_LENGTH,
+    check_row_query,
+    run_row_query,
+)
 
 ROWS = pa.RecordBatch.from_pydict(
     {
@@ -43,6 +50,7 @@ def run(expression: str, *where: str, lot: int = 4) -> list[object]:
         ("day", [date(1970, 1, 1 + n) for n in range(10)]),
         ("1", [1] * 10),
         ("left(md5(city), 2)", ["f4", None] * 5),
+        ("n * n + n * n + n * n", [3 * n * n for n in range(10)]),  # a part that is shared
     ],
 )
 def test_an_expression_has_one_value_a_row_in_their_order(
@@ -116,6 +124,59 @@ def test_what_is_not_computed_from_one_row_is_refused_by_name(
 
     assert str(caught.value).startswith(kind) and named in str(caught.value)
     assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize(
+    ("expression", "where", "named"),
+    [
+        ("", ("n > 0",) * 20_000, f"where must have at most {MAX_TEXT_LENGTH} characters in all"),
+        (
+            "n",
+            ("n>0",) * 65,
+            f"expression and where must have at most {MAX_OTHERS} other operators",
+        ),
+        ("n" + "+n" * 33, (), f"expression must have at most {MAX_SIGNS} of + - * in all, got 33"),
+        ("- " * 17 + "n", ("- " * 17 + "n > 0",), f"at most {MAX_SIGNS} of + - *"),
+        ("n" + "::int" * 200, (), f"at most {MAX_OTHERS} other operators in all, got 200"),
+        ("n" + " IS NULL" * 200, (), f"at most {MAX_OTHERS} other operators in all, got 200"),
+        ("price IN (" + "n, " * 300 + "n)", (), f"at most {MAX_NAMES} names in all, got 302"),
+        ('price IN ("n' + '", "n' * 300 + '")', (), f"at most {MAX_NAMES} names"),
+    ],
+)
+def test_what_would_take_long_to_plan_is_refused_with_limit_and_value(
+    expression: str, where: tuple[str, ...], named: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        check_row_query(expression, where, ROWS.schema)
+
+    assert named in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("n" + "+n" * MAX_SIGNS, MAX_SIGNS + 1),
+        ("n IN (" + ", ".join(str(-n) for n in range(-1, 500)) + ")", True),
+        ("city IN (" + ", ".join(f"'a+b-c {n}'" for n in range(250)) + ")", None),
+        ("CASE " + " ".join(f"WHEN n = {n} THEN {n}" for n in range(100)) + " END", 1),
+    ],
+)
+def test_long_expressions_within_the_limits_are_computed(expression: str, value: object) -> None:
+    assert run(expression, lot=10)[1] == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "arrow_cast(city, 'Dictionary(Int32, Utf8)')",
+        "[arrow_cast(city, 'Dictionary(Int32, Utf8)')]",
+        "named_struct('a', arrow_cast(city, 'Dictionary(Int32, Utf8)'))",
+    ],
+)
+def test_dictionaries_are_refused_because_flight_would_not_send_them(expression: str) -> None:
+    with pytest.raises(RequestError, match=r"dictionary.* leave that cast out"):
+        check_row_query(expression, (), ROWS.schema)
 
 
 @pytest.mark.parametrize("where", ["n", "city", "NULL"])
