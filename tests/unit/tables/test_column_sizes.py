@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cache_server.tables import column_sizes
 from cache_server.tables.column_sizes import plain_bytes, value_bytes
+from cache_server.tables.size_statistics import encrypted_columns
 
 TEXTS = st.lists(st.none() | st.text(max_size=20), min_size=1, max_size=30)
 LISTS = st.lists(
@@ -98,3 +99,9 @@ def test_strings_are_nearly_foretold_where_the_writer_kept_no_sizes(
     (size,) = foretold(table, [table.schema.field("a")], use_dictionary=use_dictionary)
 
     assert size == pytest.approx(1000 * 14, rel=0.05)
+
+
+def test_a_footer_with_an_endless_integer_is_left_to_pyarrow() -> None:
+    footer = b"\x15" + b"\xff" * 2**20  # a structure whose first field is an integer
+    tail = footer + len(footer).to_bytes(4, "little") + b"PAR1"
+    assert encrypted_columns(tail) == []
