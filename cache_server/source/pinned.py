@@ -228,9 +228,9 @@ def check_schema(schema: pa.Schema) -> None:
     """Refuses names of columns, fields and time zones that a query cannot use.
 
     Raises:
-        ValueError: several columns share a name, of which a query finds only one; or a name has a
-            NUL character, where libraries in C end a text.
-        UnicodeDecodeError: a name is not UTF-8; this is a ValueError, too.
+        ValueError: several columns share a name, and a query finds only one of them; or a name has
+            a NUL character, where libraries in C end a text.
+        UnicodeDecodeError: a name is not UTF-8. It is a ValueError.
     """
     check_names(schema.names)
     for dtype in schema.types:

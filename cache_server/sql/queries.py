@@ -188,7 +188,7 @@ def _check_size(sql: str) -> None:
     size = size_of(sql)
     for what, limit, number in (
         ("SELECT and JOIN", MAX_QUERIES, size.queries),
-        ("operators in one expression", MAX_CHAIN, size.chain),
+        ("operators in a chain", MAX_CHAIN, size.chain),
     ):
         if number > limit:
             raise RequestError(

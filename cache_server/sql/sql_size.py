@@ -19,9 +19,9 @@ _TOKEN = re.compile(
     r"|(?P<part>[,;]|\b(?:WHEN|THEN|ELSE)\b)"
     r"|(?P<query>\b(?:SELECT|JOIN)\b)"
     r"|(?P<sign>[-+*])"
+    r"|(?P<joint>\b(?:AND|OR|XOR|UNION|EXCEPT|INTERSECT)\b)"
     r"|(?P<other>[/%&|^#~<>=!@:]+"
-    r"|\b(?:AND|OR|XOR|NOT|IS|IN|I?LIKE|RLIKE|SIMILAR|BETWEEN|DIV|COLLATE|ZONE|UNION|EXCEPT"
-    r"|INTERSECT)\b)"
+    r"|\b(?:NOT|IS|IN|I?LIKE|RLIKE|SIMILAR|BETWEEN|DIV|COLLATE|ZONE)\b)"
     r"|(?P<name>\"+|[^\W\d]\w*)",
     re.IGNORECASE,
 )
@@ -51,19 +51,30 @@ class _Group:
     """What stands between parentheses, so far.
 
     Attributes:
-        operators, inner: of its current part, after a comma: operators, and the longest chain
-            inside parentheses.
+        operators, inner: since the last AND, OR or comma: operators, and the longest chain inside
+            parentheses.
+        joints, longest: since the last comma: AND and OR, and the longest chain between them.
         chain: the longest of its parts.
     """
 
     operators: int = 0
     inner: int = 0
+    joints: int = 0
+    longest: int = 0
     chain: int = 0
 
-    def end_part(self) -> int:
-        self.chain = max(self.chain, self.operators + self.inner)
+    def end_side(self) -> None:
+        self.longest = max(self.longest, self.operators + self.inner)
         self.operators = self.inner = 0
+
+    def end_part(self) -> int:
+        self.end_side()
+        self.chain = max(self.chain, self.joints + self.longest)
+        self.joints = self.longest = 0
         return self.chain
+
+    def add(self, inside: _Group) -> None:
+        self.inner = max(self.inner, inside.end_part())
 
 
 def size_of(sql: str) -> SqlSize:
@@ -78,19 +89,20 @@ def size_of(sql: str) -> SqlSize:
         counts[kind] += 1
         if kind in ("sign", "other", "item"):
             groups[-1].operators += 1
+        if kind == "joint":
+            groups[-1].joints += 1
+            groups[-1].end_side()
         if kind in ("open", "item"):
             groups.append(_Group())
         elif kind == "part":
             groups[-1].end_part()
         elif kind == "close" and len(groups) > 1:
-            inner = groups.pop().end_part()
-            groups[-1].inner = max(groups[-1].inner, inner)
-    while len(groups) > 1:
-        inner = groups.pop().end_part()
-        groups[-1].inner = max(groups[-1].inner, inner)
+            groups[-2].add(groups.pop())
+    while len(groups) > 1:  # SQL that no parser takes
+        groups[-2].add(groups.pop())
     return SqlSize(
         counts["sign"],
-        counts["other"] + counts["item"],
+        counts["other"] + counts["joint"] + counts["item"],
         counts["name"],
         counts["query"],
         groups[0].end_part(),

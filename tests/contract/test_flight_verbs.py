@@ -677,6 +677,14 @@ def test_get_schema_of_a_bad_descriptor_says_why_and_the_node_serves_on(
 
 
 BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
+    "20,000 conditions": (
+        lambda s: _computed(s, "", *["a > 0"] * 20_000),
+        Bad(RequestError, ("where must have at most 4096 characters", "got 100000")),
+    ),
+    "a dictionary": (
+        lambda s: _computed(s, "arrow_cast(text, 'Dictionary(Int32, Utf8)')"),
+        Bad(RequestError, ("arrow_cast(text", "it is of dictionary")),
+    ),
     "garbage": (
         lambda s: b"\xffrandom bytes",
         Bad(InvalidTicketError, ("\\xffrandom bytes",)),
@@ -728,6 +736,11 @@ BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
         Bad(RequestError, ("'1 / row'", "Divide by zero")),
     ),
 }
+
+
+def _computed(served: Served, expression: str, *where: str) -> bytes:
+    wanted = pb.RowExpression(rows=pb.RowRange(start=0, stop=1), expression=expression, where=where)
+    return served.ticket(0, 1, expression=wanted).SerializeToString()
 
 
 @pytest.mark.parametrize("case", BAD_TICKETS)
