@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.shards.version_key import VersionKey
@@ -30,6 +31,7 @@ class FakeNode:
     """A node as the coordinator sees it: it holds what it was told to, at once and perfectly.
 
     Attributes:
+        by: the principal that reports; None: the coordinator's own process, which is believed.
         sealed: version -> shard -> what the node holds of it.
         starts: version -> shard -> the first row id that it was told.
         failing: (dataset, shard) -> the reason why this node cannot load it.
@@ -38,10 +40,18 @@ class FakeNode:
         loads: how many shards it has loaded so far.
     """
 
-    def __init__(self, coordinator: Coordinator, node_id: str, *, limit_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        node_id: str,
+        *,
+        limit_bytes: int = 0,
+        by: Principal | None = None,
+    ) -> None:
         self.coordinator = coordinator
         self.id = node_id
         self.location = f"grpc://{node_id}:1"
+        self.by = by
         self.limit_bytes = limit_bytes
         self.sealed: dict[VersionKey, dict[int, pb.SealedShard]] = {}
         self.starts: dict[VersionKey, dict[int, int]] = {}
@@ -90,7 +100,7 @@ class FakeNode:
         Args:
             load: the shards that this node gets done now, of those that it lacks.
         """
-        answer = self.coordinator.heartbeat(self.report())
+        answer = self.coordinator.heartbeat(self.report(), by=self.by)
         wanted: dict[str, set[int]] = {}
         keys = {VersionKey(kept.dataset, kept.fingerprint) for kept in answer.kept}
         for desired in answer.datasets:
@@ -127,7 +137,9 @@ class FakeNode:
 
     def restart(self, coordinator: Coordinator | None = None) -> FakeNode:
         """The node after a restart: it has its shards, and has been told nothing."""
-        again = FakeNode(coordinator or self.coordinator, self.id, limit_bytes=self.limit_bytes)
+        again = FakeNode(
+            coordinator or self.coordinator, self.id, limit_bytes=self.limit_bytes, by=self.by
+        )
         again.sealed = {key: dict(shards) for key, shards in self.sealed.items() if shards}
         return again
 

@@ -63,7 +63,7 @@ class Coordinator:
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
         sources: that it may read.
-        checks: which claims of nodes count; None: all. `next_check` must be called for it.
+        checks: which claims of nodes count; `next_check` must be called for it.
         clock: monotonic seconds.
 
     Attributes:
@@ -83,14 +83,17 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
-        self._checks = checks
+        self._checks = HolderChecks(0) if checks is None else checks
         self._proven = frozenset(catalogue.read_proven())
+        self._lost_proof = False  # a node of `_proven` is not trusted any more
+        self._writes_proven = threading.Lock()
         self._sources = sources
         self._endpoints = endpoints
         self._interval_s = heartbeat_interval_s
         self._lease_s = lease_s
         self._clock = clock
         self.jobs = Jobs(clock)
+        self._closed = threading.Event()
         self._changed = threading.Condition()
         self._changes = 0  # counted, so that `watch` misses none
         self._listeners: list[Callable[[], None]] = []
@@ -106,7 +109,8 @@ class Coordinator:
         self._restore()
 
     def close(self) -> None:
-        """Closes the sources of running loads. Nothing is decided after it."""
+        """Closes the sources of running loads, and ends watches. Nothing is decided after it."""
+        self._closed.set()
         with self._changed:
             for version in self._versions.values():
                 version.release()
@@ -175,22 +179,21 @@ class Coordinator:
                 raise
             if version is not None:
                 version.release()
-            if self._checks is not None:
-                self._checks.forget(planned.version.key)
+            self._checks.forget(planned.version.key)
+            self._created = made.created
+            self._versions[planned.version.key] = made
             if version is None:  # orphans of the nodes count before any heartbeat is answered
                 for node_id, member in self._membership.members.items():
                     if planned.version.key in member.actual and not member.untrusted:
-                        made.apply_report(member.actual[planned.version.key], node_id)
-                        self._note_claims(made, node_id, believed=True)
-            self._created = made.created
-            self._versions[planned.version.key] = made
+                        self._apply_claims(made, node_id, believed=member.is_own)
+            self._mark_changed()
             logger.info(
                 "dataset planned name=%s fingerprint=%s shards=%s",
                 spec.name, planned.version.key.fingerprint, made.num_shards,
             )  # fmt: skip
             self._settle()
-            self._mark_changed()
             info = self._describe(made, by.viewer)
+        self._write_proven()
         self._notify_listeners()
         return info
 
@@ -405,7 +408,7 @@ class Coordinator:
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError: as `get`.
         """
-        while active():
+        while active() and not self._closed.is_set():
             with self._changed:
                 seen, begun = self._changes, time.perf_counter()
                 version = self._find(name, fingerprint, viewer)
@@ -416,9 +419,10 @@ class Coordinator:
             yield info
             if not loads:
                 return
-            time.sleep(rest_s(took_s))
+            if rest := rest_s(took_s):
+                self._closed.wait(rest)
             with self._changed:
-                if self._changes == seen:
+                if self._changes == seen and not self._closed.is_set():
                     self._changed.wait(min(self._interval_s, _WATCH_S))
 
     # -- nodes ---------------------------------------------------------------------------------
@@ -429,12 +433,13 @@ class Coordinator:
             return self._membership.nodes()
 
     def heartbeat(
-        self, request: pb.HeartbeatRequest, *, by: Principal = ANYONE
+        self, request: pb.HeartbeatRequest, *, by: Principal | None = None
     ) -> pb.HeartbeatResponse:
         """Applies the report of a node, and answers what it should hold.
 
         Args:
-            by: sent it. The id of the node is theirs until the node counts as lost.
+            by: sent it. The id of the node is theirs until the node counts as lost. None: the node
+                of this process, which is believed.
 
         Raises:
             ConfigError: another live node has the same id.
@@ -451,25 +456,20 @@ class Coordinator:
                 and node_id in self._proven
                 and node_id in self._membership.alive()
             )
-            member = self._membership.apply_heartbeat(request, by.process)
+            reporter = (by or ANYONE).process
+            member = self._membership.apply_heartbeat(request, reporter, is_own=by is None)
             self.jobs.apply(reports)
-            has_news = member.has_news
-            reported = {} if member.untrusted else member.actual
-            for key, loading in self._versions.items():
-                shards = reported[key].shards if key in reported else ()
-                running = frozenset(shard.index for shard in shards if shard.running)
-                loading.ended.apply_report(node_id, request.node.process, running)
-            for key, actual in reported.items():
-                if (version := self._versions.get(key)) is not None:
-                    has_news |= version.apply_report(actual, node_id)
-                    if actual.HasField("idle_s"):
-                        version.last_used = max(
-                            version.last_used or 0.0, self._clock() - actual.idle_s
-                        )
-            if has_news:
-                self._note_holder(node_id, member, believed=returns)
-                self._mark_changed()
-            self._distrust_liar(node_id, reported)
+            if member.has_news:
+                self._note_holder(member, believed=returns or member.is_own)
+            running = {} if member.untrusted else member.running
+            used = {} if member.untrusted else member.actual
+            for key, version in self._versions.items():
+                loads = running.get(key, frozenset())
+                version.ended.apply_report(node_id, request.node.process, loads)
+                if key in used and used[key].HasField("idle_s"):
+                    used_at = self._clock() - used[key].idle_s
+                    version.last_used = max(version.last_used or 0.0, used_at)
+            self._distrust_liar(node_id)
             self._settle()
             response = pb.HeartbeatResponse(
                 interval_s=self._interval_s,
@@ -480,30 +480,33 @@ class Coordinator:
                 if version.failure is None:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
-                    if self._checks is not None:
-                        key = version.pinned.key
-                        self._checks.note_told(key, node_id, _loads(desired))
+                    self._checks.assign(version.pinned.key, node_id, _loads(desired))
                     response.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
             for key in member.actual.keys() & (
                 member.actual.keys() if member.untrusted else self._orphans.find()
             ):
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
-            return response
+        if member.has_news:
+            self._write_proven()
+        return response
 
-    def _distrust_liar(self, node_id: str, keys: Iterable[VersionKey]) -> None:
+    def _distrust_liar(self, node_id: str) -> None:
         """Marks a node that claims what contradicts the other nodes."""
-        for version in filter(None, map(self._versions.get, keys)):
-            if version.was_ready and (lie := self._holdings(version).lie(node_id)):
+        for version in self._versions.values():
+            suspect = version.was_ready and node_id in version.contradicted
+            if suspect and (lie := self._holdings(version).lie(node_id)):
                 self._distrust(node_id, lie)
                 return
 
     def _distrust(self, node_id: str, reason: str) -> None:
         self._membership.distrust(node_id, reason)
-        if self._checks is not None:
-            self._checks.forget_node(node_id)
-            if node_id in self._proven:
-                self._write_proven(self._proven - {node_id})
+        self._checks.forget_node(node_id)
+        self._lost_proof |= node_id in self._proven
+        self._proven -= {node_id}
+        for version in self._versions.values():
+            version.waiting.discard(node_id)
+            version.contradicted.discard(node_id)
         self._mark_changed()
 
     # -- second reader -------------------------------------------------------------------------
@@ -524,67 +527,84 @@ class Coordinator:
             return found
 
     def _next_check(self) -> ShardCheck | None:
-        if self._checks is None:
-            return None
         return self._checks.next(self._membership.alive(), self._clock())
 
     def apply_check(self, check: ShardCheck, outcome: Outcome) -> None:
         """Takes the outcome of a check: the claim counts, or the node is not trusted."""
-        if self._checks is None:
-            return
         key, index, node_id = check.claim
+        if outcome is Outcome.DIFFERS:
+            logger.warning("shard differs node=%s dataset=%s shard=%d", node_id, key.dataset, index)
         with self._changed:
             lies = self._checks.apply_outcome(check, outcome, self._clock())
-            if outcome is Outcome.DIFFERS:
-                logger.warning(
-                    "shard differs node=%s dataset=%s shard=%d", node_id, key.dataset, index
-                )
             if lies and node_id in self._membership.members:
                 self._distrust(
                     node_id, f"{key.dataset!r}: the file of shard {index} has another checksum"
                 )
-            elif check.is_first or outcome is Outcome.DIFFERS:
+            elif check.is_first or outcome is not Outcome.MATCHES:
                 self._mark_changed()
-            self._note_proven()
             self._settle()
+        self._write_proven()
         self._notify_listeners()
 
-    def _note_holder(self, node_id: str, member: Member, *, believed: bool) -> None:
-        """Takes the claims of a report."""
-        if self._checks is None or member.untrusted:
-            return
-        location = member.node.flight_location
-        self._checks.meet(Holder(node_id, member.reporter or "", location))
-        believed |= location == self._endpoints.flight_location  # the node of this process
-        for version in self._versions.values():
-            self._note_claims(version, node_id, believed=believed)
-        self._note_proven()
+    def _note_holder(self, member: Member, *, believed: bool) -> None:
+        """Takes the news of a report.
 
-    def _note_proven(self) -> None:
-        """Writes that nodes were proven to hold a shard, once for each node."""
-        if self._checks is not None and not self._checks.proven_nodes() <= self._proven:
-            self._write_proven(self._proven | self._checks.proven_nodes())
+        Args:
+            believed: its claims count without a look at the files.
+        """
+        self._mark_changed()  # placement depends on the members
+        self._checks.keep_nodes(self._membership.members)
+        if not member.untrusted:
+            node = member.node
+            self._checks.meet(Holder(node.id, member.reporter or "", node.flight_location))
+            for key in member.changed & self._versions.keys():
+                self._apply_claims(self._versions[key], node.id, believed=believed)
+            self._mark_changed()
 
-    def _write_proven(self, node_ids: frozenset[str]) -> None:
-        self._proven = node_ids
-        try:
-            self._catalogue.write_proven(node_ids)
-        except OSError as error:  # after a restart their files are read back
-            logger.error("members not written reason=%s", error.strerror)
+    def _write_proven(self) -> None:
+        """Writes which nodes are proven to hold a shard, after a change; not inside the lock."""
+        with self._writes_proven:
+            with self._changed:
+                found = self._checks.proven_nodes()
+                if found <= self._proven and not self._lost_proof:
+                    return
+                self._lost_proof = False
+                self._proven = proven = self._proven | found
+            try:
+                self._catalogue.write_proven(proven)
+            except OSError as error:  # after a restart their files are read back
+                logger.error("members not written reason=%s", error.strerror)
 
-    def _note_claims(self, version: VersionRecord, node_id: str, *, believed: bool) -> None:
-        if self._checks is None:
-            return
+    def _apply_claims(
+        self, version: VersionRecord, node_id: str, *, believed: bool = False
+    ) -> None:
+        """Takes what a node says of a version, then what the nodes say that waited for this."""
+        again = {node_id}
+        while again:
+            each = again.pop()
+            if self._apply_report(version, each, believed=believed and each == node_id):
+                again |= version.waiting
+
+    def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> bool:
+        """Takes what a node says of a version; returns whether the version changed."""
         key = version.pinned.key
-        actual = self._membership.members[node_id].actual.get(key)
+        if node_id not in self._membership.members:
+            version.waiting.discard(node_id)
+            return False
+        view = self._holdings(version)
+        actual = view.last_report(node_id)
+        changed, recorded = version.apply_report(
+            actual, node_id, lambda index: believed or view.may_load(node_id, index)
+        )
         said = {}
-        if actual is not None and version.is_current(actual):
-            for shard in actual.shards:
-                if shard.sealed and version.agrees(shard):
-                    is_known = shard.checksum == version.sealed[shard.index].checksum
-                    is_first = version.first_holders.get(shard.index) == node_id
-                    said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known, is_first)
-        self._checks.apply_report(key, node_id, said, self._clock(), believed=believed)
+        for shard in actual.shards:
+            if shard.sealed and version.agrees(shard):
+                is_known = shard.checksum == version.sealed[shard.index].checksum
+                said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known)
+        self._checks.apply_report(
+            key, node_id, said, self._clock(), believed=said if believed else recorded
+        )
+        return changed
 
     def _mark_changed(self) -> None:
         """Wakes watchers and outdates every view. Call it inside the lock after a change."""
@@ -697,8 +717,7 @@ class Coordinator:
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
-            if self._checks is not None:
-                self._checks.forget(key)
+            self._checks.forget(key)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
         if keys:

@@ -1,25 +1,29 @@
 """Whose claim to hold a shard is proven, and which file to read next. Pure.
 
-A checksum is public, so any node can repeat it. The coordinator believes the first node that loads
-a shard from the source, as it was told to. Every other claim counts once the second reader has read
-the file back from the node, and it had the checksum. Proven files are read again from time to time.
+A checksum is public, so any node can repeat it. The coordinator believes the node that loads a
+shard for the first time, as it was asked to: that claim makes the record. Every other claim counts
+once the second reader has read the file back from the node, and it had the checksum. Proven files
+are read again from time to time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
+from cache_server.coordination.ended_nodes import WHOLE_QUERY, Indices
 from cache_server.shards.version_key import VersionKey
 
-_WHOLE_QUERY = None  # in place of the index of a shard
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # after a failed read
-_MOST_LIES = 2  # an honest node drops a file that it finds damaged, and claims it no more
-_SEEN_AT_ONCE = 32  # claims that are compared to choose the next one
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # of a node that did not give a file
+_LOOK_EVERY_S = 1.0  # for proven files that are old
+_MOST_LIES = 2  # an honest node drops a file that it finds damaged, and makes it again
+_MOST_UNREAD = 8  # failed reads of a proven file, more than a minute
+_SEEN_AT_ONCE = 32  # nodes, and claims of each, that are compared to choose the next file
 
 
 class Holder(NamedTuple):
@@ -66,36 +70,63 @@ class Outcome(Enum):
     UNREAD = "unread"  # the node did not give the file
 
 
-@dataclass(frozen=True, slots=True)
-class Said:
+class Said(NamedTuple):
     """What a node says of a shard.
 
     Attributes:
         is_known: the version has this checksum for the shard.
-        is_first: no other node said anything of the shard before.
     """
 
     num_bytes: int
     checksum: str
     is_known: bool
-    is_first: bool = False
 
 
 @dataclass(slots=True)
 class _State:
-    """Of a claim.
+    """The state of a claim.
 
     Attributes:
         proven_at: seconds; None: not proven.
-        due: the next read may begin; only after a failed one.
-        failures, lies: reads in a row without the file, and with another checksum.
+        unread: failed reads in a row.
     """
 
     said: Said
     proven_at: float | None = None
-    due: float = 0.0
+    unread: int = 0
+
+
+_File = tuple[VersionKey, int]
+
+
+@dataclass(slots=True)
+class _Node:
+    """What a node claims, and how its checks went.
+
+    Attributes:
+        assigned: the loads from the source that it was asked to do and has not proven.
+        hopeless: the shards that no read can prove.
+        pending: to be read, the oldest first.
+        proven: likewise, by the time of the last read.
+        lies: reads that found another checksum. A claim that is dropped and made again keeps them.
+        failures: reads in a row without a file. Until `due` no read begins.
+    """
+
+    holder: Holder
+    assigned: dict[VersionKey, set[int | None]] = field(default_factory=dict)
+    claims: dict[VersionKey, dict[int, _State]] = field(default_factory=dict)
+    hopeless: dict[VersionKey, set[int]] = field(default_factory=dict)
+    pending: dict[_File, None] = field(default_factory=dict)
+    proven: dict[_File, None] = field(default_factory=dict)
+    lies: Counter[_File] = field(default_factory=Counter)
     failures: int = 0
-    lies: int = 0
+    due: float = 0.0
+    is_read: bool = False
+
+    def pause(self, now: float) -> None:
+        """Lets some time pass before the next read, more after each failure."""
+        pause_s = _FIRST_PAUSE_S * 2 ** min(max(self.failures - 1, 0), 10)
+        self.due = now + min(pause_s, _LONGEST_PAUSE_S)
 
 
 class HolderChecks:
@@ -106,26 +137,29 @@ class HolderChecks:
     """
 
     def __init__(self, again_after_s: float) -> None:
-        self._again_after_s = again_after_s
-        self._holders: dict[str, Holder] = {}  # by node id
-        self._told: dict[tuple[VersionKey, str], set[int | None]] = {}
-        self._claims: dict[Claim, _State] = {}
-        self._of: dict[tuple[VersionKey, str], set[int]] = {}  # the indices of `_claims`
-        self._pending: dict[Claim, None] = {}  # the oldest first
-        self._proven: dict[Claim, None] = {}  # likewise, by the time of the last read
-        self._num_proven: Counter[str] = Counter()  # by node
-        self._running: set[str] = set()  # nodes: one file at a time
+        self._again_after_s = again_after_s or math.inf
+        self._nodes: dict[str, _Node] = {}
+        self._waiting: dict[str, None] = {}  # nodes with pending claims; read last: at the end
+        self._holders: defaultdict[VersionKey, dict[int, set[str]]] = defaultdict(dict)
+        self._proven_nodes: set[str] = set()
+        self._look_at = -math.inf  # no proven file is old before
 
     def meet(self, holder: Holder) -> None:
         """Notes who reports under a node id; forgets what was proven of another one."""
-        if self._holders.get(holder.node_id, holder) != holder:
+        known = self._nodes.get(holder.node_id)
+        if known is None or known.holder != holder:
             self.forget_node(holder.node_id)
-        self._holders[holder.node_id] = holder
+            self._nodes[holder.node_id] = _Node(holder)
 
-    def note_told(self, key: VersionKey, node_id: str, indices: Set[int | None]) -> None:
-        """Notes the loads from the source that a node was told to do; None: the whole query."""
-        if indices:
-            self._told.setdefault((key, node_id), set()).update(indices)
+    def assign(self, key: VersionKey, node_id: str, indices: Indices) -> None:
+        """Notes the loads from the source that a node is asked to do."""
+        if indices and node_id in self._nodes:
+            self._nodes[node_id].assigned.setdefault(key, set()).update(indices)
+
+    def is_assigned(self, key: VersionKey, node_id: str, index: int | None) -> bool:
+        """Whether a node was asked to load a shard, or the whole query, and has not proven it."""
+        assigned = self._nodes[node_id].assigned.get(key, ()) if node_id in self._nodes else ()
+        return index in assigned or WHOLE_QUERY in assigned
 
     def apply_report(
         self,
@@ -134,151 +168,188 @@ class HolderChecks:
         said: Mapping[int, Said],
         now: float,
         *,
-        believed: bool = False,
+        believed: Collection[int] = (),
     ) -> None:
-        """Takes what a node says now of one version.
+        """Takes what a node says now of one version; `meet` must have noted the node.
 
         Args:
             said: by shard; without those that contradict the version.
-            believed: no claim is checked first: of the coordinator's own node, or of a node that
-                reports again after a restart of the coordinator.
+            believed: the shards whose claims are not read first.
         """
-        told = self._told.get((key, node_id), set())
-        before = self._of.get((key, node_id), set())
-        for index in before - said.keys():
-            self._forget(Claim(key, index, node_id))
+        node = self._nodes[node_id]
+        claims = node.claims.setdefault(key, {})
+        for index in claims.keys() - said.keys():
+            self._forget(node, key, index)
         for index, now_said in said.items():
-            claim = Claim(key, index, node_id)
-            state = self._claims.get(claim)
+            state = claims.get(index)
             if state is not None and state.said == now_said:
                 continue
-            self._forget(claim)
-            self._claims[claim] = _State(now_said)
-            was_told = index in told or _WHOLE_QUERY in told
-            if believed or (was_told and now_said.is_first):
-                self._prove(claim, now)
-            elif was_told or now_said.is_known:
-                self._pending[claim] = None
-        self._of[key, node_id] = set(said)
+            self._forget(node, key, index)
+            claims[index] = _State(now_said)
+            if index in believed:
+                self._prove(node, key, index, now)
+            elif now_said.is_known or self.is_assigned(key, node_id, index):
+                self._queue(node, key, index)
+            else:
+                node.hopeless.setdefault(key, set()).add(index)
 
-    def is_proven(self, key: VersionKey, index: int, node_id: str) -> bool:
-        """Whether a claim counts."""
-        return Claim(key, index, node_id) in self._proven
+    def holders(self, key: VersionKey) -> Mapping[int, Set[str]]:
+        """The nodes whose claims to hold a shard of a version count."""
+        return self._holders.get(key, {})
 
     def proven_nodes(self) -> Set[str]:
         """The nodes that hold a shard for certain."""
-        return self._num_proven.keys()
+        return self._proven_nodes
 
     def is_doubtful(self, key: VersionKey, index: int, node_id: str) -> bool:
-        """Whether a read of the file failed: no other node should wait for it."""
-        state = self._claims.get(Claim(key, index, node_id))
-        return state is not None and bool(state.failures or state.lies)
+        """Whether a read of an unproven file failed: no other node should wait for it."""
+        node = self._nodes.get(node_id)
+        state = None if node is None else node.claims.get(key, {}).get(index)
+        if node is None or state is None or state.proven_at is not None:
+            return False
+        return bool(state.unread or node.lies[key, index])
 
-    def hopeless(self, key: VersionKey, node_id: str) -> set[int]:
+    def hopeless(self, key: VersionKey, node_id: str) -> Set[int]:
         """The shards that a node holds and no read can prove: they have other checksums."""
-        indices = self._of.get((key, node_id), set())
-        claims = (Claim(key, index, node_id) for index in indices)
-        return {c.shard for c in claims if c not in self._proven and c not in self._pending}
+        node = self._nodes.get(node_id)
+        return frozenset() if node is None else node.hopeless.get(key, frozenset())
 
     def next(self, alive: Set[str], now: float) -> ShardCheck | None:
         """The next file to read; its outcome must follow. None: nothing is due.
 
-        Shards without a proven holder come first, proven files that are old come last.
+        Nodes take turns. Shards without a proven holder come first, proven files that are old come
+        last.
         """
-        due = [
-            claim
-            for claim in islice(self._pending, _SEEN_AT_ONCE)
-            if self._may_read(claim, alive) and self._claims[claim].due <= now
+        idle = (node for node in self._of(self._waiting) if self._may_read(node, alive, now))
+        found: tuple[_Node, _File] | None = None
+        for node in islice(idle, _SEEN_AT_ONCE):
+            for key, index in islice(node.pending, _SEEN_AT_ONCE):
+                if self._holders[key].get(index, set()).isdisjoint(alive):
+                    return self._begin(node, (key, index), is_first=True)
+            found = found or (node, next(iter(node.pending)))
+        if found is not None:
+            return self._begin(*found, is_first=True)
+        if now < self._look_at:
+            return None
+        old = [
+            node
+            for node in self._of(self._proven_nodes)
+            if now - self._last_read(node) >= self._again_after_s
+            and self._may_read(node, alive, now)
         ]
-        if due:
-            claim = min(due, key=lambda claim: self._is_held(claim, alive))
-            return self._begin(claim, is_first=True)
-        for claim in islice(self._proven, _SEEN_AT_ONCE if self._again_after_s else 0):
-            proven_at = self._claims[claim].proven_at
-            if proven_at is None or now - proven_at < self._again_after_s:
-                break
-            if self._may_read(claim, alive):
-                return self._begin(claim, is_first=False)
-        self._rotate(self._pending)
+        if old:
+            node = min(old, key=self._last_read)
+            return self._begin(node, next(iter(node.proven)), is_first=False)
+        self._look_at = now + _LOOK_EVERY_S
         return None
 
-    def _may_read(self, claim: Claim, alive: Set[str]) -> bool:
-        return claim.node_id in alive and claim.node_id not in self._running
-
-    def _is_held(self, claim: Claim, alive: Set[str]) -> bool:
-        return any(claim._replace(node_id=node_id) in self._proven for node_id in alive)
+    def _of(self, node_ids: Iterable[str]) -> Iterator[_Node]:
+        return map(self._nodes.__getitem__, node_ids)
 
     @staticmethod
-    def _rotate(claims: dict[Claim, None]) -> None:
-        """Lets those be seen that are not the oldest."""
-        for claim in list(islice(claims, _SEEN_AT_ONCE if len(claims) > _SEEN_AT_ONCE else 0)):
-            del claims[claim]
-            claims[claim] = None
+    def _may_read(node: _Node, alive: Set[str], now: float) -> bool:
+        return node.holder.node_id in alive and not node.is_read and node.due <= now
 
-    def _begin(self, claim: Claim, *, is_first: bool) -> ShardCheck:
-        said = self._claims[claim].said
-        self._running.add(claim.node_id)
-        return ShardCheck(
-            claim, self._holders[claim.node_id], said.num_bytes, said.checksum, is_first
-        )
+    @staticmethod
+    def _last_read(node: _Node) -> float:
+        key, index = next(iter(node.proven))
+        proven_at = node.claims[key][index].proven_at
+        return -math.inf if proven_at is None else proven_at
+
+    def _begin(self, node: _Node, file: _File, *, is_first: bool) -> ShardCheck:
+        key, index = file
+        node.is_read = True
+        node_id = node.holder.node_id
+        if node_id in self._waiting:
+            self._waiting[node_id] = self._waiting.pop(node_id)
+        said = node.claims[key][index].said
+        claim = Claim(key, index, node_id)
+        return ShardCheck(claim, node.holder, said.num_bytes, said.checksum, is_first)
 
     def apply_outcome(self, check: ShardCheck, outcome: Outcome, now: float) -> bool:
         """Takes the outcome of a check; returns whether the node lies.
 
-        One wrong file is no lie: an honest node finds the damage itself, and drops the file.
+        One wrong file is no lie: an honest node finds the damage itself, and makes the file again.
         """
-        claim = check.claim
-        self._running.discard(claim.node_id)
-        state = self._claims.get(claim)
-        holder = self._holders.get(claim.node_id)
-        if state is None or (state.said.checksum, holder) != (check.checksum, check.holder):
-            return False  # of another node or file meanwhile
+        key, index, node_id = check.claim
+        node = self._nodes.get(node_id)
+        if node is None or node.holder != check.holder:
+            return False  # of another node meanwhile
+        node.is_read = False
+        node.failures = node.failures + 1 if outcome is Outcome.UNREAD else 0
+        if outcome is not Outcome.MATCHES:
+            node.pause(now)
+        state = node.claims.get(key, {}).get(index)
+        if state is None or state.said.checksum != check.checksum:
+            return False  # of another file meanwhile
         if outcome is Outcome.MATCHES:
-            state.failures = state.lies = 0
-            self._prove(claim, now)
-        elif outcome is Outcome.UNREAD and not check.is_first:
-            self._prove(claim, now)  # a node that is busy or lost is no liar
+            state.unread = 0
+            self._prove(node, key, index, now)
+            return False
+        if outcome is Outcome.DIFFERS:
+            node.lies[key, index] += 1
+            keeps_place = state.proven_at is None  # it is read again next
         else:
-            self._unprove(claim)
-            self._pending.pop(claim, None)
-            self._pending[claim] = None
-            state.failures += outcome is Outcome.UNREAD
-            state.lies += outcome is Outcome.DIFFERS
-            pause_s = _FIRST_PAUSE_S * 2 ** min(state.failures + state.lies - 1, 10)
-            state.due = now + min(pause_s, _LONGEST_PAUSE_S)
-        return state.lies >= _MOST_LIES
+            state.unread += 1  # a node that is busy or lost is no liar
+            keeps_place = state.proven_at is not None and state.unread < _MOST_UNREAD
+        if not keeps_place:
+            self._queue(node, key, index)
+        return node.lies[key, index] >= _MOST_LIES
 
-    def _prove(self, claim: Claim, now: float) -> None:
-        self._claims[claim].proven_at = now
-        self._pending.pop(claim, None)
-        self._unprove(claim)
-        self._proven[claim] = None
-        self._num_proven[claim.node_id] += 1
+    def _prove(self, node: _Node, key: VersionKey, index: int, now: float) -> None:
+        self._take_out(node, key, index)
+        node_id = node.holder.node_id
+        node.claims[key][index].proven_at = now
+        node.proven[key, index] = None
+        node.assigned.get(key, set()).discard(index)
+        self._holders[key].setdefault(index, set()).add(node_id)
+        self._proven_nodes.add(node_id)
 
-    def _unprove(self, claim: Claim) -> None:
-        if claim in self._proven:
-            del self._proven[claim]
-            self._num_proven[claim.node_id] -= 1
-            if not self._num_proven[claim.node_id]:
-                del self._num_proven[claim.node_id]
+    def _queue(self, node: _Node, key: VersionKey, index: int) -> None:
+        self._take_out(node, key, index)
+        node.claims[key][index].proven_at = None
+        node.pending[key, index] = None
+        self._waiting.setdefault(node.holder.node_id)
 
-    def _forget(self, claim: Claim) -> None:
-        self._claims.pop(claim, None)
-        self._pending.pop(claim, None)
-        self._unprove(claim)
+    def _take_out(self, node: _Node, key: VersionKey, index: int) -> None:
+        """Takes a claim out of all queues."""
+        file, node_id = (key, index), node.holder.node_id
+        node.hopeless.get(key, set()).discard(index)
+        if file in node.pending:
+            del node.pending[file]
+            if not node.pending:
+                del self._waiting[node_id]
+        if file in node.proven:
+            del node.proven[file]
+            self._holders[key][index].discard(node_id)
+            if not node.proven:
+                self._proven_nodes.discard(node_id)
+
+    def _forget(self, node: _Node, key: VersionKey, index: int) -> None:
+        if node.claims[key].pop(index, None) is not None:
+            self._take_out(node, key, index)
 
     def forget(self, key: VersionKey) -> None:
         """Forgets a version."""
-        self._drop(lambda known, _: known == key)
+        for node in self._nodes.values():
+            for index in list(node.claims.get(key, ())):
+                self._forget(node, key, index)
+            for by_version in (node.assigned, node.claims, node.hopeless):
+                by_version.pop(key, None)
+            for file in [file for file in node.lies if file[0] == key]:
+                del node.lies[file]
+        self._holders.pop(key, None)
 
     def forget_node(self, node_id: str) -> None:
-        """Forgets what a node said, and what it was told."""
-        self._drop(lambda _, known: known == node_id)
-        self._holders.pop(node_id, None)
+        """Forgets what a node said, and what it was asked to do."""
+        if (node := self._nodes.get(node_id)) is None:
+            return
+        for key, claims in node.claims.items():
+            for index in list(claims):
+                self._forget(node, key, index)
+        del self._nodes[node_id]
 
-    def _drop(self, is_meant: Callable[[VersionKey, str], bool]) -> None:
-        for place in [place for place in self._of if is_meant(*place)]:
-            for index in self._of.pop(place):
-                self._forget(Claim(place[0], index, place[1]))
-        for place in [place for place in self._told if is_meant(*place)]:
-            del self._told[place]
+    def keep_nodes(self, node_ids: Collection[str]) -> None:
+        """Forgets all other nodes."""
+        for node_id in self._nodes.keys() - node_ids:
+            self.forget_node(node_id)

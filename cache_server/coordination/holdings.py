@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Set
 from functools import cached_property
+from typing import NamedTuple
 
 from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
@@ -20,6 +21,14 @@ from cache_server.plan.pinned_version import split_to_proto
 _NOTHING = pb.ActualDataset()
 
 
+class _Holders(NamedTuple):
+    """The live nodes that say that they hold each shard, that do, and that serve it."""
+
+    saying: Mapping[int, Set[str]]
+    holding: Mapping[int, Set[str]]
+    serving: Mapping[int, Set[str]]
+
+
 class Holdings:
     """A view of one version, valid while its arguments do not change.
 
@@ -29,7 +38,7 @@ class Holdings:
         version: to look at.
         members: every node that belongs to the cache.
         alive: ids of the nodes that answer.
-        checks: which claims count; None: all.
+        checks: which claims count.
     """
 
     def __init__(
@@ -37,7 +46,7 @@ class Holdings:
         version: VersionRecord,
         members: Mapping[str, Member],
         alive: Collection[str],
-        checks: HolderChecks | None = None,
+        checks: HolderChecks,
     ) -> None:
         self.version = version
         self._checks = checks
@@ -45,8 +54,9 @@ class Holdings:
         self._alive = alive
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
+        self._placements: dict[int, tuple[tuple[str, ...], ...]] = {}  # by number of shards
 
-    def _last_report(self, node_id: str) -> pb.ActualDataset:
+    def last_report(self, node_id: str) -> pb.ActualDataset:
         """The last report of a node about this attempt of the version; empty if there is none."""
         actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
         return actual if self.version.is_current(actual) else _NOTHING
@@ -74,15 +84,16 @@ class Holdings:
         if lost and len(held) < (version.num_shards or 0):
             return version.ended_error(lost)
         for node_id in sorted(self._alive):
-            actual = self._last_report(node_id)
+            actual = self.last_report(node_id)
             for shard in actual.shards:
-                if shard.index in held:
+                if shard.index in held or not self.may_load(node_id, shard.index):
                     continue
                 if shard.failure:
                     return version.load_error(shard.failure)
                 if self._contradicts(shard):  # a query that gave other rows this time
                     return version.load_error(version.contradiction(shard, node_id))
-            if actual.failure and len(held) < (version.num_shards or 0):
+            lacks_some = len(held) < (version.num_shards or 0)
+            if actual.failure and lacks_some and self.may_load(node_id, WHOLE_QUERY):
                 return version.load_error(actual.failure)
         return None
 
@@ -115,12 +126,13 @@ class Holdings:
         """A claim of a node against what a ready version has on other nodes; empty: none.
 
         A report without an attempt is no lie: a node that restarts may hold an older load. Nor is
-        a shard that no other node holds: its query may give other rows when it runs again.
+        a shard that no other node is proven to hold: its query may give other rows when it runs
+        again.
         """
-        report = self._last_report(node_id)
+        report = self.last_report(node_id)
         if report.HasField("attempt"):
             for shard in filter(self._contradicts, report.shards):
-                if self.holders(serving=False).get(shard.index):
+                if self._holders.holding.get(shard.index):
                     name = self.version.pinned.spec.name
                     return f"{name!r}: {self.version.contradiction(shard, node_id)}"
         return ""
@@ -130,29 +142,28 @@ class Holdings:
 
         Of the latter it is proven that they hold it.
         """
-        return self._holders[2 if serving else 0]
+        return self._holders.serving if serving else self._holders.saying
 
     @cached_property
-    def _holders(self) -> tuple[Mapping[int, Set[str]], ...]:
-        """The nodes that say that they hold each shard, that do, and that serve it."""
+    def _holders(self) -> _Holders:
         known, starts = self.version.sealed, self.version.row_starts()
         saying: dict[int, set[str]] = {}
         holding: dict[int, set[str]] = {}
         serving: dict[int, set[str]] = {}
-        key = self.version.pinned.key
+        proven = self._checks.holders(self.version.pinned.key)
         for node_id in self._alive:
-            for shard in self._last_report(node_id).shards:
+            for shard in self.last_report(node_id).shards:
                 index = shard.index
                 # Unknown: from an earlier, dropped version with the same content.
                 if not shard.sealed or index not in known or self._contradicts(shard):
                     continue
                 saying.setdefault(index, set()).add(node_id)
-                if self._checks is not None and not self._checks.is_proven(key, index, node_id):
+                if node_id not in proven.get(index, ()):
                     continue
                 holding.setdefault(index, set()).add(node_id)
                 if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
                     serving.setdefault(index, set()).add(node_id)
-        return saying, holding, serving
+        return _Holders(saying, holding, serving)
 
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, sealed or estimated; None if there is no estimate.
@@ -196,14 +207,29 @@ class Holdings:
         )
 
     def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
-        pinned = self.version.pinned
-        return place(
-            pinned.key.fingerprint,
-            num_shards,
-            self._members,
-            pinned.spec.replicas,
-            alive=self._alive,
-        )
+        if num_shards not in self._placements:
+            pinned = self.version.pinned
+            self._placements[num_shards] = place(
+                pinned.key.fingerprint,
+                num_shards,
+                self._members,
+                pinned.spec.replicas,
+                alive=self._alive,
+            )
+        return self._placements[num_shards]
+
+    def loader(self, index: int | None) -> str | None:
+        """The node that loads a shard, or the whole query, from its source; None: no live node."""
+        num_shards = 1 if index is WHOLE_QUERY else self.version.num_shards or 0
+        return next(iter(self._placement(num_shards)[index or 0]), None)
+
+    def may_load(self, node_id: str, index: int | None) -> bool:
+        """Whether a node was asked to load a shard, or the whole query, or would be asked now.
+
+        After a restart the coordinator does not know what it asked before.
+        """
+        key = self.version.pinned.key
+        return self._checks.is_assigned(key, node_id, index) or self.loader(index) == node_id
 
     def desired(self, node_id: str) -> pb.DesiredDataset:
         """What a node should hold, and where it gets missing shards."""
@@ -225,14 +251,12 @@ class Holdings:
                 desired.num_shards = version.num_shards
         placement = self._placement(version.num_shards or 0)
         # Rows cannot be read before row ids are known, so extra copies only take room.
-        holders = self._holders[1 if starts is None else 2]
+        holders = self._holders.holding if starts is None else self._holders.serving
         loading = self._loading(node_id)
         mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
-        reported = self._last_report(node_id).shards
+        reported = self.last_report(node_id).shards
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
-        odd: set[int] = set()
-        if self._checks is not None:
-            odd = self._checks.hopeless(pinned.key, node_id)
+        odd = self._checks.hopeless(pinned.key, node_id)
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
@@ -251,7 +275,7 @@ class Holdings:
                 or index in self._given_up
             ):
                 continue
-            elif placement[index][0] == node_id:
+            elif self.loader(index) == node_id:
                 # One node reads the source; the others copy its sealed shard.
                 shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
@@ -262,16 +286,14 @@ class Holdings:
 
     def _sources(self, index: int, node_id: str) -> Set[str]:
         """The other nodes to copy a shard from: those that hold it, else those that say so."""
-        saying, holding, _ = self._holders
-        if found := holding.get(index, set()) - {node_id}:
+        if found := self._holders.holding.get(index, set()) - {node_id}:
             return found
-        key, checks = self.version.pinned.key, self._checks
-        others = saying.get(index, set()) - {node_id}
-        return {o for o in others if checks is None or not checks.is_doubtful(key, index, o)}
+        key, others = self.version.pinned.key, self._holders.saying.get(index, set()) - {node_id}
+        return {other for other in others if not self._checks.is_doubtful(key, index, other)}
 
     def _loading(self, node_id: str) -> frozenset[int]:
         """The shards that a node reports as loading: it has their splits already."""
-        shards = self._last_report(node_id).shards
+        shards = self.last_report(node_id).shards
         return frozenset(s.index for s in shards if not s.sealed and not s.failure)
 
     def _ask_for_whole_run(
@@ -281,10 +303,9 @@ class Holdings:
         version = self.version
         if version.lacks_secrets or WHOLE_QUERY in self._given_up:
             return
-        ((runner, *_), *_) = self._placement(1)
-        wrong = {shard.index for shard in self._last_report(node_id).shards if shard.sealed}
+        wrong = {shard.index for shard in self.last_report(node_id).shards if shard.sealed}
         missing = [i for i in range(version.num_shards or 0) if i not in {*sealed_on, *wrong}]
-        if node_id == runner and (version.num_shards is None or missing):
+        if node_id == self.loader(WHOLE_QUERY) and (version.num_shards is None or missing):
             desired.run_whole = True
             desired.missing.extend(missing)
 
@@ -312,7 +333,7 @@ class Holdings:
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self._placement(num_shards)
-        holders = self._holders[1 if starts is None else 2]
+        holders = self._holders.holding if starts is None else self._holders.serving
         named: set[str] = set()
         for index in range(num_shards):
             held = holders.get(index, set())
@@ -331,7 +352,13 @@ class Holdings:
         return info
 
     def summarize(self) -> pb.DatasetInfo:
-        """State and sums of the version, without schema, shards and nodes."""
+        """State and sums of the version, without schema, shards and nodes; the caller's own."""
+        summary = pb.DatasetInfo()
+        summary.CopyFrom(self._summary)
+        return summary
+
+    @cached_property
+    def _summary(self) -> pb.DatasetInfo:
         version = self.version
         info = pb.DatasetInfo(
             spec=version.pinned.spec.to_proto(),
@@ -360,7 +387,7 @@ class Holdings:
         partial: dict[int, int] = {}
         whole, waits = 0, ""
         for node_id in self._alive:
-            actual = self._last_report(node_id)
+            actual = self.last_report(node_id)
             whole += actual.rows_loaded
             waits = max(waits, actual.waits)
             for shard in actual.shards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -28,18 +28,24 @@ class Member:
 
     Attributes:
         reporter: the principal that reports for it; None: from before a restart.
+        is_own: it is the node of this process.
         back_at: time of the first report after it was lost; None if it never was.
+        running: the shards of each version whose loads have begun.
         has_news: whether the report changed, apart from the time of the last read.
+        changed: the versions whose shards changed in the report, or all at a new place.
         untrusted: why its reports do not count; empty: they do. Ends with its process.
     """
 
     node: pb.Node
     last_seen: float
     reporter: str | None = None
+    is_own: bool = False
     back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
+    running: dict[VersionKey, frozenset[int]] = field(default_factory=dict)
     has_news: bool = True
+    changed: Set[VersionKey] = frozenset()
     untrusted: str = ""
 
 
@@ -108,13 +114,16 @@ class Membership:
             result.append(node)
         return result
 
-    def apply_heartbeat(self, request: pb.HeartbeatRequest, reporter: str) -> Member:
+    def apply_heartbeat(
+        self, request: pb.HeartbeatRequest, reporter: str, *, is_own: bool = False
+    ) -> Member:
         """Makes the node of a heartbeat a member; removes members that were silent for long.
 
         Such a member is, for example, a pod that came back under another name.
 
         Args:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
+            is_own: the node of this process sent it. Its id is always its own.
 
         Raises:
             ConfigError: another live node has the same id, or there are too many members.
@@ -126,6 +135,7 @@ class Membership:
         known = self._members.get(node_id)
         if (
             known is not None
+            and not is_own
             and known.reporter not in (None, reporter)
             and node_id in self._answering()
         ):
@@ -138,16 +148,21 @@ class Membership:
                 f"node {node_id} cannot join: a cache has at most {MAX_MEMBERS} members"
             )
         joined = known is None
-        member = Member(
-            request.node, self._clock(), reporter, former=self._former(known, request.node)
-        )
+        former = self._former(known, request.node, is_own=is_own)
+        member = Member(request.node, self._clock(), reporter, is_own, former=former)
         member.actual = dict(zip(keys, request.datasets, strict=True))
+        member.changed = member.actual.keys()
         if known is not None:
+            member.changed |= known.actual.keys()
             if known.node.process == request.node.process:
                 member.untrusted = known.untrusted
             is_back = node_id not in self._answering()
             member.back_at = member.last_seen if is_back else known.back_at
-            member.has_news = is_back or not _is_same_report(known, member)
+            if _is_same(known.node, request.node) and known.reporter == reporter:
+                member.changed = _changed(known, member)
+                member.running = known.running
+            member.has_news = is_back or bool(member.changed) or known.node != request.node
+        member.running = _running(member)
         if member.has_news:
             _check_shards(request)
         self._members[node_id] = member
@@ -162,7 +177,7 @@ class Membership:
             self._write()
         return member
 
-    def _former(self, known: Member | None, node: pb.Node) -> FormerProcess | None:
+    def _former(self, known: Member | None, node: pb.Node, *, is_own: bool) -> FormerProcess | None:
         """The former process of a node.
 
         A node may restart at another location. If both processes report, they are two nodes with
@@ -175,6 +190,7 @@ class Membership:
         former = known.former
         if (
             former is not None
+            and not is_own
             and _is_same(former.node, node)
             and self._clock() - former.last_seen < self._timeout_s
             and self._clock() - known.last_seen < self._timeout_s
@@ -233,19 +249,28 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
                 told_names.token(shard.checksum, "checksum")
 
 
-def _is_same_report(before: Member, now: Member) -> bool:
-    """Whether two reports differ at most in ``idle_s``; changes the earlier one."""
-    if before.node != now.node or before.actual.keys() != now.actual.keys():
-        return False
-    for key, actual in now.actual.items():
-        known = before.actual[key]
+def _changed(before: Member, now: Member) -> Set[VersionKey]:
+    """The versions whose reports differ in more than ``idle_s``; changes the earlier report."""
+    changed = before.actual.keys() ^ now.actual.keys()
+    for key in before.actual.keys() & now.actual.keys():
+        known, actual = before.actual[key], now.actual[key]
         if actual.HasField("idle_s"):
             known.idle_s = actual.idle_s
         else:
             known.ClearField("idle_s")
         if known != actual:
-            return False
-    return True
+            changed.add(key)
+    return changed
+
+
+def _running(member: Member) -> dict[VersionKey, frozenset[int]]:
+    """The running loads, brought up to date with the changed versions."""
+    running = {key: loads for key, loads in member.running.items() if key not in member.changed}
+    for key in member.changed & member.actual.keys():
+        shards = member.actual[key].shards
+        if found := frozenset(shard.index for shard in shards if shard.running):
+            running[key] = found
+    return running
 
 
 def _is_same(node: pb.Node, other: pb.Node) -> bool:

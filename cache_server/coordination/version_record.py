@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
 from cache_protocol.storage.row_index import row_starts
@@ -20,6 +21,18 @@ logger = logging.getLogger(__name__)
 _MOST_NAMED = 3  # splits in a message
 
 
+class Applied(NamedTuple):
+    """What came of a report.
+
+    Attributes:
+        changed: anything of the version.
+        recorded: the shards whose record it made.
+    """
+
+    changed: bool
+    recorded: Set[int]
+
+
 @dataclass
 class VersionRecord:
     """One version, as planned and as the nodes report it.
@@ -30,7 +43,8 @@ class VersionRecord:
         last_used: time of the last read; None if there was none.
         asked_at: time of the request; None for a version from before a restart.
         owner: the principal that asked for the load.
-        first_holders: shard -> the node that reported it first, since this coordinator started.
+        waiting: the nodes that hold shards without a record.
+        contradicted: the nodes that hold shards other than those of the record.
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
@@ -51,7 +65,8 @@ class VersionRecord:
     ended: EndedNodes = field(default_factory=EndedNodes)
     notes: set[str] = field(default_factory=set)
     owner: str = ""
-    first_holders: dict[int, str] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+    contradicted: set[str] = field(default_factory=set)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -140,34 +155,47 @@ class VersionRecord:
             pin.close()
         self.pins = ()
 
-    def apply_report(self, actual: pb.ActualDataset, node_id: str) -> bool:
-        """Applies a node's report: sealed shards and failures.
+    def apply_report(
+        self, actual: pb.ActualDataset, node_id: str, may_record: Callable[[int | None], bool]
+    ) -> Applied:
+        """Applies a node's report of this attempt: sealed shards and failures.
 
-        Returns:
-            Whether anything changed.
+        The first report of a shard makes its record: every other one is compared with it.
+
+        Args:
+            may_record: whether the node is believed about a shard, or about the whole query.
         """
-        if not self.is_current(actual):
-            return False
         before = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
         self.notes.update(actual.notes)
         if actual.failure and not self.was_ready:
             self.fail(self.load_error(actual.failure))
-        if actual.HasField("num_shards") and self.result_shards is None:
+        if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
             self.result_shards = actual.num_shards
+        recorded: set[int] = set()
+        is_waiting = is_contradicted = False
         for shard in actual.shards:
             if shard.failure:
                 if not self.was_ready:
                     self.fail(self.load_error(shard.failure))
-            elif shard.sealed and shard.index < (self.num_shards or 0):
-                self._apply_sealed(shard, node_id)
-        return before != (self.failure, self.result_shards, len(self.sealed), len(self.notes))
-
-    def _apply_sealed(self, shard: pb.ActualShard, node_id: str) -> None:
-        summary = SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
-        if self.sealed.setdefault(shard.index, summary) is summary:
-            self.first_holders[shard.index] = node_id
-        if not self.was_ready and not self.agrees(shard):  # nobody reads it yet
-            self.fail(self.load_error(self.contradiction(shard, node_id)))
+            elif not shard.sealed:
+                continue
+            elif shard.index in self.sealed:
+                if not self.agrees(shard):
+                    is_contradicted = True
+                    if not self.was_ready and may_record(shard.index):  # both were to load it
+                        self.fail(self.load_error(self.contradiction(shard, node_id)))
+            elif shard.index < (self.num_shards or 0) and may_record(shard.index):
+                self.sealed[shard.index] = SealedSummary(
+                    shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls)
+                )
+                recorded.add(shard.index)
+            else:
+                is_waiting = True
+        for nodes, is_one in ((self.waiting, is_waiting), (self.contradicted, is_contradicted)):
+            nodes.discard(node_id)
+            nodes.update({node_id} if is_one else ())
+        after = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
+        return Applied(before != after, recorded)
 
     def agrees(self, shard: pb.ActualShard) -> bool:
         """Whether a sealed shard is what the version has under this index."""

@@ -19,8 +19,8 @@ HOLDERS = {node: Holder(node, "cache", f"grpc://{node}:1") for node in NODES}
 AGAIN_S = 100.0
 
 
-def said(*indices: int, is_known: bool = True, is_first: bool = False) -> dict[int, Said]:
-    return {index: Said(10, f"sum-{index}", is_known, is_first) for index in indices}
+def said(*indices: int, is_known: bool = True) -> dict[int, Said]:
+    return {index: Said(10, f"sum-{index}", is_known) for index in indices}
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def checks() -> HolderChecks:
 
 
 def proven(checks: HolderChecks, node: str) -> set[int]:
-    return {index for index in range(10) if checks.is_proven(KEY, index, node)}
+    return {index for index, nodes in checks.holders(KEY).items() if node in nodes}
 
 
 def next_check(checks: HolderChecks, now: float = 0.0) -> ShardCheck:
@@ -41,11 +41,10 @@ def next_check(checks: HolderChecks, now: float = 0.0) -> ShardCheck:
     return found
 
 
-def test_a_node_is_believed_about_what_it_was_told_to_load_and_others_are_read_first(
+def test_a_node_is_believed_about_what_makes_the_record_and_others_are_read_first(
     checks: HolderChecks,
 ) -> None:
-    checks.note_told(KEY, "a", {1, 2})
-    checks.apply_report(KEY, "a", said(1, 2, is_first=True), 0.0)
+    checks.apply_report(KEY, "a", said(1, 2), 0.0, believed={1, 2})
     checks.apply_report(KEY, "b", said(1, 2), 0.0)
     assert proven(checks, "a") == {1, 2} and not proven(checks, "b")
 
@@ -58,46 +57,100 @@ def test_a_node_is_believed_about_what_it_was_told_to_load_and_others_are_read_f
     checks.apply_report(KEY, "b", said(2), 0.0)  # dropped, and copied again
     checks.apply_report(KEY, "b", said(1, 2), 0.0)
     assert not proven(checks, "b")
-    checks.note_told(KEY, "c", {None})  # the whole query
-    checks.apply_report(KEY, "c", said(7, is_first=True), 0.0)
-    assert proven(checks, "c") == {7}
 
 
-def test_a_node_lies_if_it_still_claims_a_file_that_was_found_wrong_before(
-    checks: HolderChecks,
+def test_what_a_node_was_asked_to_load_is_asked_once(checks: HolderChecks) -> None:
+    checks.assign(KEY, "a", {1})
+    checks.assign(KEY, "c", {None})  # the whole query
+    assert checks.is_assigned(KEY, "a", 1) and not checks.is_assigned(KEY, "a", 2)
+    assert checks.is_assigned(KEY, "c", 7) and checks.is_assigned(KEY, "c", None)
+    checks.apply_report(KEY, "a", said(1), 0.0, believed={1})
+    checks.apply_report(KEY, "a", {1: Said(10, "another", is_known=False)}, 0.0)
+    assert checks.hopeless(KEY, "a") == {1} and checks.next(NODES, 0.0) is None
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("is_proven", [False, True])
+def test_a_node_lies_if_it_claims_a_file_again_that_was_wrong_before(
+    checks: HolderChecks, drops: bool, is_proven: bool
 ) -> None:
-    checks.apply_report(KEY, "a", said(1), 0.0)
-    assert not checks.apply_outcome(next_check(checks), Outcome.DIFFERS, 0.0)
-    assert checks.next(NODES, 0.1) is None and checks.is_doubtful(KEY, 1, "a")
-    checks.apply_report(KEY, "a", {}, 0.2)  # an honest node has found the damage
-    checks.apply_report(KEY, "a", said(1), 0.3)
-    assert not checks.is_doubtful(KEY, 1, "a")
-    assert not checks.apply_outcome(next_check(checks, 0.3), Outcome.DIFFERS, 0.3)
-    assert checks.apply_outcome(next_check(checks, 1.0), Outcome.DIFFERS, 1.0)
+    checks.apply_report(KEY, "a", said(1), 0.0, believed={1} if is_proven else ())
+    now = AGAIN_S if is_proven else 0.0
+    assert not checks.apply_outcome(next_check(checks, now), Outcome.DIFFERS, now)
+    assert checks.next(NODES, now + 0.1) is None
+    assert checks.is_doubtful(KEY, 1, "a") and not proven(checks, "a")
+    if drops:
+        checks.apply_report(KEY, "a", {}, now)
+        checks.apply_report(KEY, "a", said(1), now)
+        assert not proven(checks, "a")
+    assert checks.apply_outcome(next_check(checks, now + 1.0), Outcome.DIFFERS, now + 1.0)
     assert not proven(checks, "a")
 
 
-def test_a_node_that_gives_no_file_is_asked_less_often_and_hides_no_other(
+def test_a_node_that_made_a_damaged_file_again_is_believed_after_a_read(
+    checks: HolderChecks,
+) -> None:
+    now = 0.0
+    for index in (1, 2):  # its disk rots, but not twice at one place
+        checks.apply_report(KEY, "a", said(index), now, believed={index})
+        now += AGAIN_S
+        assert not checks.apply_outcome(next_check(checks, now), Outcome.DIFFERS, now)
+        checks.apply_report(KEY, "a", {}, now)
+        checks.apply_report(KEY, "a", said(index), now)
+        now += 1.0
+        assert not checks.apply_outcome(next_check(checks, now), Outcome.MATCHES, now)
+        assert proven(checks, "a") == {index} and not checks.is_doubtful(KEY, index, "a")
+
+
+def test_a_node_that_gives_no_file_is_asked_less_often_and_delays_no_other(
     checks: HolderChecks,
 ) -> None:
     checks.apply_report(KEY, "a", said(*range(100)), 0.0)
     reads, now = [], 0.0
-    while now < 20.0:
+    while now < 60.0:
         if (check := checks.next(NODES, now)) is not None:
             reads.append(check.claim.shard)
             assert not checks.apply_outcome(check, Outcome.UNREAD, now)
         now += 0.1
-    assert set(reads) == set(range(100))
+    assert reads == list(range(len(reads))) and 5 < len(reads) < 10
     assert checks.is_doubtful(KEY, 1, "a") and not proven(checks, "a")
     checks.apply_report(KEY, "b", said(3), now)
-    while (check := next_check(checks, now)).claim.node_id == "a":
-        checks.apply_outcome(check, Outcome.UNREAD, now)
+    check = next_check(checks, now)
+    assert check.claim.node_id == "b"
     checks.apply_outcome(check, Outcome.MATCHES, now)
     assert proven(checks, "b") == {3}
 
 
+def test_lost_nodes_delay_no_read(checks: HolderChecks) -> None:
+    checks.apply_report(KEY, "a", said(*range(1000)), 0.0)
+    checks.apply_report(KEY, "b", said(*range(1000, 2000)), 0.0, believed=range(1000, 2000))
+    checks.apply_report(KEY, "c", said(1), 0.0)
+    check = checks.next({"c"}, 0.0)
+    assert check is not None and check.claim.node_id == "c"
+    checks.apply_outcome(check, Outcome.MATCHES, 0.0)
+    again = checks.next({"c"}, AGAIN_S)
+    assert again is not None and again.claim.node_id == "c"
+    checks.keep_nodes({"c"})  # the others are no members any more
+    assert not proven(checks, "b") and checks.proven_nodes() == {"c"}
+
+
+def test_a_proven_file_that_is_not_given_for_a_minute_is_proven_no_more(
+    checks: HolderChecks,
+) -> None:
+    checks.apply_report(KEY, "a", said(1), 0.0, believed={1})
+    now, reads = AGAIN_S, 0
+    while proven(checks, "a"):
+        if (check := checks.next(NODES, now)) is not None:
+            assert not checks.apply_outcome(check, Outcome.UNREAD, now)
+            reads += 1
+        now += 0.5
+    assert reads == 8 and now - AGAIN_S > 60.0
+    checks.apply_outcome(next_check(checks, now + 60.0), Outcome.MATCHES, now)
+    assert proven(checks, "a") == {1}
+
+
 def test_shards_that_no_node_serves_come_first_and_old_proofs_last(checks: HolderChecks) -> None:
-    checks.apply_report(KEY, "a", said(1), 0.0, believed=True)
+    checks.apply_report(KEY, "a", said(1), 0.0, believed={1})
     checks.apply_report(KEY, "b", said(1), 0.0)
     checks.apply_report(KEY, "c", said(2), 0.0)
     order = [next_check(checks) for _ in range(2)]
@@ -111,7 +164,7 @@ def test_shards_that_no_node_serves_come_first_and_old_proofs_last(checks: Holde
     assert proven(checks, "a") == {1}
     lied = next_check(checks, AGAIN_S + 10)
     checks.apply_outcome(lied, Outcome.DIFFERS, AGAIN_S + 10)
-    assert not checks.is_proven(KEY, lied.claim.shard, lied.claim.node_id)
+    assert lied.claim.shard not in proven(checks, lied.claim.node_id)
 
 
 def test_a_node_at_another_place_or_of_another_principal_has_nothing_proven(
@@ -122,7 +175,6 @@ def test_a_node_at_another_place_or_of_another_principal_has_nothing_proven(
         before = next_check(checks)
         assert before.holder == HOLDERS["a"]
         checks.meet(changed)
-        checks.note_told(KEY, "b", {1})
         checks.apply_report(KEY, "a", said(1), 0.0)
         checks.apply_outcome(before, Outcome.MATCHES, 0.0)
         assert not proven(checks, "a")
@@ -135,7 +187,7 @@ def test_a_node_at_another_place_or_of_another_principal_has_nothing_proven(
 
 
 def test_a_node_that_loads_a_lost_shard_again_is_read_first(checks: HolderChecks) -> None:
-    checks.note_told(KEY, "a", {1, 2})
+    checks.assign(KEY, "a", {1, 2})
     again = {1: Said(10, "sum-1", is_known=True), 2: Said(10, "another", is_known=False)}
     checks.apply_report(KEY, "a", again, 0.0)
     assert not proven(checks, "a")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_protocol.errors import ConfigError
+from cache_server.auth.principals import ANYONE
 from cache_server.coordination.coordinator import Coordinator
 from tests.fake_nodes import (
     FILES,
@@ -108,7 +109,7 @@ def test_nodes_that_do_not_report_after_a_restart_are_lost_after_the_timeout(
 def test_two_nodes_of_one_id_are_told_from_one_that_moved(
     coordinator: Coordinator, clock: Clock
 ) -> None:
-    node, elsewhere = FakeNode(coordinator, "one"), FakeNode(coordinator, "one")
+    node, elsewhere = (FakeNode(coordinator, "one", by=ANYONE) for _ in range(2))
     elsewhere.location = "grpc://elsewhere:1"
     node.beat()
     elsewhere.beat()
