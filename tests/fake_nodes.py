@@ -158,7 +158,9 @@ def make_coordinator(directory: Path, clock: Clock) -> Coordinator:
     """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
     return Coordinator(
         Catalogue(directory / "catalogue"),
-        endpoints=pb.CoordinatorEndpoints(control_location="here:1"),
+        endpoints=pb.CoordinatorEndpoints(
+            flight_location="grpc://here:1", control_location="here:1"
+        ),
         heartbeat_interval_s=0.01,
         node_timeout_s=TIMEOUT_S,
         lease_s=LEASE_S,
@@ -180,7 +182,7 @@ def settle(*nodes: FakeNode) -> None:
 
 def told(coordinator: Coordinator, node: FakeNode) -> pb.DesiredDataset:
     """What the node is told of its one dataset; it does nothing of it."""
-    (desired,) = coordinator.heartbeat(node.report()).datasets
+    (desired,) = coordinator.heartbeat(node.report(), by=node.by).datasets
     return desired
 
 

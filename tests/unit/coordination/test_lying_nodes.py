@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
-from cache_protocol.errors import ConfigError, InvalidTicketError
+from cache_protocol.errors import ConfigError, InvalidTicketError, PermissionDeniedError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Role
 from cache_server.coordination import membership
 from cache_server.coordination.coordinator import Coordinator
-from tests.fake_nodes import FILES, SHARDS, Clock, FakeNode, homes, make_coordinator, settle, spec
+from cache_server.coordination.holder_checks import Outcome
+from cache_server.plan.pinned_version import plan_version
+from tests.fake_nodes import (
+    FILES,
+    ROWS_PER_FILE,
+    SHARDS,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    homes,
+    make_coordinator,
+    settle,
+    spec,
+    told,
+)
 from tests.fake_nodes import state as state_of
+
+EVIL, HONEST = (Principal(name, roles=frozenset({Role.NODE})) for name in ("evil", "honest"))
 
 
 def lie(coordinator: Coordinator, *, attempt: int | None = 0, process: str = "") -> None:
@@ -24,7 +41,7 @@ def lie(coordinator: Coordinator, *, attempt: int | None = 0, process: str = "")
     claim = request.datasets.add(dataset="table", fingerprint=fingerprint, attempt=attempt)
     claim.shards.add(index=0, sealed=True, num_rows=1, num_bytes=1, checksum="x", rows_fixed=True)
     claim.shards.add(index=1, failure="because")
-    answer = coordinator.heartbeat(request)
+    answer = coordinator.heartbeat(request, by=EVIL)
     assert not answer.datasets or attempt is None
 
 
@@ -83,6 +100,158 @@ def test_a_lie_right_after_a_restart_of_the_coordinator_fails_nothing(
     settle(node.restart(again))
 
     assert state_of(again) == "ready" and node.holds("table") == SHARDS
+
+
+def claim(
+    coordinator: Coordinator,
+    fingerprint: str,
+    checksums: Mapping[int, str],
+    *,
+    location: str = "grpc://evil:1",
+    num_shards: int | None = None,
+) -> None:
+    """A node that was asked to load nothing claims shards, before others do."""
+    request = pb.HeartbeatRequest(node=pb.Node(id="evil", flight_location=location))
+    report = request.datasets.add(dataset="table", fingerprint=fingerprint, attempt=0)
+    if num_shards is not None:
+        report.num_shards = num_shards
+    for index, checksum in checksums.items():
+        report.shards.add(
+            index=index, sealed=True, num_rows=ROWS_PER_FILE, num_bytes=100, checksum=checksum,
+            rows_fixed=True, row_start=ROWS_PER_FILE * index,
+        )  # fmt: skip
+    coordinator.heartbeat(request, by=EVIL)
+
+
+def read_back(coordinator: Coordinator) -> None:
+    """Every file that is due is given, with the checksum that its node claims."""
+    while (check := coordinator.next_check(0.0)) is not None:
+        coordinator.apply_check(check, Outcome.MATCHES)
+
+
+FALSE = {index: f"false-{index}" for index in SHARDS}
+
+
+def test_a_node_that_was_asked_for_nothing_makes_no_record_of_a_load(
+    coordinator: Coordinator, source: Path
+) -> None:
+    honest = FakeNode(coordinator, "one", by=HONEST)
+    honest.beat()
+    claim(coordinator, "f00", {})
+    fingerprint = coordinator.create(spec(source)).fingerprint
+    asked = honest.beat(load=[])["table"]
+    assert asked and asked < SHARDS
+    for _ in range(4):
+        claim(coordinator, fingerprint, FALSE)
+        read_back(coordinator)
+        honest.beat()
+    shards = {shard.index: shard for shard in coordinator.get("table").shards}
+    for index in asked:
+        assert list(shards[index].node_ids) == ["one"]
+        assert shards[index].checksum == f"sum-{index}"
+
+
+def test_orphans_count_only_on_the_nodes_that_would_load_them(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    fingerprint = plan_version(spec(source)).version.key.fingerprint
+    honest = FakeNode(coordinator, "one", by=HONEST)
+    honest.beat()
+    claim(coordinator, fingerprint, FALSE)
+    coordinator.create(spec(source))
+    read_back(coordinator)
+    believed = {i for i, nodes in enumerate(homes(coordinator)) if nodes}
+    asked = honest.beat(load=[])["table"]
+    assert asked and believed == SHARDS - asked
+    for _ in range(4):
+        honest.beat()
+        claim(coordinator, fingerprint, FALSE)
+        read_back(coordinator)
+    assert [homes(coordinator)[index] for index in asked] == [["one"]] * len(asked)
+
+
+def test_an_honest_cache_adopts_its_orphans_after_they_were_read_back(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    nodes = [FakeNode(coordinator, name, by=HONEST) for name in ("one", "two", "three")]
+    settle(*nodes)
+    coordinator.create(spec(source, replicas=2))
+    for _ in range(2):
+        settle(*nodes)
+        read_back(coordinator)
+    assert state_of(coordinator) == "ready"
+    new = make_coordinator(tmp_path / "another disk", clock)
+    for node in nodes:
+        node.coordinator, node.loads = new, 0
+        node.beat()
+    new.create(spec(source, replicas=2))
+    settle(*nodes)
+    assert state_of(new) == "loading"
+    read_back(new)
+    settle(*nodes)
+    assert state_of(new) == "ready" and [node.loads for node in nodes] == [0, 0, 0]
+
+
+def test_a_node_that_was_asked_for_nothing_says_no_number_of_shards(
+    coordinator: Coordinator, source: Path
+) -> None:
+    query = spec(source, sql="SELECT row FROM source ORDER BY row")
+    fingerprint = plan_version(query).version.key.fingerprint
+    names = iter(f"node-{number}" for number in range(100))
+    nodes = [FakeNode(coordinator, "one", by=HONEST)]
+    nodes[0].beat()
+    claim(coordinator, fingerprint, {})
+    coordinator.create(query)
+    while not told(coordinator, nodes[-1]).run_whole:  # until it runs on an honest node
+        nodes.append(FakeNode(coordinator, next(names), by=HONEST))
+        nodes[-1].beat()
+    claim(coordinator, fingerprint, {0: "false"}, num_shards=1)
+    assert coordinator.get("table").progress.shards_total == 0
+
+
+def test_the_location_of_the_coordinator_makes_no_claim_true(
+    coordinator: Coordinator, source: Path
+) -> None:
+    honest = FakeNode(coordinator, "one", by=HONEST)
+    honest.beat()
+    info = coordinator.create(spec(source))
+    settle(honest)
+    for location in ("grpc://here:1", honest.location):
+        sums = {index: f"sum-{index}" for index in SHARDS}
+        claim(coordinator, info.fingerprint, sums, location=location)
+        assert homes(coordinator) == [["one"]] * FILES
+
+
+def test_an_own_node_keeps_its_id_from_others(coordinator: Coordinator, source: Path) -> None:
+    own = FakeNode(coordinator, "own")
+    thief = FakeNode(coordinator, "own", by=EVIL)
+    thief.location = "grpc://evil:1"
+    thief.beat()  # after a restart it is first
+    own.beat()
+    with pytest.raises(PermissionDeniedError, match="'evil' reported for node own"):
+        thief.beat()
+    assert [node.flight_location for node in coordinator.nodes()] == [own.location]
+
+
+def test_a_lost_shard_fails_no_ready_version_by_a_node_that_does_not_load_it(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = (FakeNode(coordinator, name, by=HONEST) for name in ("one", "two"))
+    one.beat()
+    info = coordinator.create(spec(source))
+    settle(one)
+    clock.now += TIMEOUT_S - 1
+    two.beat(load=[])
+    claim(coordinator, "f00", {})
+    clock.now += 2
+    asked = two.beat(load=[])["table"]
+    assert asked and asked < SHARDS
+    request = pb.HeartbeatRequest(node=pb.Node(id="evil", flight_location="grpc://evil:1"))
+    report = request.datasets.add(dataset="table", fingerprint=info.fingerprint, attempt=0)
+    for index in asked:
+        report.shards.add(index=index, failure="because")
+    coordinator.heartbeat(request, by=EVIL)
+    assert state_of(coordinator) != "failed"
 
 
 def _report(change: Callable[[pb.HeartbeatRequest], object]) -> pb.HeartbeatRequest:
