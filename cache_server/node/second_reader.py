@@ -6,7 +6,6 @@ A copy counts once its file was read over the network and had its checksum: see 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +18,7 @@ from cache_server.coordination.holder_checks import Outcome, ShardCheck
 from cache_server.node import peer_files
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
+from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class Checks(Protocol):
         """Takes the outcome of a check."""
 
 
-class SecondReader:
-    """Reads files in a few threads, from `start` to `close`; a context manager.
+class SecondReader(StoppableThread):
+    """Reads files in a few threads, from `start` to `close`, which waits for no silent node.
 
     Args:
         checks: to make.
@@ -50,33 +50,10 @@ class SecondReader:
     def __init__(
         self, checks: Checks, credentials: Credentials, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__("second-reader", num_threads=_THREADS, close_s=_CLOSE_S)
         self._checks = checks
         self._credentials = credentials
         self._clock = clock
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, name="second-reader", daemon=True)
-            for _ in range(_THREADS)
-        ]
-
-    def start(self) -> None:
-        """Starts the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def __enter__(self) -> SecondReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Tells the threads to stop; waits for them, but not for a node that does not answer."""
-        self._stop.set()
-        deadline = self._clock() + _CLOSE_S
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - self._clock()))
 
     def _run(self) -> None:
         while not self._stop.is_set():
