@@ -726,7 +726,7 @@ class Coordinator:
     def _holdings(self, version: VersionRecord) -> Holdings:
         """The view of a version, cached until something changes."""
         key = version.pinned.key
-        alive = frozenset(self._membership.alive())
+        alive = self._membership.alive()
         as_of = self._changes, alive
         known = self._views.get(key)
         if known is not None and known[0] == as_of and known[1].version is version:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import PurePath
 
 from cache_protocol.errors import ConfigError, InvalidTicketError, PermissionDeniedError
@@ -29,7 +31,6 @@ class Member:
     Attributes:
         reporter: the principal that reports for it; None: from before a restart.
         is_own: it is the node of this process.
-        back_at: time of the first report after it was lost; None if it never was.
         running: the shards of each version whose loads have begun.
         has_news: whether the report changed, apart from the time of the last read.
         changed: the versions whose shards changed in the report, or all at a new place.
@@ -40,7 +41,6 @@ class Member:
     last_seen: float
     reporter: str | None = None
     is_own: bool = False
-    back_at: float | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
     running: dict[VersionKey, frozenset[int]] = field(default_factory=dict)
@@ -71,19 +71,31 @@ class Membership:
         self._catalogue = catalogue
         self._timeout_s = timeout_s
         self._clock = clock
-        self._members = {
+        self._members = {  # in the order of their last reports
             node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
         }
         self._unwritten = False
+        self._back_at = -math.inf  # the last return of a lost node
+        self._alive: frozenset[str] = frozenset()
+        self._alive_until = -math.inf
 
     @property
     def members(self) -> Mapping[str, Member]:
         """Every member by node id, lost ones too."""
         return self._members
 
-    def alive(self) -> set[str]:
-        """The ids of the members that answer and are trusted."""
-        return {node_id for node_id in self._answering() if not self._members[node_id].untrusted}
+    def alive(self) -> frozenset[str]:
+        """The ids of the members that answer and are trusted; the same object until they change."""
+        if self._clock() > self._alive_until:
+            seen = {
+                node_id: member.last_seen
+                for node_id, member in self._members.items()
+                if self._answers(member) and not member.untrusted
+            }
+            if seen.keys() != self._alive:
+                self._alive = frozenset(seen)
+            self._alive_until = min(seen.values(), default=-math.inf) + self._timeout_s
+        return self._alive
 
     def distrust(self, node_id: str, reason: str) -> None:
         """Ignores the reports of a node until its process changes."""
@@ -91,16 +103,20 @@ class Membership:
         if not member.untrusted:
             logger.error("node untrusted id=%s reason=%s", node_id, reason)
             member.untrusted = reason
+            self._alive_until = -math.inf
 
-    def _answering(self) -> set[str]:
-        return self._silent_for_less_than(self._timeout_s)
+    def _answers(self, member: Member) -> bool:
+        return member.last_seen >= self._clock() - self._timeout_s
 
     def is_stable(self) -> bool:
         """Whether no node was lost or came back within the last minute."""
-        lost = self._silent_for_less_than(self._timeout_s + _SETTLE_S) - self._answering()
         now = self._clock()
-        back = (m.back_at for m in self._members.values() if m.back_at is not None)
-        return not lost and all(now - back_at > _SETTLE_S for back_at in back)
+        unstable_since = now - self._timeout_s - _SETTLE_S
+        is_lost = any(
+            self._members[node_id].last_seen >= unstable_since
+            for node_id in self._silent_for(self._timeout_s)
+        )
+        return not is_lost and now - self._back_at > _SETTLE_S
 
     def nodes(self) -> list[pb.Node]:
         """Every member by id, with ``alive`` and ``untrusted`` set."""
@@ -137,7 +153,7 @@ class Membership:
             known is not None
             and not is_own
             and known.reporter not in (None, reporter)
-            and node_id in self._answering()
+            and self._answers(known)
         ):
             raise PermissionDeniedError(
                 f"{reporter!r} reported for node {node_id}, which is of {known.reporter!r} until "
@@ -156,8 +172,8 @@ class Membership:
             member.changed |= known.actual.keys()
             if known.node.process == request.node.process:
                 member.untrusted = known.untrusted
-            is_back = node_id not in self._answering()
-            member.back_at = member.last_seen if is_back else known.back_at
+            if is_back := not self._answers(known):
+                self._back_at = member.last_seen
             if _is_same(known.node, request.node) and known.reporter == reporter:
                 member.changed = _changed(known, member)
                 member.running = known.running
@@ -165,9 +181,11 @@ class Membership:
         member.running = _running(member)
         if member.has_news:
             _check_shards(request)
+        self._members.pop(node_id, None)
         self._members[node_id] = member
-        kept = self._silent_for_less_than(_FORGET_TIMEOUTS * self._timeout_s)
-        gone = sorted(self._members.keys() - kept)
+        if node_id not in self._alive:
+            self._alive_until = -math.inf
+        gone = sorted(self._silent_for(_FORGET_TIMEOUTS * self._timeout_s))
         for silent in gone:
             del self._members[silent]
         if joined or gone:
@@ -199,9 +217,9 @@ class Membership:
             raise ConfigError(_two_nodes(node, known.node))
         return FormerProcess(known.node, known.last_seen)
 
-    def _silent_for_less_than(self, seconds: float) -> set[str]:
+    def _silent_for(self, seconds: float) -> Iterator[str]:
         oldest = self._clock() - seconds
-        return {node_id for node_id, m in self._members.items() if m.last_seen >= oldest}
+        return takewhile(lambda node_id: self._members[node_id].last_seen < oldest, self._members)
 
     def _write(self) -> None:
         try:

@@ -24,7 +24,9 @@ from hypothesis.stateful import (
 
 from cache_protocol.errors import ConfigError, DatasetNotFoundError, StaleVersionError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.holder_checks import Outcome
 from cache_server.coordination.placement import place
 from cache_server.shards.version_key import VersionKey
 from tests.conftest import write_numbered
@@ -215,9 +217,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     # -- the wire ------------------------------------------------------------------------------
 
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        answer = self.coordinator.heartbeat(request)
+    def heartbeat(
+        self, request: pb.HeartbeatRequest, *, by: Principal | None = None
+    ) -> pb.HeartbeatResponse:
+        answer = self.coordinator.heartbeat(request, by=by or ANYONE)
         self._equals_a_fresh_answer(request, answer)
+        while (check := self.coordinator.next_check(0.0)) is not None:
+            self.coordinator.apply_check(check, Outcome.MATCHES)
         self.said[request.node.id] = self.clock.now, request
         self.what_was_asked_for_is_there_until_it_is_dropped_or_replaced()
         assert not answer.kept  # the catalogue was never lost
@@ -235,7 +241,7 @@ class AnyOrder(RuleBasedStateMachine):
         with self.coordinator._changed:
             self.coordinator._mark_changed()
         assert self.coordinator.datasets() == kept
-        assert self.coordinator.heartbeat(request) == answer
+        assert self.coordinator.heartbeat(request, by=ANYONE) == answer
 
     def _last_report(self, node_id: str, key: VersionKey) -> list[pb.ActualShard]:
         """The shards that a node reported last, of the latest load of a version."""
