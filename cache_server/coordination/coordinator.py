@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import closing
 from dataclasses import replace
 
@@ -483,9 +483,10 @@ class Coordinator:
                     self._checks.assign(version.pinned.key, node_id, _loads(desired))
                     response.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
-            for key in member.actual.keys() & (
-                member.actual.keys() if member.untrusted else self._orphans.find()
-            ):
+            kept: Set[VersionKey] = member.actual.keys()
+            if not member.untrusted and (kept := kept - self._versions.keys()):
+                kept = kept & self._orphans.find()
+            for key in kept:
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
         if member.has_news:
             self._write_proven()
