@@ -1,16 +1,32 @@
-"""Nodes that lie: they repeat what honest nodes report, and serve other rows and other files."""
+"""Nodes that lie: they repeat what honest nodes report, and serve other rows and other files.
+
+    python -m tests.false_nodes {zeros,changes} CONTROL_LOCATION FLIGHT_LOCATION CACHE_DIR DATASET
+
+As a process it lies until it is killed. After each report it prints its id, and how often it was
+asked for rows and for files.
+"""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as flight
 
 from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
+from tests import flight_clients
+from tests.control_clients import open_channel
+
+_REPORTS = 10  # of one process, which is then another one: it may be untrusted
 
 
 class FalseNode(flight.FlightServerBase):
@@ -55,6 +71,73 @@ class FalseNode(flight.FlightServerBase):
             writer.write_batch(batch)
 
 
+class ChangingNode(FalseNode):
+    """Answers rows and files as an honest node does, with other bytes in each.
+
+    Args:
+        honest: the location of that node.
+    """
+
+    def __init__(self, honest: str) -> None:
+        super().__init__()
+        self._honest = flight_clients.connect(honest)
+
+    def do_get(
+        self, context: flight.ServerCallContext, ticket: flight.Ticket
+    ) -> flight.FlightDataStream:
+        """The file of a shard, with another byte in the middle of each piece."""
+        self.files += 1
+        given = self._honest.do_get(ticket).read_all()
+        pieces = [bytearray(piece) for piece in given.column(0).to_pylist()]
+        for piece in pieces:
+            piece[len(piece) // 2] ^= 1
+        return flight.RecordBatchStream(pa.table([pieces], schema=given.schema))
+
+    def do_exchange(
+        self,
+        context: flight.ServerCallContext,
+        descriptor: flight.FlightDescriptor,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """The rows, with other numbers."""
+        self.gathers += 1
+        sent, got = self._honest.do_exchange(descriptor)
+        for number, request in enumerate(reader):
+            if not number:
+                sent.begin(request.data.schema)
+            sent.write_batch(request.data)
+            rows = got.read_chunk().data
+            columns = [_changed(column) for column in rows.columns]
+            if not number:
+                writer.begin(rows.schema)
+            writer.write_batch(pa.record_batch(columns, schema=rows.schema))
+
+
+def _changed(column: pa.Array) -> pa.Array:
+    if not isinstance(column, pa.FixedSizeListArray):
+        return column
+    values = column.flatten().to_numpy() + 1
+    return pa.FixedSizeListArray.from_arrays(values, type=column.type)
+
+
+def lie(node: FalseNode, control: str, cache_dir: str, dataset: str) -> None:
+    """Claims every shard of a dataset that is ready, for ever."""
+    with open_channel(control) as channel:
+        coordinator = cache_pb2_grpc.CoordinatorStub(channel)
+        for number in itertools.count():
+            name, process = f"false-{node.port}", str(number // _REPORTS)
+            described = pb.Node(
+                id=name, process=process, cache_dir=cache_dir, flight_location=node.location
+            )
+            with suppress(grpc.RpcError):
+                info = coordinator.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=5).dataset
+                if info.state == pb.DATASET_STATE_READY:
+                    coordinator.Heartbeat(false_report(info, described), timeout=5)
+                    print(name, node.gathers, node.files, flush=True)
+            time.sleep(0.1)
+
+
 def false_report(info: pb.DatasetInfo, node: pb.Node) -> pb.HeartbeatRequest:
     """The heartbeat of a node that claims every shard of a dataset, with its checksums."""
     report = pb.HeartbeatRequest(node=node)
@@ -77,3 +160,9 @@ def false_copy(directory: Path, copy: Path, node_id: str) -> None:
         middle = len(data) // 2
         path.chmod(0o644)
         path.write_bytes(data[:middle] + bytes(64) + data[middle + 64 :])
+
+
+if __name__ == "__main__":
+    kind, control_location, flight_location, directory, name = sys.argv[1:]
+    made = FalseNode() if kind == "zeros" else ChangingNode(flight_location)
+    lie(made, control_location, directory, name)

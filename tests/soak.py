@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -27,25 +28,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_client import CacheClient, CacheError, CacheIterableDataset, DatasetSpec
-from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.v1 import cache_pb2_grpc
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
-from tests.control_clients import open_channel
-from tests.false_nodes import FalseNode, false_report
 from tests.waiting import files_below, wait_until
 
 NAME, NODES, READERS = "soak", 3, 4
 ROWS, FILES, ROW_GROUP, SHARD_BYTES = 6_000, 6, 250, 20_000
 BATCH_SIZES = {1: 100, 2: 37}  # by world size
 LEASE_S, NODE_TIMEOUT_S, WAIT_S = 3.0, 2.0, 60.0
+LIES = 20  # reports of a false node
 ROTTEN_S = 3.0  # a node looks for changed files every second; readers have windows in flight
 
 
@@ -91,6 +88,7 @@ class Findings:
         self.wrong: list[str] = []
         self.epochs = 0
         self.while_rotten = 0  # epochs with wrong values
+        self.lies = self.read_back = 0  # reports of false nodes; after their files were asked for
         self.met: Counter[str] = Counter()
         self._rotten_until = 0.0
 
@@ -109,6 +107,14 @@ class Findings:
                 self.while_rotten += 1
         else:
             self.note_wrong(what)
+
+    def note_lie(self, line: str) -> None:
+        """Takes what a false node prints after a report."""
+        node, gathers, files = line.split()
+        self.lies += 1
+        self.read_back += int(files) > 0
+        if int(gathers):
+            self.note_wrong(f"readers asked {node} {gathers} times")
 
     def note_wrong(self, what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -198,12 +204,9 @@ class Reader:
 class Actions:
     """What happens to the cache meanwhile, drawn by chance."""
 
-    def __init__(
-        self, cluster: LocalCluster, table: Table, seed: int, findings: Findings, false: FalseNode
-    ) -> None:
+    def __init__(self, cluster: LocalCluster, table: Table, seed: int, findings: Findings) -> None:
         self._nodes = cluster.nodes
         self._findings = findings
-        self._false = false
         self._client = CacheClient(cluster.endpoint)
         self._table = table
         self._random = random.Random(seed)
@@ -218,7 +221,8 @@ class Actions:
             self.bytes_change_while_a_node_is_away,
             self.files_become_shorter_while_a_node_is_away,
             self.bytes_change_in_a_file_that_is_served,
-            self.a_node_lies,
+            self.a_node_claims_what_it_does_not_hold,
+            self.a_node_gives_changed_bytes,
         ]
 
     def act(self) -> None:
@@ -301,18 +305,24 @@ class Actions:
         found = [p for p in files_below(node.cache_dir) if p.match(f"{NAME}/*/shard-*.arrow")]
         return self._random.sample(sorted(found), len(found))
 
-    def a_node_lies(self) -> None:
-        """It claims every shard with its checksum, and would serve zeros."""
-        node = pb.Node(
-            id="false", process=str(self._random.random()), cache_dir=str(self._nodes[0].cache_dir),
-            flight_location=self._false.location,
-        )  # fmt: skip
-        with open_channel(self._nodes[0].control_location) as channel, suppress(grpc.RpcError):
-            coordinator = cache_pb2_grpc.CoordinatorStub(channel)
-            for _ in range(10):
-                info = coordinator.GetDataset(pb.GetDatasetRequest(name=NAME), timeout=5).dataset
-                coordinator.Heartbeat(false_report(info, node), timeout=5)
-                time.sleep(0.2)
+    def a_node_claims_what_it_does_not_hold(self) -> None:
+        self._lie("zeros")
+
+    def a_node_gives_changed_bytes(self) -> None:
+        self._lie("changes")
+
+    def _lie(self, kind: str) -> None:
+        """A process claims every shard with its checksum. No reader may be sent to it."""
+        node, honest = self._nodes[0], self._random.choice(self._nodes)
+        command = [sys.executable, "-m", "tests.false_nodes", kind, node.control_location]
+        command += [honest.endpoint, str(honest.cache_dir), NAME]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as liar:
+            assert liar.stdout is not None
+            try:
+                for line in islice(liar.stdout, LIES):
+                    self._findings.note_lie(line)
+            finally:
+                liar.kill()
 
     def _send_away(self, *nodes: LocalNode) -> None:
         for node in nodes:
@@ -333,9 +343,7 @@ def soak(directory: Path, seconds: float, seed: int) -> Findings:
         cluster = stack.enter_context(
             LocalCluster(NODES, directory / "cache", node_timeout_s=NODE_TIMEOUT_S, lease_s=LEASE_S)
         )
-        false = FalseNode()
-        stack.callback(false.shutdown)
-        actions = Actions(cluster, table, seed, findings, false)
+        actions = Actions(cluster, table, seed, findings)
         actions.load()
         readers = [Reader(number, cluster.endpoint, seed) for number in range(READERS)]
         threads = [
@@ -351,8 +359,6 @@ def soak(directory: Path, seconds: float, seed: int) -> Findings:
         for thread in threads:
             thread.join()
         check_recovery(actions, readers, directory, findings)
-        if false.gathers:
-            findings.note_wrong(f"readers asked a false node {false.gathers} times")
     return findings
 
 
@@ -379,6 +385,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         findings = soak(Path(directory), arguments.seconds, arguments.seed)
     print(f"{findings.epochs} epochs; errors by name: {dict(findings.met)}")
+    print(f"reports of false nodes: {findings.lies}, {findings.read_back} after a look at a file")
     print(f"wrong: {len(findings.wrong)}; while bytes had just changed: {findings.while_rotten}")
     sys.exit(bool(findings.wrong))
 

@@ -167,6 +167,36 @@ def test_no_reader_gets_a_row_of_nodes_that_repeat_the_checksums_of_others(
         assert len({path.name for path in (tmp_path / "cache").rglob("shard-*.arrow")}) == 4
 
 
+@pytest.mark.parametrize("kind", ["zeros", "changes"])
+def test_no_reader_gets_a_row_of_a_process_that_lies(
+    tmp_path: Path, dataset_name: str, kind: str
+) -> None:
+    source = write_numbered(tmp_path / "source", 4000, files=4)
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(2, tmp_path / "cache"))
+        client = CacheClient(cluster.endpoint)
+        client.load(DatasetSpec(dataset_name, source, target_shard_bytes=1))
+        honest = cluster.nodes[1]
+        command = [sys.executable, "-m", "tests.false_nodes", kind]
+        command += [cluster.nodes[0].control_location, honest.endpoint, str(honest.cache_dir)]
+        liar = stack.enter_context(
+            forked_python.Popen([*command, dataset_name], stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(liar.kill)
+        assert liar.stdout is not None
+        for line in liar.stdout:
+            name, gathers, files = line.split()
+            dataset = CacheIterableDataset(
+                dataset_name, batch_size=500, endpoint=cluster.endpoint, columns=["row"],
+                local=False,
+            )  # fmt: skip
+            assert [row for batch in dataset for row in batch["row"].tolist()] == [*range(4000)]
+            assert not int(gathers)
+            if any(node.id == name and node.untrusted for node in client.nodes()):
+                break
+        assert int(files) >= 2
+
+
 def test_a_node_reads_no_file_of_its_machine_for_a_caller_or_a_coordinator(
     tmp_path: Path,
 ) -> None:
