@@ -419,8 +419,7 @@ class Coordinator:
             yield info
             if not loads:
                 return
-            if rest := rest_s(took_s):
-                self._closed.wait(rest)
+            self._closed.wait(rest_s(took_s))
             with self._changed:
                 if self._changes == seen and not self._closed.is_set():
                     self._changed.wait(min(self._interval_s, _WATCH_S))
