@@ -17,7 +17,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pyarrow as pa
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from cache_client import writes
 from cache_client.arguments import (
     column_problems,
     flag_problems,
@@ -25,6 +27,7 @@ from cache_client.arguments import (
     integer_or_problem,
     seconds_problems,
 )
+from cache_client.arrow_sources import arrow_source
 from cache_client.connections import Connection
 from cache_client.forecast import LoadForecast
 from cache_client.forecast import from_proto as forecast_from_proto
@@ -37,8 +40,15 @@ from cache_client.routing import ShardMap
 from cache_client.rows import join
 from cache_client.table_reads import read_table
 from cache_protocol.cli.load_bar import progress_bar
-from cache_protocol.errors import ConfigError, LoadError, NotReadyError, checked
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.errors import (
+    ConfigError,
+    LoadError,
+    LostPartitionsError,
+    NodeUnavailableError,
+    NotReadyError,
+    checked,
+)
+from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
 from cache_protocol.spec.values import is_text
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.storage.row_index import Ids
@@ -47,7 +57,7 @@ from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.dataset_states import state_name
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
-from cache_protocol.wire.load_progress import LoadReport
+from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 from cache_protocol.wire.load_watch import wait_for_load
 
 _MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
@@ -220,25 +230,182 @@ class CacheClient:
         with self._coordinator(deadline) as calls:
             info = _create(calls, spec, timeout_s, deadline, refresh)
             if wait:
-                watch = pb.WatchDatasetRequest(name=spec.name, fingerprint=info.fingerprint)
-                with ExitStack() as stack:
-                    listeners = [on_progress] if on_progress is not None else []
-                    if progress:
-                        listeners.append(stack.enter_context(progress_bar(spec.name)))
-
-                    def report(latest: LoadReport) -> None:
-                        for listener in listeners:
-                            listener(latest)
-
-                    info = wait_for_load(
-                        lambda known: _watch_once(calls, watch, deadline, known),
-                        info,
-                        report,
-                        deadline,
-                    )
+                with _listeners(spec.name, on_progress, progress) as report:
+                    info = _wait_until_loaded(calls, spec.name, info, report, deadline)
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return _dataset_info(info)
+
+    def write(
+        self,
+        name: str,
+        data: object,
+        *,
+        replicas: int = 1,
+        target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
+        nulls: str = "nan",
+        readers: Sequence[str] = (),
+        progress: bool = False,
+        on_progress: Callable[[LoadReport], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> DatasetInfo:
+        """Writes rows of this process as a dataset; all of them, or none.
+
+        A dataset of this name gets a new version; the same rows are the same version again. The
+        rows have no other source: without replicas, they are lost with their node.
+
+        Args:
+            name: of the dataset.
+            data: a pyarrow Table, RecordBatch or RecordBatchReader, a pandas or Polars frame (also
+                lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
+                dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
+            replicas: nodes that hold each row.
+            target_shard_bytes: of a shard, stored.
+            nulls: of columns of floats: ``nan`` or ``refuse``.
+            readers: other namespaces that may read it; ``*``: every namespace.
+            progress: show a progress bar on standard error, as for `load`.
+            on_progress: called in this thread with the progress.
+            timeout_s: how long to wait for the replicas after the rows; None for no limit.
+
+        Raises:
+            ConfigError: an argument is wrong; quotes each.
+            RequestError: a column cannot be stored; names each.
+            LoadError: a value cannot be stored, or the rows do not fit.
+            NodeUnavailableError: no node took the rows.
+        """
+        problems = function_problems("on_progress", on_progress)
+        problems += flag_problems("progress", progress)
+        problems += [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        source = checked(problems, lambda: arrow_source(data))
+        if problems or source is None:
+            raise ConfigError("; ".join(problems))
+        write = self.begin_write(
+            name,
+            source.schema,
+            replicas=replicas,
+            target_shard_bytes=target_shard_bytes,
+            nulls=nulls,
+            readers=readers,
+        )
+        meter = LoadMeter(name)
+        with _listeners(name, on_progress, progress) as report:
+            info: DatasetInfo = writes.write_rows(
+                write,
+                source,
+                lambda latest: report(meter.read(latest)),
+                lambda acks: write.commit(acks, timeout_s=timeout_s, on_progress=report),
+            )
+        return info
+
+    def begin_write(
+        self,
+        name: str,
+        schema: pa.Schema,
+        *,
+        replicas: int = 1,
+        target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
+        nulls: str = "nan",
+        readers: Sequence[str] = (),
+        ttl_s: float = writes.DEFAULT_TTL_S,
+        full_wait_s: float = writes.DEFAULT_FULL_WAIT_S,
+    ) -> writes.Write:
+        """Begins a write of a dataset by several processes; see `Write`.
+
+        Args:
+            name: of the dataset.
+            schema: of the rows to put.
+            replicas, target_shard_bytes, nulls, readers: see `write`.
+            ttl_s: the write ends if nothing was put and nothing committed for so long.
+            full_wait_s: how long a full node may let a put wait, before it refuses it.
+
+        Raises:
+            ConfigError: an argument is wrong; quotes each.
+            RequestError: a column cannot be stored; names each.
+            NotReadyError: no node has joined the cache yet.
+        """
+        problems = seconds_problems("ttl_s", ttl_s) + seconds_problems("full_wait_s", full_wait_s)
+        if not isinstance(schema, pa.Schema):
+            problems.append(f"schema must be a pyarrow.Schema, got {schema!r}")
+        spec = checked(
+            problems,
+            lambda: DatasetSpec(
+                name,
+                "write://",
+                replicas=replicas,
+                target_shard_bytes=target_shard_bytes,
+                nulls=nulls,
+                readers=readers,
+            ),
+        )
+        if problems or spec is None:
+            raise ConfigError("; ".join(problems))
+        content = spec.to_proto()
+        content.ClearField("tables")
+        request = pb.BeginWriteRequest(
+            spec=content,
+            schema=schema.serialize().to_pybytes(),
+            ttl_s=ttl_s,
+            full_wait_s=full_wait_s,
+        )
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        return writes.Write(
+            begun.dataset,
+            begun.write_id,
+            schema,
+            schema_from_bytes(begun.schema),
+            spec.target_shard_bytes,
+            tuple(node.flight_location for node in begun.nodes),
+            self._credentials,
+            self,
+        )
+
+    def commit_write(
+        self,
+        write: writes.Write,
+        chosen: Sequence[pb.ChosenAttempt],
+        *,
+        wait: bool,
+        timeout_s: float | None,
+        on_progress: Callable[[LoadReport], None] | None,
+    ) -> DatasetInfo:
+        """Commits a write; see `Write.commit`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        request = pb.CommitWriteRequest(write_id=write.write_id, partitions=chosen)
+        # A repeated commit answers with the version of the first one.
+        for attempt in Retrying(
+            retry=retry_if_exception_type(NodeUnavailableError),
+            stop=stop_after_delay(self._timeout_s),
+            wait=wait_exponential(multiplier=0.25, max=2.0),
+            reraise=True,
+        ):
+            with attempt, self._coordinator(deadline) as calls:
+                answer = calls.call(calls.stub.CommitWrite, request, self._deadline())
+        if answer.lost:
+            raise LostPartitionsError(
+                f"dataset {write.name!r} was not committed: no live node has partitions "
+                f"{', '.join(map(str, answer.lost))}, as they were chosen. Put them again, by "
+                "other attempts",
+                answer.lost,
+            )
+        info = answer.dataset
+        if wait:
+            with (
+                self._coordinator(deadline) as calls,
+                _listeners(write.name, on_progress, show=False) as report,
+            ):
+                info = _wait_until_loaded(calls, write.name, info, report, deadline)
+        if info.state == pb.DATASET_STATE_FAILED:
+            raise LoadError(info.error.message)
+        return _dataset_info(info)
+
+    def abort_write(self, write: writes.Write) -> None:
+        """Aborts a write; see `Write.abort`."""
+        request = pb.AbortWriteRequest(write_id=write.write_id)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            calls.call(calls.stub.AbortWrite, request, deadline)
 
     def plan(
         self,
@@ -546,6 +713,37 @@ def _create(
             "being listed; the load goes on"
         ) from None
     return info
+
+
+@contextmanager
+def _listeners(
+    name: str, on_progress: Callable[[LoadReport], None] | None, show: bool
+) -> Iterator[Callable[[LoadReport], None]]:
+    """Yields a function that tells the progress to a caller, and shows it if ``show``."""
+    with ExitStack() as stack:
+        listeners = [on_progress] if on_progress is not None else []
+        if show:
+            listeners.append(stack.enter_context(progress_bar(name)))
+
+        def report(latest: LoadReport) -> None:
+            for listener in listeners:
+                listener(latest)
+
+        yield report
+
+
+def _wait_until_loaded(
+    calls: _Calls,
+    name: str,
+    info: pb.DatasetInfo,
+    report: Callable[[LoadReport], None],
+    deadline: float | None,
+) -> pb.DatasetInfo:
+    """The dataset once it is ready or failed."""
+    watch = pb.WatchDatasetRequest(name=name, fingerprint=info.fingerprint)
+    return wait_for_load(
+        lambda known: _watch_once(calls, watch, deadline, known), info, report, deadline
+    )
 
 
 def _watch_once(

@@ -315,6 +315,20 @@ class Connection:
             raise
         return stream
 
+    def open_put(self, request: pb.PutRequest, schema: pa.Schema, timeout_s: float) -> PutStream:
+        """Opens a stream that takes rows of one attempt at a partition of a write.
+
+        Args:
+            schema: of the batches.
+            timeout_s: of the whole stream.
+        """
+        descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
+        with self._in_use():
+            return PutStream(
+                self.location,
+                self._client.value.do_put(descriptor, schema, self._options(timeout_s)),
+            )
+
     def _options(self, timeout_s: float) -> flight.FlightCallOptions:
         headers = self._credentials.headers()
         return flight.FlightCallOptions(
@@ -388,6 +402,71 @@ class GatherStream:
             if self._ends.is_closed:
                 raise ConnectionClosedError(f"{self._name} was closed") from None
             raise
+
+
+class PutStream:
+    """One DoPut call: batches of rows, then their end. Used by one thread."""
+
+    def __init__(self, location: str, ends: tuple[Any, Any]) -> None:
+        self._location = location
+        self._name = f"the put to {location}"
+        # Closing an unfinished stream ends it without a `PutEnd`, so the node drops its rows.
+        self._ends = _SharedHandle(ends, cancel=None, release=lambda ends: ends[0].close())
+        fork_gate.add(self)
+
+    def send(self, batch: pa.RecordBatch, shard_rows: int = 0) -> None:
+        """Sends rows.
+
+        Args:
+            shard_rows: of the shard that begins with this batch; 0: the batch begins none.
+
+        Raises:
+            CacheError: the reason of the node, if it refused the put.
+            NodeUnavailableError: the stream broke.
+        """
+        try:
+            with self._in_use():
+                if shard_rows:
+                    metadata = pb.PutShard(num_rows=shard_rows).SerializeToString()
+                    self._ends.value[0].write_with_metadata(batch, pa.py_buffer(metadata))
+                else:
+                    self._ends.value[0].write_batch(batch)
+        except CacheError:
+            with self._in_use():  # raises the reason of the node, if there is one
+                self._ends.value[0].close()
+            raise
+
+    def finish(self, num_rows: int) -> pb.PutResult:
+        """Ends the rows, and returns what the node stored of them.
+
+        Args:
+            num_rows: that were sent.
+
+        Raises:
+            CacheError, NodeUnavailableError: as `send`.
+        """
+        end = pb.PutEnd(num_rows=num_rows).SerializeToString()
+        answer = None
+        try:
+            with self._in_use():
+                self._ends.value[0].write_metadata(pa.py_buffer(end))
+                self._ends.value[0].done_writing()
+                answer = self._ends.value[1].read()
+        finally:
+            with self._in_use():  # raises the reason of the node, if there is one
+                self._ends.value[0].close()
+        if answer is None:
+            raise NodeUnavailableError(f"{self._name} was not acknowledged")
+        return pb.PutResult.FromString(answer.to_pybytes())
+
+    def close(self) -> None:
+        """Ends the call; what was sent is dropped, unless `finish` returned."""
+        self._ends.close()
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        with _flight_call(self._location), self._ends.use(self._name):
+            yield
 
 
 def _keep_freed_memory() -> None:

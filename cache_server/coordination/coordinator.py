@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import closing
 from dataclasses import replace
+
+import pyarrow as pa
 
 from cache_protocol.errors import (
     CacheError,
@@ -41,7 +43,10 @@ from cache_server.coordination.jobs import Jobs, checked_report
 from cache_server.coordination.membership import Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
-from cache_server.plan.pinned_version import plan_version
+from cache_server.coordination.writes import Chosen, Writes
+from cache_server.plan.pinned_version import PinnedVersion, plan_version
+from cache_server.plan.written_version import write_id_of
+from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.allowed_sources import AllowedSources
 
@@ -103,6 +108,7 @@ class Coordinator:
         self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
+        self._writes = Writes(self._membership.members, clock)
         self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
         )
@@ -158,16 +164,12 @@ class Coordinator:
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
                 return self._attach(version, spec, by=by, fewer_replicas=refresh)
-            if version is None:
-                attempt = self._orphans.attempt(planned.version.key)
-            else:
-                attempt = version.attempt + 1
             made = VersionRecord(
                 planned.version,
                 self._created + 1,
                 spec.secrets_to_proto(),
                 tuple(planned.pins.values()),
-                attempt=attempt,
+                attempt=self._next_attempt(planned.version.key),
                 asked_at=self._clock(),
                 owner=by.name,
             )
@@ -177,25 +179,139 @@ class Coordinator:
             except LoadError:
                 made.release()
                 raise
-            if version is not None:
-                version.release()
-            self._checks.forget(planned.version.key)
-            self._created = made.created
-            self._versions[planned.version.key] = made
-            if version is None:  # orphans of the nodes count before any heartbeat is answered
-                for node_id, member in self._membership.members.items():
-                    if planned.version.key in member.actual and not member.untrusted:
-                        self._apply_claims(made, node_id, believed=member.is_own)
-            self._mark_changed()
-            logger.info(
-                "dataset planned name=%s fingerprint=%s shards=%s",
-                spec.name, planned.version.key.fingerprint, made.num_shards,
-            )  # fmt: skip
-            self._settle()
-            info = self._describe(made, by.viewer)
+            info = self._add(made, by)
         self._write_proven()
         self._notify_listeners()
         return info
+
+    def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
+        """Adds a version that the catalogue has, or replaces a failed one."""
+        key = made.pinned.key
+        replaced = self._versions.get(key)
+        if replaced is not None:
+            replaced.release()
+        self._checks.forget(key)
+        self._created = made.created
+        self._versions[key] = made
+        if replaced is None:  # orphans of the nodes count before any heartbeat is answered
+            for node_id, member in self._membership.members.items():
+                if key in member.actual and not member.untrusted:
+                    self._apply_claims(made, node_id, believed=member.is_own)
+        self._mark_changed()
+        logger.info(
+            "dataset planned name=%s fingerprint=%s shards=%s",
+            key.dataset, key.fingerprint, made.num_shards,
+        )  # fmt: skip
+        self._settle()
+        return self._describe(made, by.viewer)
+
+    def _next_attempt(self, key: VersionKey) -> int:
+        """The attempt for a version that is new, or has failed."""
+        version = self._versions.get(key)
+        return self._orphans.attempt(key) if version is None else version.attempt + 1
+
+    # -- writes --------------------------------------------------------------------------------
+
+    def begin_write(
+        self, request: pb.BeginWriteRequest, arriving: pa.Schema, *, by: Principal = ANYONE
+    ) -> pb.BeginWriteResponse:
+        """Begins a write: nodes take rows for it until it is committed, aborted or too old.
+
+        Args:
+            request: with the full name of the dataset.
+            arriving: schema of the rows.
+
+        Raises:
+            ConfigError, RequestError: quotes what is wrong.
+            NotReadyError: no node answers yet.
+        """
+        with self._changed:
+            alive = self._membership.alive()
+            nodes = [
+                node
+                for node in self._membership.nodes()
+                if node.id in alive and node.flight_location
+            ]
+            if not nodes:
+                raise NotReadyError("no node can take rows yet")
+            write = self._writes.begin(request, arriving)
+            response = pb.BeginWriteResponse(
+                write_id=write.write_id,
+                dataset=by.viewer.shown(write.spec.name),
+                schema=write.logical.serialize().to_pybytes(),
+                nodes=nodes,
+            )
+        self._notify_listeners()
+        return response
+
+    def commit_write(
+        self, write_id: str, wanted: Collection[Chosen], *, by: Principal = ANYONE
+    ) -> pb.DatasetInfo | list[int]:
+        """Makes a version of the chosen attempts, all or nothing. A repeated call changes nothing.
+
+        The version is in the catalogue before this returns. It is ready when the nodes have moved
+        and copied its shards: watch it.
+
+        Returns:
+            A list of numbers if rows were lost: the partitions to put again, by other attempts.
+
+        Raises:
+            RequestError: the write is not open, or the choice is wrong.
+            PermissionDeniedError: it is of another namespace.
+            LoadError: the catalogue cannot be written, or more replicas do not fit.
+        """
+        with self._changed:
+            if (committed := self._committed(write_id)) is not None:
+                by.require_own(committed.pinned.key.dataset, "a write")
+                return self._describe(committed, by.viewer)
+            write = self._writes.find(write_id, by)
+            chosen = self._writes.choose(write, wanted, self._membership.alive())
+            if isinstance(chosen, list):
+                return chosen
+            key = chosen.version.key
+            version = self._versions.get(key)
+            if version is not None and self._holdings(version).load_failure() is None:
+                info = self._attach(version, chosen.version.spec, by=by)
+            else:
+                made = VersionRecord.written(
+                    chosen,
+                    self._created + 1,
+                    attempt=self._next_attempt(key),
+                    asked_at=self._clock(),
+                    owner=by.name,
+                )
+                made.save(self._catalogue)
+                info = self._add(made, by)
+            self._writes.end_committed(write, key)
+            self._mark_changed()
+        self._write_proven()
+        self._notify_listeners()
+        return info
+
+    def _committed(self, write_id: str) -> VersionRecord | None:
+        """The version that a write became; the catalogue knows the last write of each."""
+        if (key := self._writes.committed(write_id)) is not None:
+            return self._versions.get(key)
+        specs = ((version.pinned.spec, version) for version in self._versions.values())
+        return next((version for spec, version in specs if write_id_of(spec) == write_id), None)
+
+    def abort_write(self, write_id: str, *, by: Principal = ANYONE) -> None:
+        """Ends a write: nodes drop its rows. A write that has ended stays as it is.
+
+        Raises:
+            PermissionDeniedError: it is of another namespace.
+        """
+        with self._changed:
+            self._writes.abort(write_id, by)
+        self._notify_listeners()
+
+    def _moving(self) -> list[PinnedVersion]:
+        """The committed versions whose rows nodes have yet to move."""
+        return [
+            version.pinned
+            for version in self._versions.values()
+            if version.pinned.is_written and not version.was_ready and version.failure is None
+        ]
 
     def attach(self, spec: DatasetSpec, *, by: Principal = ANYONE) -> pb.DatasetInfo | None:
         """Attaches to a version of this spec that was ready before; reads no source.
@@ -460,6 +576,8 @@ class Coordinator:
             self.jobs.apply(reports)
             if member.has_news:
                 self._note_holder(member, believed=returns or member.is_own)
+                if not member.untrusted:
+                    self._writes.apply_report(node_id, member.actual, member.changed)
             running = {} if member.untrusted else member.running
             used = {} if member.untrusted else member.actual
             for key, version in self._versions.items():
@@ -474,6 +592,7 @@ class Coordinator:
                 interval_s=self._interval_s,
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_stable(),
+                writes=self._writes.messages(self._moving()),
             )
             for version in () if member.untrusted else self._versions.values():
                 if version.failure is None:
@@ -483,8 +602,10 @@ class Coordinator:
                     response.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
-            if not member.untrusted and (kept := kept - self._versions.keys()):
-                kept = kept & self._orphans.find()
+            if not member.untrusted:
+                unknown = kept - self._versions.keys()
+                kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
+                kept = kept & self._orphans.find() if kept else kept
             for key in kept:
                 response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
         if member.has_news:
@@ -601,6 +722,7 @@ class Coordinator:
             if shard.sealed and version.agrees(shard):
                 is_known = shard.checksum == version.sealed[shard.index].checksum
                 said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known)
+        recorded |= version.take_put(node_id, said.keys())
         self._checks.apply_report(
             key, node_id, said, self._clock(), believed=said if believed else recorded
         )
@@ -655,7 +777,8 @@ class Coordinator:
         raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
 
     def _settle(self) -> None:
-        """Updates readiness and failures, and forgets old versions."""
+        """Updates readiness and failures, and forgets old versions and writes."""
+        self._writes.end_old()
         alive = self._membership.alive()
         for key, version in list(self._versions.items()):
             if key not in self._versions:
@@ -677,6 +800,9 @@ class Coordinator:
                 self._mark_changed()
                 continue
             if not self._holdings(version).is_ready():
+                if not version.was_ready and (lost := self._holdings(version).lost_rows()):
+                    version.fail(version.load_error(lost))
+                    self._mark_changed()
                 continue
             if not version.was_ready:
                 version.was_ready = True
@@ -757,6 +883,8 @@ class Coordinator:
 
     def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""
+        if (put := PutKey.of(key.fingerprint)) is not None:
+            return not self._writes.keeps(put)
         version = self._versions.get(key)
         if version is None:
             return key not in self._orphans.find()

@@ -17,6 +17,8 @@ from cache_server.coordination.membership import Member
 from cache_server.coordination.placement import bytes_by_node, desired_shards, place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
+from cache_server.plan.written_version import put_of
+from cache_server.shards.version_key import VersionKey
 
 _NOTHING = pb.ActualDataset()
 
@@ -95,7 +97,48 @@ class Holdings:
             lacks_some = len(held) < (version.num_shards or 0)
             if actual.failure and lacks_some and self.may_load(node_id, WHOLE_QUERY):
                 return version.load_error(actual.failure)
-        return None
+        return version.load_error(lost_rows) if (lost_rows := self.lost_rows()) else None
+
+    def lost_rows(self) -> str:
+        """How many rows of a written version no live node has; empty: none.
+
+        They are lost, unless a node comes back: no source has them.
+        """
+        version = self.version
+        if not version.pinned.is_written or not self._all_reported():
+            return ""
+        held, put = self.holders(serving=False), self._put_on
+        lost = [i for i in range(version.num_shards or 0) if i not in held and i not in put]
+        if not lost:
+            return ""
+        rows = sum(version.sealed[index].num_rows for index in lost)
+        gone = ", ".join(sorted(self._members.keys() - self._alive)) or "none"
+        return (
+            f"no node has {rows} of its rows, in {len(lost)} shards, and they were written: no "
+            f"source has them. Lost nodes: {gone}. Write the dataset again, or start such a node "
+            "with its files"
+        )
+
+    @cached_property
+    def _put_on(self) -> Mapping[int, Set[str]]:
+        """The live nodes with each shard of a written version as it was put, not moved yet."""
+        version = self.version
+        if not version.pinned.is_written or version.was_ready:
+            return {}
+        found: dict[int, set[str]] = {}
+        dataset = version.pinned.key.dataset
+        known: dict[VersionKey, dict[int, int]] = {}
+        for plan in version.pinned.shards or ():
+            name, place = put_of(plan.splits[0])
+            known.setdefault(VersionKey(dataset, name), {})[place] = plan.index
+        for node_id in self._alive:
+            actual = self._members[node_id].actual
+            for key in known.keys() & actual.keys():
+                for shard in actual[key].shards:
+                    index = known[key].get(shard.index)
+                    if index is not None and shard.checksum == version.sealed[index].checksum:
+                        found.setdefault(index, set()).add(node_id)
+        return found
 
     @cached_property
     def _given_up(self) -> Mapping[int | None, list[str]]:
@@ -209,13 +252,20 @@ class Holdings:
     def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
         if num_shards not in self._placements:
             pinned = self.version.pinned
-            self._placements[num_shards] = place(
+            placement = place(
                 pinned.key.fingerprint,
                 num_shards,
                 self._members,
                 pinned.spec.replicas,
                 alive=self._alive,
             )
+            if pinned.is_written:
+                held, put = self.holders(serving=False), self._put_on
+                placement = tuple(
+                    _where_held(homes, held.get(index, frozenset()) | put.get(index, frozenset()))
+                    for index, homes in enumerate(placement)
+                )
+            self._placements[num_shards] = placement
         return self._placements[num_shards]
 
     def loader(self, index: int | None) -> str | None:
@@ -257,16 +307,22 @@ class Holdings:
         reported = self.last_report(node_id).shards
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
         odd = self._checks.hopeless(pinned.key, node_id)
+        put = self._put_on
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
         for index in sorted(desired_shards(node_id, placement, holders, mine)):
             held_by = self._sources(index, node_id)
             if index in odd or (index in wrong and held_by):
                 continue  # dropped first, made again after the next heartbeat
+            is_held, is_put = node_id in sealed_on.get(index, ()), node_id in put.get(index, ())
+            if pinned.is_written and not (is_held or is_put or held_by):
+                continue  # it is lost: see `lost_rows`
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
-            if node_id in sealed_on.get(index, ()):
+            if is_held:
                 continue
-            if held_by:
+            if is_put and pinned.shards is not None:
+                shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
+            elif held_by:
                 self._let_copy(shard, held_by)
             elif (
                 pinned.shards is None
@@ -403,3 +459,10 @@ class Holdings:
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
             waits=waits,
         )
+
+
+def _where_held(homes: tuple[str, ...], held: Set[str]) -> tuple[str, ...]:
+    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home."""
+    first = [node_id for node_id in homes if node_id in held]
+    first += sorted(held - set(homes))
+    return tuple((first + [node_id for node_id in homes if node_id not in held])[: len(homes)])

@@ -13,6 +13,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.membership import Membership
 from cache_server.coordination.version_record import VersionRecord
+from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Orphans:
             for member in self._membership.members.values()
             for key, actual in member.actual.items()
             if name in {None, key.dataset}
+            and PutKey.of(key.fingerprint) is None
             and (is_new or (actual.HasField("idle_s") and actual.idle_s < self._lease_s))
         }
         return held - self._versions.keys() - self._dropped.keys()

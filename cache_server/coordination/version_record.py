@@ -13,6 +13,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.writes import ChosenRows
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.source.pinned import Pin
 
@@ -45,6 +46,7 @@ class VersionRecord:
         owner: the principal that asked for the load.
         waiting: the nodes that hold shards without a record.
         contradicted: the nodes that hold shards other than those of the record.
+        put_by: shard -> the node whose put it is, until that node has moved it.
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
@@ -67,6 +69,7 @@ class VersionRecord:
     owner: str = ""
     waiting: set[str] = field(default_factory=set)
     contradicted: set[str] = field(default_factory=set)
+    put_by: dict[int, str] = field(default_factory=dict)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -83,6 +86,25 @@ class VersionRecord:
             result_shards=len(entry.sealed) if has_run else None,
             is_failure_saved=entry.failure is not None,
             owner=entry.owner,
+        )
+
+    @classmethod
+    def written(
+        cls, rows: ChosenRows, created: int, *, attempt: int, asked_at: float, owner: str
+    ) -> VersionRecord:
+        """A version of rows that nodes hold already."""
+        sealed = (
+            SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
+            for shard in rows.shards
+        )
+        return cls(
+            rows.version,
+            created,
+            sealed=dict(enumerate(sealed)),
+            attempt=attempt,
+            asked_at=asked_at,
+            owner=owner,
+            put_by=dict(enumerate(rows.node_ids)),
         )
 
     def save(self, catalogue: Catalogue) -> None:
@@ -197,12 +219,19 @@ class VersionRecord:
         after = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
         return Applied(before != after, recorded)
 
+    def take_put(self, node_id: str, indices: Set[int]) -> Set[int]:
+        """The shards of these that the node took from writers: its put made their record."""
+        moved = {index for index in indices if self.put_by.get(index) == node_id}
+        for index in moved:
+            del self.put_by[index]
+        return moved
+
     def agrees(self, shard: pb.ActualShard) -> bool:
         """Whether a sealed shard is what the version has under this index."""
         known = self.sealed.get(shard.index)
         if known is None:
             return False
-        if self.pinned.shards is None:
+        if self.pinned.shards is None or self.pinned.is_written:
             return known.checksum == shard.checksum
         return known.num_rows == shard.num_rows
 

@@ -9,8 +9,9 @@ from functools import cached_property
 import pyarrow as pa
 
 from cache_protocol.storage.layout import Layout
+from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import PinnedTable, Split
+from cache_server.source.pinned import WRITTEN, PinnedTable, Split
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class LoadPlan:
     def layout(self) -> Layout:
         """Of the stored batches."""
         return Layout(self.logical)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its rows were put by writers: see `plan.written_version`."""
+        return any(table.format == WRITTEN for table in self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,32 @@ class DesiredVersion:
 
 
 @dataclass(frozen=True)
+class OpenWrite:
+    """A write that a node keeps rows of.
+
+    Attributes:
+        logical: schema of the stored columns.
+        target_shard_bytes: of a shard.
+        refuse_nulls: also those of floats.
+        full_wait_s: how long a put may wait for room.
+        committed: it takes no more rows.
+    """
+
+    write_id: str
+    dataset: str
+    logical: pa.Schema
+    target_shard_bytes: int
+    refuse_nulls: bool
+    full_wait_s: float
+    committed: bool = False
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the stored batches."""
+        return Layout(self.logical)
+
+
+@dataclass(frozen=True)
 class DesiredState:
     """Everything that a node should hold.
 
@@ -126,8 +158,15 @@ class DesiredState:
         kept: versions that stay as they are: a coordinator with a new catalogue does not know them.
         retry_no_room: a load for which there is no room is tried again: nodes left or came back
             lately.
+        writes: by id; the rows that were put for them stay.
     """
 
     versions: Mapping[VersionKey, DesiredVersion] = field(default_factory=dict)
     kept: frozenset[VersionKey] = frozenset()
     retry_no_room: bool = False
+    writes: Mapping[str, OpenWrite] = field(default_factory=dict)
+
+    def keeps(self, key: VersionKey) -> bool:
+        """Whether the rows of this name stay as they are."""
+        put = PutKey.of(key.fingerprint)
+        return key in self.kept or (put is not None and put.write_id in self.writes)

@@ -15,6 +15,7 @@ from cache_server.node.desired import (
     DesiredState,
     DesiredVersion,
     LoadPlan,
+    OpenWrite,
     ShardCopy,
 )
 from cache_server.node.reconcile import ActualVersion
@@ -62,6 +63,8 @@ def _encode_version(
             row_start=starts.get(index, 0),
             nulls=shard.sealed.nulls,
         )
+    if version.num_shards is not None:
+        message.num_shards = version.num_shards
     if version.desired is None:
         return
     message.attempt = version.desired.plan.attempt
@@ -79,8 +82,6 @@ def _encode_version(
     message.notes.extend(sorted(version.notes))
     if version.idle_s is not None:
         message.idle_s = version.idle_s
-    if version.num_shards is not None:
-        message.num_shards = version.num_shards
 
 
 class DesiredDecoder:
@@ -91,6 +92,7 @@ class DesiredDecoder:
 
     def __init__(self) -> None:
         self._known: dict[VersionKey, tuple[pb.DesiredDataset, DesiredVersion]] = {}
+        self._writes: dict[str, tuple[pb.OpenWrite, OpenWrite]] = {}
 
     def decode(self, response: pb.HeartbeatResponse) -> DesiredState:
         """What the node should hold. An unchanged version is the same object as before.
@@ -110,13 +112,39 @@ class DesiredDecoder:
                     f"the plan of {key.dataset!r} cannot be decoded: {error}"
                 ) from None
         self._known = decoded
+        self._writes = {
+            message.write_id: before
+            if (before := self._writes.get(message.write_id)) and before[0] == message
+            else (message, _decode_write(message))
+            for message in response.writes
+        }
         return DesiredState(
             {key: version for key, (_, version) in decoded.items()},
             frozenset(
                 told_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
             ),
             response.room_may_come,
+            {write_id: write for write_id, (_, write) in self._writes.items()},
         )
+
+
+def _decode_write(message: pb.OpenWrite) -> OpenWrite:
+    key = told_names.version_key(message.dataset, message.write_id)
+    try:
+        logical = schema_from_bytes(message.schema)
+    except (ValueError, pa.ArrowException) as error:
+        raise InvalidTicketError(
+            f"the schema of a write of {key.dataset!r} cannot be decoded: {error}"
+        ) from None
+    return OpenWrite(
+        key.fingerprint,
+        key.dataset,
+        logical,
+        message.target_shard_bytes,
+        message.nulls == "refuse",
+        message.full_wait_s,
+        message.committed,
+    )
 
 
 def _decode_again(

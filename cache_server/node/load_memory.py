@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import LoadError
@@ -27,6 +27,13 @@ _CHECK_S = 0.2  # longest time that a cancelled load holds up the queue
 _MIN_QUERY_BYTES = 64 << 20
 
 
+class Waiting(Protocol):
+    """What waits for memory; equal only to itself."""
+
+    def check_wanted(self) -> None:
+        """Raises an error when it must wait no longer."""
+
+
 class LoadMemory:
     """A queue of loads for the memory of a node. Thread-safe.
 
@@ -39,7 +46,7 @@ class LoadMemory:
         self._container_bytes = container_bytes
         self._shard_bytes = shard_bytes
         self._changed = threading.Condition()
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Waiting] = deque()
         self._held_bytes = 0
         # DataFusion's allocator keeps freed memory for each thread that ever read. So the thread
         # that ended last is used first.
@@ -91,8 +98,20 @@ class LoadMemory:
         if splits := [*job.splits, *job.whole_splits]:
             largest = max(splits, key=attrgetter("group_bytes"))
             self._refuse_if_too_large(largest, container_bytes)
-        num_bytes = memory_bytes(job)
-        self._wait(job, num_bytes, loading_bytes(container_bytes))
+        with self.hold(job, memory_bytes(job)):
+            yield
+
+    @contextmanager
+    def hold(self, job: Waiting, num_bytes: int) -> Iterator[None]:
+        """Holds so much memory, once the job is first in the queue and the memory is free.
+
+        Raises:
+            What ``job.check_wanted`` raises while it waits.
+        """
+        if self._container_bytes is None:
+            yield
+            return
+        self._wait(job, num_bytes, loading_bytes(self._container_bytes))
         try:
             yield
         finally:
@@ -100,7 +119,7 @@ class LoadMemory:
                 self._held_bytes -= num_bytes
                 self._changed.notify_all()
 
-    def _wait(self, job: Job, num_bytes: int, limit_bytes: int) -> None:
+    def _wait(self, job: Waiting, num_bytes: int, limit_bytes: int) -> None:
         with self._changed:
             self._queue.append(job)
             try:

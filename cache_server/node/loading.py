@@ -25,6 +25,7 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
+from cache_server.plan.written_version import put_of
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
@@ -176,6 +177,18 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
             job.rows = builder.num_rows
         batch = _finish(job, builder, ", ".join(map(str, splits)))
         store.seal(job.key, index, batch, draft, builder.nans)
+
+
+def move_put(store: ShardStore, job: Job) -> None:
+    """Makes a shard of rows that a writer put on this node.
+
+    Raises:
+        LoadError: they are not on this node.
+    """
+    assert job.shard is not None
+    (split,) = job.splits
+    name, place = put_of(split)
+    store.move(VersionKey(job.key.dataset, name), place, job.key, job.shard.index)
 
 
 def run_whole(store: ShardStore, job: Job) -> int:

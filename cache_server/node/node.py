@@ -39,6 +39,7 @@ from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job, SpooledTables
+from cache_server.node.puts import PutMessage, Puts
 from cache_server.node.reconcile import (
     Action,
     ActualVersion,
@@ -76,6 +77,7 @@ _FEW_SHARDS = 256
 # After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 _LONGEST_INTERVAL_S = 3600.0
+_BEAT_S = 10.0  # for the coordinator to learn of a put
 
 
 class CoordinatorLink(Protocol):
@@ -146,6 +148,9 @@ class Node:
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
         self._memory = LoadMemory(container_bytes, self._desired_bytes)
         self.row_values = RowValues(store.free_bytes, at_once=load_threads)
+        self._beats = threading.Condition()
+        self._begun = self._answered = 0  # heartbeats
+        self._puts = Puts(store, self._memory, description.id, self._beat, self._stop)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -163,6 +168,8 @@ class Node:
         """Tells the loop and the loads to end, without waiting. Reads still work."""
         self._stop.set()
         self._wake.set()
+        with self._beats:
+            self._beats.notify_all()
         with self._lock:
             self._pool.shutdown(wait=False, cancel_futures=True)
             for load in self._loads():
@@ -202,6 +209,25 @@ class Node:
     def wake(self) -> None:
         """Sends the next heartbeat now."""
         self._wake.set()
+
+    def _beat(self) -> None:
+        """Sends a heartbeat that reports everything until now; returns after its answer.
+
+        Raises:
+            NodeUnavailableError: the coordinator does not answer, or the node stops.
+        """
+        with self._beats:
+            wanted = self._begun + 1
+        self.wake()
+        with self._beats:
+            self._beats.wait_for(
+                lambda: self._answered >= wanted or self._stop.is_set(), timeout=_BEAT_S
+            )
+            if self._answered < wanted:
+                raise NodeUnavailableError(
+                    f"node {self.description.id} stops, or its coordinator did not answer within "
+                    f"{_BEAT_S:g} s"
+                )
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -290,6 +316,17 @@ class Node:
         """Every dataset that a viewer sees, from the coordinator."""
         return self._link.datasets(viewer)
 
+    def put(
+        self,
+        request: pb.PutRequest,
+        schema: pa.Schema,
+        messages: Iterator[PutMessage],
+        *,
+        check: Callable[[str], None] = lambda dataset: None,
+    ) -> pb.PutResult:
+        """Seals the rows of one attempt at a partition of a write; see `Puts.put`."""
+        return self._puts.put(request, schema, messages, check=check)
+
     def take_report(self, report: pb.ReaderReport) -> None:
         """Sends a report of a reader on with the next heartbeat; drops the oldest of too many.
 
@@ -332,6 +369,8 @@ class Node:
         while not self._stop.is_set():
             self._wake.clear()
             begun = time.perf_counter()
+            with self._beats:
+                self._begun += 1
             try:
                 request = self._report()
                 response = self._link.heartbeat(request)
@@ -354,6 +393,10 @@ class Node:
                 except Exception:  # for example no new thread: heartbeats must continue
                     logger.exception("reconcile failed, will be tried again")
                     news = False
+                else:
+                    with self._beats:
+                        self._answered = self._begun
+                        self._beats.notify_all()
                 if news:
                     continue  # report it at once
                 if sum(len(dataset.shards) for dataset in request.datasets) > _FEW_SHARDS:
@@ -374,9 +417,12 @@ class Node:
             for key, state in self._states.items():
                 state.loads = unfinished[key]
                 actual[key] = state.snapshot(rows[key])
+        put = self._puts.complete()
         sealed = self._store.versions()
         for key, shards in sealed.items():
             actual[key] = replace(actual.get(key, ActualVersion()), sealed=shards.keys())
+        for key, num_shards in put.items():
+            actual[key] = replace(actual.get(key, ActualVersion()), num_shards=num_shards)
         return actual, sealed
 
     def _report(self) -> pb.HeartbeatRequest:
@@ -394,6 +440,7 @@ class Node:
         """
         if self._stop.is_set():
             return False
+        self._puts.update(desired.writes)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual)
         for action in result.actions:
@@ -531,6 +578,9 @@ class Node:
             self._wake.set()
 
     def _load(self, state: VersionState, job: Job) -> None:
+        if job.plan.is_written and not (job.shard is not None and job.shard.copy):
+            loading.move_put(self._store, job)
+            return
         if job.shard is None or not job.shard.copy:
             splits = (*job.splits, *job.whole_splits)
             self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)

@@ -164,7 +164,7 @@ def reconcile(desired: DesiredState, actual: Mapping[VersionKey, ActualVersion])
     actions: list[Action] = []
     is_ready = True
     for key, version in actual.items():
-        if key not in desired.versions and key not in desired.kept:
+        if key not in desired.versions and not desired.keeps(key):
             actions.append(_leave(key, version))
     for key, wanted in desired.versions.items():
         version = actual.get(key, ActualVersion())

@@ -21,7 +21,7 @@ from cache_server import tables
 from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows, varying_bytes
 from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, with_lineage
+from cache_server.source.pinned import WRITTEN, Pin, PinnedTable, SourceFile, Split, with_lineage
 from cache_server.sql import loader, queries
 
 _STORAGE_FORMAT = 9  # part of every fingerprint; raise it when the stored bytes change
@@ -62,6 +62,11 @@ class PinnedVersion:
     has_secrets: bool = False
     explanation: str = field(default="", compare=False)
     unsized_columns: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its rows were put by writers: see `written_version`."""
+        return any(table.format == WRITTEN for table in self.tables)
 
     @property
     def max_rows(self) -> int:

@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import pyarrow as pa
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from cache_protocol.errors import CacheError, ConfigError
+from cache_protocol.errors import CacheError, ConfigError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.credentials import Credentials
@@ -29,6 +31,7 @@ from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.writes import Chosen
 from cache_server.rpc import planning_slots
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
 from cache_server.rpc.planning_slots import PlanningSlots
@@ -237,6 +240,41 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             principal.require_own(principal.viewer.resolve(request.name), "a drop")
             self._coordinator.delete(request.name, viewer=principal.viewer)
             return pb.DeleteDatasetResponse()
+
+    def BeginWrite(
+        self, request: pb.BeginWriteRequest, context: grpc.ServicerContext
+    ) -> pb.BeginWriteResponse:
+        """Begins a write."""
+        with _error_statuses(context):
+            principal = caller_of(context).principal
+            request.spec.name = principal.viewer.resolve(request.spec.name)
+            principal.require_own(request.spec.name, "a write")
+            try:
+                arriving = schema_from_bytes(request.schema)
+            except (ValueError, pa.ArrowException) as error:
+                raise RequestError(f"the schema of the rows cannot be read: {error}") from None
+            return self._coordinator.begin_write(request, arriving, by=principal)
+
+    def CommitWrite(
+        self, request: pb.CommitWriteRequest, context: grpc.ServicerContext
+    ) -> pb.CommitWriteResponse:
+        """Makes a version of what was put."""
+        with _error_statuses(context):
+            wanted = [Chosen(c.partition, c.attempt, c.checksum) for c in request.partitions]
+            outcome = self._coordinator.commit_write(
+                request.write_id, wanted, by=caller_of(context).principal
+            )
+            if isinstance(outcome, pb.DatasetInfo):
+                return pb.CommitWriteResponse(dataset=outcome)
+            return pb.CommitWriteResponse(lost=outcome)
+
+    def AbortWrite(
+        self, request: pb.AbortWriteRequest, context: grpc.ServicerContext
+    ) -> pb.AbortWriteResponse:
+        """Ends a write without a version."""
+        with _error_statuses(context):
+            self._coordinator.abort_write(request.write_id, by=caller_of(context).principal)
+            return pb.AbortWriteResponse()
 
     def ListNodes(
         self, request: pb.ListNodesRequest, context: grpc.ServicerContext

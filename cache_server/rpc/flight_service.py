@@ -34,6 +34,7 @@ from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import EVERYTHING, Role, Viewer
 from cache_server.auth.verbs import SHARD_FILE
 from cache_server.node.node import Node
+from cache_server.node.puts import PutMessage
 from cache_server.node.traffic import Read, Traffic
 from cache_server.rpc.flight_calls import (
     Call,
@@ -199,11 +200,33 @@ class FlightService(flight.FlightServerBase):
         reader: flight.MetadataRecordBatchReader,
         writer: flight.FlightMetadataWriter,
     ) -> None:
-        """Refused: a cache must be able to load a dataset again, from its source."""
-        with self._call(context):
-            raise RequestError(
-                "DoPut is not supported: a cache loads a dataset from its source (CreateDataset)"
+        """Seals the rows of one attempt at a partition of a write that was begun."""
+        with self._call(context) as call:
+            if descriptor.descriptor_type != flight.DescriptorType.CMD:
+                raise InvalidTicketError(
+                    "DoPut takes a PutRequest as its command: begin a write before (BeginWrite)"
+                )
+            request = _parse(pb.PutRequest, descriptor.command, "put request")
+            principal = call.principal
+            request.dataset = principal.viewer.resolve(request.dataset)
+            result = self._ready_node().put(
+                request,
+                reader.schema,
+                self._received(call, request.dataset, reader),
+                check=lambda dataset: principal.require_own(dataset, "a write"),
             )
+            writer.write(result.SerializeToString())
+
+    def _received(
+        self, call: Call, dataset: str, reader: flight.MetadataRecordBatchReader
+    ) -> Iterator[PutMessage]:
+        read = Read(dataset, "put")
+        for chunk in reader:
+            call.still_allowed()
+            batch = chunk.data
+            yield PutMessage(batch, bytes(chunk.app_metadata or b""))
+            if batch is not None:
+                self._traffic.count(read, rows=batch.num_rows, num_bytes=batch.nbytes)
 
     def do_exchange(
         self,

@@ -248,6 +248,39 @@ class ShardStore:
 
         return self._keep(key, sealed.index, temporary, sealed.num_bytes, write)
 
+    def move(self, source: VersionKey, place: int, key: VersionKey, index: int) -> MappedShard:
+        """Makes shard ``place`` of ``source`` shard ``index`` of ``key``; no bytes are copied.
+
+        If the process ends meanwhile, at least one of the two names has the file.
+
+        Raises:
+            LoadError: there is no such shard, or it cannot be moved.
+        """
+        moved = self.shards(source).get(place)
+        if moved is None:
+            raise LoadError(f"shard {place} of {source.fingerprint} is not on this node")
+        directory, sealed = self._directory(key), replace(moved.sealed, index=index)
+        temporary, final = directory / _temporary_name(index), directory / shard_file_name(index)
+        try:
+            self._create(temporary)
+            temporary.unlink()
+            os.link(moved.path, temporary)
+            os.replace(temporary, final)
+            fsync(directory)
+            shard = MappedShard(sealed, final)
+            with self._manifests:
+                manifest.add(directory / MANIFEST, sealed)
+                self._add(key, shard)
+                self._drop(source, [place])
+        except OSError as error:
+            remove_file(final)
+            raise _cannot_write(key, index, sealed.num_bytes, directory, error) from None
+        finally:
+            remove_file(temporary)
+            self._remove_empty(directory)
+        self._remove_empty(self._directory(source))
+        return shard
+
     def _keep(
         self,
         key: VersionKey,
@@ -270,12 +303,7 @@ class ShardStore:
             shard = MappedShard(sealed, final)
             with self._manifests:
                 manifest.add(directory / MANIFEST, sealed)
-                with self._lock:  # in one step, so that it never counts twice
-                    self._reserved.pop(temporary, None)
-                    shards = self._shards.setdefault(key, {})
-                    replaced = [shards[index]] if index in shards else []
-                    shards[index] = shard
-                    self._stored_bytes += sealed.num_bytes - _bytes_of(replaced)
+                self._add(key, shard, temporary)
         except OSError as error:
             remove_file(final)
             raise _cannot_write(key, index, size, directory, error) from None
@@ -288,6 +316,17 @@ class ShardStore:
             key.dataset, index, sealed.num_rows, sealed.num_bytes,
         )  # fmt: skip
         return shard
+
+    def _add(self, key: VersionKey, shard: MappedShard, reserved: Path | None = None) -> None:
+        """Adds a sealed shard and ends the reservation of its file, so that it counts once."""
+        with self._lock:
+            if reserved is not None:
+                self._reserved.pop(reserved, None)
+            shards = self._shards.setdefault(key, {})
+            replaced = shards.get(shard.sealed.index)
+            shards[shard.sealed.index] = shard
+            before = 0 if replaced is None else replaced.sealed.num_bytes
+            self._stored_bytes += shard.sealed.num_bytes - before
 
     def drop(self, key: VersionKey, *indices: int) -> None:
         """Removes some shards. Readers that have them mapped keep their rows.

@@ -17,6 +17,7 @@ SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see
 BY_ARROW = b"cache.by_arrow"  # in the metadata of a Parquet field that only Arrow reads correctly
 # In the metadata of a Parquet field that has values where a struct in it is null.
 UNDER_NULLS = b"cache.under_nulls"
+WRITTEN = "written"  # the format of a table whose rows were put by writers
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 

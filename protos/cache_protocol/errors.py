@@ -13,6 +13,7 @@
       NotReadyError               still loading; has the progress: retried until the deadline
       StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
+        LostPartitionsError       a node was lost before a commit; names the partitions to put again
       NodeUnavailableError        names node, dataset and step: retried, then raised
 
 This module knows neither Flight nor gRPC. Modules that use them send a serialised `cache.v1.Error`
@@ -21,7 +22,7 @@ beside the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from cache_protocol.v1 import cache_pb2 as pb
@@ -107,6 +108,21 @@ class LoadError(CacheError):
     """A dataset could not be loaded; the message names the file, the split and the reason."""
 
     code = pb.ERROR_CODE_LOAD
+
+
+class LostPartitionsError(LoadError):
+    """Rows of a write were lost before its commit, so nothing was committed.
+
+    Put these partitions again, by other attempts, and commit again. Only clients raise it, so it
+    has no code.
+
+    Attributes:
+        partitions: their numbers.
+    """
+
+    def __init__(self, message: str, partitions: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.partitions = tuple(partitions)
 
 
 class NodeUnavailableError(CacheError):

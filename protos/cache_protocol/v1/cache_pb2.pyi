@@ -1638,7 +1638,7 @@ class ActualDataset(google.protobuf.message.Message):
     attempt: builtins.int
     """unset if the node was not told of the version since its start"""
     num_shards: builtins.int
-    """Number of shards of a whole query that this node ran or was told of."""
+    """Number of shards of a whole query that this node ran or was told of, or of a complete put."""
     failure: builtins.str
     """the whole query failed for good"""
     rows_loaded: builtins.int
@@ -1716,6 +1716,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     COORDINATOR_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
     ROOM_MAY_COME_FIELD_NUMBER: builtins.int
+    WRITES_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
     room_may_come: builtins.bool
@@ -1728,6 +1729,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
         """Versions that a coordinator with a new catalogue does not know: the node keeps them."""
 
+    @property
+    def writes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OpenWrite]:
+        """the node drops the rows of every other write"""
+
     def __init__(
         self,
         *,
@@ -1736,9 +1741,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         coordinator: Global___CoordinatorEndpoints | None = ...,
         kept: collections.abc.Iterable[Global___VersionName] | None = ...,
         room_may_come: builtins.bool = ...,
+        writes: collections.abc.Iterable[Global___OpenWrite] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
@@ -2139,6 +2145,300 @@ class AuditEntry(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["begun_s", b"begun_s", "last_s", b"last_s", "record", b"record", "run", b"run"]) -> None: ...
 
 Global___AuditEntry: typing_extensions.TypeAlias = AuditEntry
+
+@typing.final
+class BeginWriteRequest(google.protobuf.message.Message):
+    """A writer begins a write, puts each partition of its rows to any node, and commits. A partition may
+    be put several times, by different attempts; the commit chooses one of each. The rows of a version
+    are ordered by partition, then as they were sent.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    TTL_S_FIELD_NUMBER: builtins.int
+    FULL_WAIT_S_FIELD_NUMBER: builtins.int
+    schema: builtins.bytes
+    """Arrow IPC schema message of the rows to send"""
+    ttl_s: builtins.float
+    """the write ends if it is not committed so long after the last put"""
+    full_wait_s: builtins.float
+    """how long a full node may let a put wait"""
+    @property
+    def spec(self) -> Global___DatasetSpec:
+        """without tables and a query"""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___DatasetSpec | None = ...,
+        schema: builtins.bytes = ...,
+        ttl_s: builtins.float = ...,
+        full_wait_s: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["full_wait_s", b"full_wait_s", "schema", b"schema", "spec", b"spec", "ttl_s", b"ttl_s"]) -> None: ...
+
+Global___BeginWriteRequest: typing_extensions.TypeAlias = BeginWriteRequest
+
+@typing.final
+class BeginWriteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    write_id: builtins.str
+    dataset: builtins.str
+    schema: builtins.bytes
+    """Arrow IPC schema message of the stored columns"""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]:
+        """to put rows to: each takes any partition"""
+
+    def __init__(
+        self,
+        *,
+        write_id: builtins.str = ...,
+        dataset: builtins.str = ...,
+        schema: builtins.bytes = ...,
+        nodes: collections.abc.Iterable[Global___Node] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "nodes", b"nodes", "schema", b"schema", "write_id", b"write_id"]) -> None: ...
+
+Global___BeginWriteResponse: typing_extensions.TypeAlias = BeginWriteResponse
+
+@typing.final
+class CommitWriteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    PARTITIONS_FIELD_NUMBER: builtins.int
+    write_id: builtins.str
+    @property
+    def partitions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChosenAttempt]: ...
+    def __init__(
+        self,
+        *,
+        write_id: builtins.str = ...,
+        partitions: collections.abc.Iterable[Global___ChosenAttempt] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["partitions", b"partitions", "write_id", b"write_id"]) -> None: ...
+
+Global___CommitWriteRequest: typing_extensions.TypeAlias = CommitWriteRequest
+
+@typing.final
+class ChosenAttempt(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    partition: builtins.int
+    attempt: builtins.int
+    checksum: builtins.str
+    """of its PutResult; empty: any put of this attempt"""
+    def __init__(
+        self,
+        *,
+        partition: builtins.int = ...,
+        attempt: builtins.int = ...,
+        checksum: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "checksum", b"checksum", "partition", b"partition"]) -> None: ...
+
+Global___ChosenAttempt: typing_extensions.TypeAlias = ChosenAttempt
+
+@typing.final
+class CommitWriteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    @property
+    def dataset(self) -> Global___DatasetInfo:
+        """unset if rows were lost"""
+
+    @property
+    def lost(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Partitions of which no live node has the attempt, the first 1,000: put them again, by other
+        attempts, and commit again.
+        """
+
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetInfo | None = ...,
+        lost: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "lost", b"lost"]) -> None: ...
+
+Global___CommitWriteResponse: typing_extensions.TypeAlias = CommitWriteResponse
+
+@typing.final
+class AbortWriteRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    write_id: builtins.str
+    def __init__(
+        self,
+        *,
+        write_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["write_id", b"write_id"]) -> None: ...
+
+Global___AbortWriteRequest: typing_extensions.TypeAlias = AbortWriteRequest
+
+@typing.final
+class AbortWriteResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___AbortWriteResponse: typing_extensions.TypeAlias = AbortWriteResponse
+
+@typing.final
+class PutRequest(google.protobuf.message.Message):
+    """FlightDescriptor.cmd of DoPut. The client then sends batches, and at the end a message without a
+    batch, whose app_metadata is a PutEnd. The node answers with a PutResult and the end of the call. A
+    stream that ends otherwise is dropped.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    PARTITION_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    write_id: builtins.str
+    partition: builtins.int
+    attempt: builtins.int
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        write_id: builtins.str = ...,
+        partition: builtins.int = ...,
+        attempt: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "dataset", b"dataset", "partition", b"partition", "write_id", b"write_id"]) -> None: ...
+
+Global___PutRequest: typing_extensions.TypeAlias = PutRequest
+
+@typing.final
+class PutShard(google.protobuf.message.Message):
+    """app_metadata of the first batch of a shard: how many rows it will have. Without it, the node cuts
+    the rows at the target size, and keeps them in memory until then.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    num_rows: builtins.int
+    def __init__(
+        self,
+        *,
+        num_rows: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_rows", b"num_rows"]) -> None: ...
+
+Global___PutShard: typing_extensions.TypeAlias = PutShard
+
+@typing.final
+class PutEnd(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    num_rows: builtins.int
+    """that were sent"""
+    def __init__(
+        self,
+        *,
+        num_rows: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_rows", b"num_rows"]) -> None: ...
+
+Global___PutEnd: typing_extensions.TypeAlias = PutEnd
+
+@typing.final
+class PutResult(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTITION_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    NODE_ID_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    partition: builtins.int
+    attempt: builtins.int
+    num_rows: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
+    """of the checksums of the shards"""
+    node_id: builtins.str
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedShard]: ...
+    def __init__(
+        self,
+        *,
+        partition: builtins.int = ...,
+        attempt: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
+        node_id: builtins.str = ...,
+        shards: collections.abc.Iterable[Global___SealedShard] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "checksum", b"checksum", "node_id", b"node_id", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "partition", b"partition", "shards", b"shards"]) -> None: ...
+
+Global___PutResult: typing_extensions.TypeAlias = PutResult
+
+@typing.final
+class OpenWrite(google.protobuf.message.Message):
+    """A write that nodes keep rows of."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WRITE_ID_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    SCHEMA_FIELD_NUMBER: builtins.int
+    TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
+    NULLS_FIELD_NUMBER: builtins.int
+    FULL_WAIT_S_FIELD_NUMBER: builtins.int
+    COMMITTED_FIELD_NUMBER: builtins.int
+    write_id: builtins.str
+    dataset: builtins.str
+    schema: builtins.bytes
+    """Arrow IPC schema message of the stored columns"""
+    target_shard_bytes: builtins.int
+    nulls: builtins.str
+    """see DatasetSpec"""
+    full_wait_s: builtins.float
+    committed: builtins.bool
+    """it takes no more rows"""
+    def __init__(
+        self,
+        *,
+        write_id: builtins.str = ...,
+        dataset: builtins.str = ...,
+        schema: builtins.bytes = ...,
+        target_shard_bytes: builtins.int = ...,
+        nulls: builtins.str = ...,
+        full_wait_s: builtins.float = ...,
+        committed: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema", b"schema", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
+
+Global___OpenWrite: typing_extensions.TypeAlias = OpenWrite
 
 @typing.final
 class CatalogueEntry(google.protobuf.message.Message):

@@ -69,6 +69,21 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.FromString,
                 _registered_method=True)
+        self.BeginWrite = channel.unary_unary(
+                '/cache.v1.Coordinator/BeginWrite',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.BeginWriteRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.BeginWriteResponse.FromString,
+                _registered_method=True)
+        self.CommitWrite = channel.unary_unary(
+                '/cache.v1.Coordinator/CommitWrite',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.CommitWriteRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.CommitWriteResponse.FromString,
+                _registered_method=True)
+        self.AbortWrite = channel.unary_unary(
+                '/cache.v1.Coordinator/AbortWrite',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/cache.v1.Coordinator/ListNodes',
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
@@ -129,6 +144,26 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginWrite(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommitWrite(self, request, context):
+        """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
+        nothing; a repeated call answers with the same version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortWrite(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,6 +215,21 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.DeleteDataset,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.SerializeToString,
+            ),
+            'BeginWrite': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginWrite,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.BeginWriteRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.BeginWriteResponse.SerializeToString,
+            ),
+            'CommitWrite': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitWrite,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.CommitWriteRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.CommitWriteResponse.SerializeToString,
+            ),
+            'AbortWrite': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortWrite,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -358,6 +408,87 @@ class Coordinator(object):
             '/cache.v1.Coordinator/DeleteDataset',
             cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginWrite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/BeginWrite',
+            cache__protocol_dot_v1_dot_cache__pb2.BeginWriteRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.BeginWriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CommitWrite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/CommitWrite',
+            cache__protocol_dot_v1_dot_cache__pb2.CommitWriteRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.CommitWriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortWrite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/AbortWrite',
+            cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -125,6 +125,54 @@ _CoordinatorDeleteDatasetType = typing_extensions.TypeVar(
     ],
 )
 
+_CoordinatorBeginWriteType = typing_extensions.TypeVar(
+    '_CoordinatorBeginWriteType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.BeginWriteRequest,
+        cache_protocol.v1.cache_pb2.BeginWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.BeginWriteRequest,
+        cache_protocol.v1.cache_pb2.BeginWriteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.BeginWriteRequest,
+        cache_protocol.v1.cache_pb2.BeginWriteResponse,
+    ],
+)
+
+_CoordinatorCommitWriteType = typing_extensions.TypeVar(
+    '_CoordinatorCommitWriteType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CommitWriteRequest,
+        cache_protocol.v1.cache_pb2.CommitWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CommitWriteRequest,
+        cache_protocol.v1.cache_pb2.CommitWriteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CommitWriteRequest,
+        cache_protocol.v1.cache_pb2.CommitWriteResponse,
+    ],
+)
+
+_CoordinatorAbortWriteType = typing_extensions.TypeVar(
+    '_CoordinatorAbortWriteType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.AbortWriteRequest,
+        cache_protocol.v1.cache_pb2.AbortWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.AbortWriteRequest,
+        cache_protocol.v1.cache_pb2.AbortWriteResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.AbortWriteRequest,
+        cache_protocol.v1.cache_pb2.AbortWriteResponse,
+    ],
+)
+
 _CoordinatorListNodesType = typing_extensions.TypeVar(
     '_CoordinatorListNodesType',
     grpc.UnaryUnaryMultiCallable[
@@ -173,7 +221,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -199,6 +247,18 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.BeginWriteRequest,
+            cache_protocol.v1.cache_pb2.BeginWriteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.CommitWriteRequest,
+            cache_protocol.v1.cache_pb2.CommitWriteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.AbortWriteRequest,
+            cache_protocol.v1.cache_pb2.AbortWriteResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
@@ -241,6 +301,18 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.BeginWriteRequest,
+            cache_protocol.v1.cache_pb2.BeginWriteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.CommitWriteRequest,
+            cache_protocol.v1.cache_pb2.CommitWriteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.AbortWriteRequest,
+            cache_protocol.v1.cache_pb2.AbortWriteResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
             cache_protocol.v1.cache_pb2.ListNodesResponse,
         ],
@@ -270,6 +342,15 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     ListDatasets: _CoordinatorListDatasetsType
 
     DeleteDataset: _CoordinatorDeleteDatasetType
+
+    BeginWrite: _CoordinatorBeginWriteType
+
+    CommitWrite: _CoordinatorCommitWriteType
+    """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
+    nothing; a repeated call answers with the same version.
+    """
+
+    AbortWrite: _CoordinatorAbortWriteType
 
     ListNodes: _CoordinatorListNodesType
 
@@ -302,6 +383,18 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
         cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.BeginWriteRequest,
+        cache_protocol.v1.cache_pb2.BeginWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.CommitWriteRequest,
+        cache_protocol.v1.cache_pb2.CommitWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.AbortWriteRequest,
+        cache_protocol.v1.cache_pb2.AbortWriteResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.ListNodesRequest,
@@ -364,6 +457,30 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.DeleteDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.DeleteDatasetResponse]]: ...
+
+    @abc.abstractmethod
+    def BeginWrite(
+        self,
+        request: cache_protocol.v1.cache_pb2.BeginWriteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.BeginWriteResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.BeginWriteResponse]]: ...
+
+    @abc.abstractmethod
+    def CommitWrite(
+        self,
+        request: cache_protocol.v1.cache_pb2.CommitWriteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.CommitWriteResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.CommitWriteResponse]]:
+        """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
+        nothing; a repeated call answers with the same version.
+        """
+
+    @abc.abstractmethod
+    def AbortWrite(
+        self,
+        request: cache_protocol.v1.cache_pb2.AbortWriteRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.AbortWriteResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.AbortWriteResponse]]: ...
 
     @abc.abstractmethod
     def ListNodes(

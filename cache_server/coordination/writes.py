@@ -1,0 +1,305 @@
+"""The writes that have begun and not ended: what was put for each, and where it lies.
+
+Nodes keep the rows of these writes only. Nothing of a write is on disk before its commit, so a
+coordinator that starts again knows none, and the nodes drop the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from cache_protocol.errors import RequestError
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, Principal
+from cache_server.coordination.membership import Member
+from cache_server.plan.pinned_version import PinnedVersion
+from cache_server.plan.written_version import put_of, stored_schema, written_spec, written_version
+from cache_server.shards.put_key import PutKey, put_checksum
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN = 1000  # writes; each is in every answer to a heartbeat
+_REMEMBERED = 1000  # committed writes
+_MAX_SECONDS = 7 * 24 * 3600.0
+_MAX_NAMED = 1000
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One attempt at a partition.
+
+    Attributes:
+        checksum: of its rows; empty: any stream of this attempt.
+    """
+
+    partition: int
+    attempt: int
+    checksum: str = ""
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """The rows of a commit.
+
+    Attributes:
+        shards: of the version, in its order.
+        node_ids: the node that holds each.
+    """
+
+    version: PinnedVersion
+    shards: tuple[pb.SealedShard, ...]
+    node_ids: tuple[str, ...]
+
+
+@dataclass
+class Write:
+    """One write that has begun.
+
+    Attributes:
+        spec: of the dataset, without its rows.
+        logical: schema of the stored columns.
+        ends_at: monotonic seconds; every put moves it.
+        puts: complete ones, with their shards, by node.
+    """
+
+    write_id: str
+    spec: DatasetSpec
+    logical: pa.Schema
+    ttl_s: float
+    full_wait_s: float
+    ends_at: float
+    puts: dict[PutKey, tuple[str, tuple[pb.SealedShard, ...]]] = field(default_factory=dict)
+
+    def to_proto(self) -> pb.OpenWrite:
+        """The message for nodes."""
+        return _open_write(self.write_id, self.spec, self.logical, self.full_wait_s)
+
+
+class Writes:
+    """The writes of a coordinator. One thread at a time.
+
+    Args:
+        members: the nodes and their reports; read at each call.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, members: Mapping[str, Member], clock: Callable[[], float]) -> None:
+        self._members = members
+        self._clock = clock
+        self._open: dict[str, Write] = {}
+        self._committed: dict[str, VersionKey] = {}
+
+    def begin(self, request: pb.BeginWriteRequest, arriving: pa.Schema) -> Write:
+        """Begins a write.
+
+        Args:
+            request: with the full name of the dataset.
+            arriving: schema of the rows.
+
+        Raises:
+            ConfigError, RequestError: quotes what is wrong; or too many writes are open.
+        """
+        write_id = uuid.uuid4().hex
+        spec = written_spec(request.spec, write_id)
+        for name, seconds in (("ttl_s", request.ttl_s), ("full_wait_s", request.full_wait_s)):
+            if not 0 <= seconds <= _MAX_SECONDS:
+                raise RequestError(f"{name} must be from 0 to {_MAX_SECONDS:.0f}, got {seconds}")
+        self.end_old()
+        if len(self._open) >= MAX_OPEN:
+            raise RequestError(
+                f"a cache has at most {MAX_OPEN} open writes: commit or abort some of them"
+            )
+        write = Write(
+            write_id,
+            spec,
+            stored_schema(arriving, spec.target_shard_bytes),
+            request.ttl_s,
+            request.full_wait_s,
+            self._clock() + request.ttl_s,
+        )
+        self._open[write_id] = write
+        logger.info("write begun dataset=%s write=%s", spec.name, write_id)
+        return write
+
+    def find(self, write_id: str, by: Principal = ANYONE) -> Write:
+        """An open write.
+
+        Raises:
+            RequestError: it is not open. PermissionDeniedError: it is of another namespace.
+        """
+        write = self._open.get(write_id)
+        if write is None:
+            raise RequestError(
+                f"no open write {write_id[:64]!r}: it was aborted, it was idle for longer than its "
+                "ttl_s, or the coordinator started again; write the dataset again"
+            )
+        by.require_own(write.spec.name, "a write")
+        return write
+
+    def committed(self, write_id: str) -> VersionKey | None:
+        """The version that a write became, if it is remembered."""
+        return self._committed.get(write_id)
+
+    def abort(self, write_id: str, by: Principal = ANYONE) -> None:
+        """Ends a write; nodes drop its rows. An unknown write has ended already.
+
+        Raises:
+            PermissionDeniedError: it is of another namespace.
+        """
+        if write_id in self._open:
+            write = self.find(write_id, by)
+            del self._open[write_id]
+            logger.info("write aborted dataset=%s write=%s", write.spec.name, write_id)
+
+    def end_old(self) -> bool:
+        """Ends the writes that were idle for too long; returns whether there were any."""
+        old = [write for write in self._open.values() if write.ends_at < self._clock()]
+        for write in old:
+            del self._open[write.write_id]
+            logger.warning("write ended dataset=%s write=%s", write.spec.name, write.write_id)
+        return bool(old)
+
+    def apply_report(
+        self,
+        node_id: str,
+        reported: Mapping[VersionKey, pb.ActualDataset],
+        changed: Iterable[VersionKey],
+    ) -> None:
+        """Notes the complete puts of a node.
+
+        Args:
+            changed: what differs from the report before, or is new.
+        """
+        for key in changed:
+            actual, put = reported.get(key), PutKey.of(key.fingerprint)
+            write = self._open.get(put.write_id) if put is not None else None
+            if put is None or write is None or actual is None or put in write.puts:
+                continue
+            if key.dataset != write.spec.name:
+                continue
+            if actual.HasField("num_shards") and len(actual.shards) == actual.num_shards:
+                write.puts[put] = node_id, _sealed(actual)
+                write.ends_at = self._clock() + write.ttl_s
+
+    def choose(
+        self, write: Write, wanted: Collection[Chosen], alive: Collection[str]
+    ) -> ChosenRows | list[int]:
+        """The rows of the chosen attempts; else what is lost.
+
+        Args:
+            alive: ids of the nodes that answer.
+
+        Returns:
+            A list of numbers: the partitions that no live node has complete.
+
+        Raises:
+            RequestError: a partition is chosen twice.
+        """
+        by_partition = {chosen.partition: chosen for chosen in wanted}
+        if len(by_partition) < len(wanted):
+            raise RequestError("a commit names each partition once")
+        there: dict[int, PutKey] = {}
+        for put in sorted(write.puts):
+            chosen = by_partition.get(put.partition)
+            if chosen is not None and chosen.attempt == put.attempt and put.partition not in there:
+                node_id, of_put = write.puts[put]
+                is_meant = chosen.checksum in ("", put_checksum(s.checksum for s in of_put))
+                if is_meant and self._is_held(write, put, node_id, of_put, alive):
+                    there[put.partition] = put
+        lost = sorted(by_partition.keys() - there.keys())
+        if lost:
+            return lost[:_MAX_NAMED]
+        puts = [there[partition] for partition in sorted(there)]
+        version = written_version(
+            write.spec, write.logical, [(put, write.puts[put][1]) for put in puts]
+        )
+        shards: list[pb.SealedShard] = []
+        node_ids: list[str] = []
+        for put in puts:
+            node_id, of_put = write.puts[put]
+            shards += of_put
+            node_ids += [node_id] * len(of_put)
+        return ChosenRows(version, tuple(shards), tuple(node_ids))
+
+    def _is_held(
+        self,
+        write: Write,
+        put: PutKey,
+        node_id: str,
+        shards: tuple[pb.SealedShard, ...],
+        alive: Collection[str],
+    ) -> bool:
+        if not shards:
+            return True
+        member = self._members.get(node_id)
+        if member is None or node_id not in alive:
+            return False
+        actual = member.actual.get(put.version_key(write.spec.name))
+        return actual is not None and _sealed(actual) == shards
+
+    def end_committed(self, write: Write, key: VersionKey) -> None:
+        """Ends a write that became a version."""
+        self._open.pop(write.write_id, None)
+        self._committed[write.write_id] = key
+        for write_id in [*self._committed][:-_REMEMBERED]:
+            del self._committed[write_id]
+
+    def messages(self, pending: Iterable[PinnedVersion]) -> list[pb.OpenWrite]:
+        """The writes that nodes keep rows of.
+
+        Args:
+            pending: versions whose rows nodes have yet to move.
+        """
+        messages = [write.to_proto() for write in self._open.values()]
+        for version in pending:
+            for write_id in write_ids(version):
+                message = _open_write(write_id, version.spec, version.logical, 0.0)
+                message.committed = True
+                messages.append(message)
+        return messages
+
+    def keeps(self, put: PutKey) -> bool:
+        """Whether the rows of a put stay."""
+        return put.write_id in self._open
+
+
+def write_ids(version: PinnedVersion) -> set[str]:
+    """The writes whose rows a version is made of: one, or none if it has no rows."""
+    splits = (split for shard in version.shards or () for split in shard.splits)
+    puts = (PutKey.of(put_of(split)[0]) for split in splits)
+    return {put.write_id for put in puts if put is not None}
+
+
+def _open_write(
+    write_id: str, spec: DatasetSpec, logical: pa.Schema, full_wait_s: float
+) -> pb.OpenWrite:
+    return pb.OpenWrite(
+        write_id=write_id,
+        dataset=spec.name,
+        schema=logical.serialize().to_pybytes(),
+        target_shard_bytes=spec.target_shard_bytes,
+        nulls=spec.nulls,
+        full_wait_s=full_wait_s,
+    )
+
+
+def _sealed(actual: pb.ActualDataset) -> tuple[pb.SealedShard, ...]:
+    shards = sorted(
+        (shard for shard in actual.shards if shard.sealed), key=lambda shard: shard.index
+    )
+    return tuple(
+        pb.SealedShard(
+            num_rows=shard.num_rows,
+            num_bytes=shard.num_bytes,
+            checksum=shard.checksum,
+            nulls=shard.nulls,
+        )
+        for shard in shards
+    )

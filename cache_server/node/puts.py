@@ -1,0 +1,398 @@
+"""Takes the rows that writers put on this node, and seals them as shards.
+
+The shards of a put lie under a name like that of a version until the write is committed, or ends. A
+full node takes the rows of a put more slowly, then refuses it. This module knows no Flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import NamedTuple, TypeVar
+
+import pyarrow as pa
+from google.protobuf.message import DecodeError
+
+from cache_protocol.errors import InvalidTicketError, LoadError, NodeUnavailableError, RequestError
+from cache_protocol.storage.layout import Layout
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.node.desired import OpenWrite
+from cache_server.node.load_memory import LoadMemory
+from cache_server.shards.packing import ShardBuilder, storage_type
+from cache_server.shards.put_key import PutKey, put_checksum
+from cache_server.shards.store import NoRoomError, ShardStore
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_LOOK_AGAIN_S = 0.2  # for room
+_MESSAGES_BYTES = 32 << 20  # of a put: messages on their way, and the block that packs them
+
+
+class PutMessage(NamedTuple):
+    """One message of a put.
+
+    Attributes:
+        batch: None: the message has only metadata.
+        metadata: a `PutShard` before a batch, a `PutEnd` alone; empty: none.
+    """
+
+    batch: pa.RecordBatch | None
+    metadata: bytes
+
+
+class Puts:
+    """The puts of one node. Thread-safe.
+
+    Args:
+        store: of the node.
+        memory: that puts share with loads.
+        node_id: of the node.
+        beat: sends a heartbeat, and returns when its answer was applied.
+        stop: set when the node stops.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        memory: LoadMemory,
+        node_id: str,
+        beat: Callable[[], None],
+        stop: threading.Event,
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._node_id = node_id
+        self._beat = beat
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._writes: Mapping[str, OpenWrite] = {}
+        self._complete: dict[PutKey, tuple[VersionKey, pb.PutResult]] = {}
+
+    def update(self, writes: Mapping[str, OpenWrite]) -> None:
+        """Takes the open writes of an answer; forgets the puts of others."""
+        with self._lock:
+            self._writes = writes
+            for put in [put for put in self._complete if put.write_id not in writes]:
+                del self._complete[put]
+
+    def complete(self) -> dict[VersionKey, int]:
+        """The complete puts, with the number of shards of each. Call it before you list shards."""
+        with self._lock:
+            return {key: len(result.shards) for key, result in self._complete.values()}
+
+    def put(
+        self,
+        request: pb.PutRequest,
+        schema: pa.Schema,
+        messages: Iterator[PutMessage],
+        *,
+        check: Callable[[str], None] = lambda dataset: None,
+    ) -> pb.PutResult:
+        """Seals the rows of one attempt at a partition.
+
+        The coordinator knows of the put before this returns. If this node has a complete put of the
+        same attempt, its rows stay, and the new ones are only counted.
+
+        Args:
+            request: with the full name of the dataset.
+            schema: of the batches.
+            check: called with the name of the dataset, to refuse the caller.
+
+        Raises:
+            RequestError: the write is not open, or the rows are not those of the write.
+            LoadError: a value cannot be stored; or, as a `NoRoomError`, the node stayed full.
+            NodeUnavailableError: the node stops, or cannot reach its coordinator.
+        """
+        write = self._open_write(request.write_id)
+        check(write.dataset)
+        if request.dataset != write.dataset:
+            raise RequestError(
+                f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
+            )
+        _check_schema(schema, write.logical)
+        stream = _PutStream(self._while_open(write, messages), write)
+        known = self._known(request)
+        if known is not None:
+            stream.count()
+            if stream.num_rows != known.num_rows:
+                raise RequestError(
+                    f"attempt {request.attempt} at partition {request.partition} was put with "
+                    f"{known.num_rows} rows, and now with {stream.num_rows}: give other rows "
+                    "another attempt"
+                )
+            return known
+        put = PutKey(request.write_id, request.partition, request.attempt, uuid.uuid4().hex[:8])
+        key = put.version_key(write.dataset)
+        try:
+            result = self._seal_all(write, put, key, stream)
+            with self._lock:
+                self._complete[put] = key, result
+            self._beat()
+            self._require_kept(write)
+        except BaseException:
+            with self._lock:
+                self._complete.pop(put, None)
+            self._store.drop_version(key)
+            raise
+        logger.info(
+            "put complete dataset=%s partition=%d attempt=%d rows=%d bytes=%d",
+            write.dataset, put.partition, put.attempt, result.num_rows, result.num_bytes,
+        )  # fmt: skip
+        return result
+
+    def _open_write(self, write_id: str) -> OpenWrite:
+        found = self._writes.get(write_id)
+        if found is None:  # begun after the last heartbeat
+            self._beat()
+            found = self._writes.get(write_id)
+        if found is None or found.committed:
+            ended = "was committed" if found is not None else "is not open: it was aborted, or old"
+            raise RequestError(f"write {write_id[:64]!r} {ended}; begin another one")
+        return found
+
+    def _require_kept(self, write: OpenWrite) -> None:
+        if write.write_id not in self._writes:
+            raise RequestError(f"write {write.write_id!r} of {write.dataset!r} has ended")
+        if self._stop.is_set():
+            raise NodeUnavailableError(f"node {self._node_id} stops")
+
+    def _while_open(self, write: OpenWrite, messages: Iterator[PutMessage]) -> Iterator[PutMessage]:
+        for message in messages:
+            self._require_kept(write)
+            yield message
+
+    def _known(self, request: pb.PutRequest) -> pb.PutResult | None:
+        wanted = request.write_id, request.partition, request.attempt
+        with self._lock:
+            for put, (_, result) in self._complete.items():
+                if (put.write_id, put.partition, put.attempt) == wanted:
+                    return result
+        return None
+
+    def _seal_all(
+        self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream
+    ) -> pb.PutResult:
+        result = pb.PutResult(partition=put.partition, attempt=put.attempt, node_id=self._node_id)
+        has_plain = bool(write.layout.plain_fields)
+        unsealed = write.target_shard_bytes * (2 if has_plain else 1)
+        wait = _Wait(self, write)
+        with self._memory.hold(wait, _MESSAGES_BYTES + unsealed):
+            for index, (num_rows, batches) in enumerate(stream.shards()):
+                shard = self._seal(write, key, index, num_rows, batches, wait)
+                result.num_rows += shard.num_rows
+                result.num_bytes += shard.num_bytes
+                result.shards.append(shard)
+        result.checksum = put_checksum(shard.checksum for shard in result.shards)
+        return result
+
+    def _seal(
+        self,
+        write: OpenWrite,
+        key: VersionKey,
+        index: int,
+        num_rows: int,
+        batches: Iterable[pa.RecordBatch],
+        wait: _Wait,
+    ) -> pb.SealedShard:
+        with ExitStack() as stack:
+            draft = None
+            if write.layout.fixed_row_bytes:
+                draft = wait.for_room(
+                    lambda: stack.enter_context(
+                        self._store.draft(key, index, write.layout, num_rows)
+                    )
+                )
+            builder = ShardBuilder(write.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
+            for batch in batches:
+                try:
+                    builder.append(batch)
+                except pa.ArrowInvalid as error:
+                    raise LoadError(f"cannot store rows of {write.dataset!r}: {error}") from None
+            stored = builder.finish()
+            if draft is None:
+                mapped = wait.for_room(
+                    lambda: self._store.seal(key, index, stored, nulls=builder.nans)
+                )
+            else:
+                mapped = self._store.seal(key, index, stored, draft, builder.nans)
+        sealed = mapped.sealed
+        return pb.SealedShard(
+            num_rows=sealed.num_rows,
+            num_bytes=sealed.num_bytes,
+            checksum=sealed.checksum,
+            nulls=sealed.nulls,
+        )
+
+
+class _Wait:
+    """Waits of one put, together at most as long as its write allows."""
+
+    def __init__(self, puts: Puts, write: OpenWrite) -> None:
+        self._puts = puts
+        self._write = write
+        self._ends_at: float | None = None
+
+    def check_wanted(self) -> None:
+        """Raises an error when the put has waited for too long, or its write has ended."""
+        self._puts._require_kept(self._write)
+        now = time.monotonic()
+        if self._ends_at is None:
+            self._ends_at = now + self._write.full_wait_s
+        if now >= self._ends_at:
+            raise NoRoomError("other loads and puts took all memory")
+
+    def for_room(self, action: Callable[[], _T]) -> _T:
+        """Repeats an action while there is no room for it.
+
+        Raises:
+            NoRoomError: names the node, and how long it was full.
+        """
+        while True:
+            try:
+                return action()
+            except NoRoomError as error:
+                try:
+                    self.check_wanted()
+                except NoRoomError:
+                    raise NoRoomError(
+                        f"node {self._puts._node_id} was full for {self._write.full_wait_s:g} s: "
+                        f"{error}; drop a dataset, or add nodes"
+                    ) from None
+            self._puts._stop.wait(_LOOK_AGAIN_S)
+
+
+class _PutStream:
+    """The rows of a put, shard by shard. Used by one thread.
+
+    Attributes:
+        num_rows: that have come.
+    """
+
+    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite) -> None:
+        self._messages = messages
+        self._write = write
+        self._next: tuple[pa.RecordBatch, int] | None = None
+        self._has_ended = False
+        self.num_rows = 0
+
+    def count(self) -> None:
+        """Counts all rows, and keeps none."""
+        while self._take() is not None:
+            pass
+
+    def shards(self) -> Iterator[tuple[int, Iterable[pa.RecordBatch]]]:
+        """The number of rows of each shard, and its batches, which must be read to their end."""
+        while (taken := self._take()) is not None:
+            batch, announced = taken
+            if announced:
+                yield announced, self._announced(batch, announced)
+            else:
+                yield from self._cut(batch)
+
+    def _announced(self, batch: pa.RecordBatch, num_rows: int) -> Iterator[pa.RecordBatch]:
+        """The batches of a shard whose rows were announced."""
+        left = num_rows - batch.num_rows
+        yield batch
+        while left > 0:
+            taken = self._take()
+            if taken is None or taken[1]:
+                break
+            left -= taken[0].num_rows
+            yield taken[0]
+        if left:
+            raise RequestError(
+                f"a shard was announced with {num_rows} rows, and {num_rows - left} came"
+            )
+
+    def _cut(self, batch: pa.RecordBatch) -> Iterator[tuple[int, Iterable[pa.RecordBatch]]]:
+        """Shards of about the target size, until rows are announced."""
+        kept: list[pa.RecordBatch] = []
+        kept_bytes, taken = 0, (batch, 0)
+        while True:
+            for piece in _pieces(taken[0], self._write):
+                num_bytes = stored_bytes(piece, self._write.layout)
+                if kept and kept_bytes + num_bytes > self._write.target_shard_bytes:
+                    yield sum(one.num_rows for one in kept), kept
+                    kept, kept_bytes = [], 0
+                kept.append(piece)
+                kept_bytes += num_bytes
+            following = self._take()
+            if following is None or following[1]:
+                self._next = following
+                break
+            taken = following
+        if kept:
+            yield sum(one.num_rows for one in kept), kept
+
+    def _take(self) -> tuple[pa.RecordBatch, int] | None:
+        """The next batch with rows, and how many rows it announces; None at the end."""
+        if self._next is not None:
+            taken, self._next = self._next, None
+            return taken
+        if self._has_ended:
+            return None
+        for batch, metadata in self._messages:
+            if batch is None:
+                end = _parse(pb.PutEnd, metadata)
+                if end.num_rows != self.num_rows:
+                    raise RequestError(
+                        f"the put ended after {end.num_rows} rows, and {self.num_rows} came"
+                    )
+                self._has_ended = True
+                return None
+            if batch.num_rows:
+                self.num_rows += batch.num_rows
+                return batch, _parse(pb.PutShard, metadata).num_rows if metadata else 0
+        raise RequestError("the put ended without a PutEnd: its writer stopped")
+
+
+def stored_bytes(batch: pa.RecordBatch, layout: Layout) -> int:
+    """About the bytes of a batch once it is stored."""
+    plain = sum(int(batch.column(field.name).nbytes) for field in layout.plain_fields)
+    return int(batch.num_rows) * layout.fixed_row_bytes + plain
+
+
+def _pieces(batch: pa.RecordBatch, write: OpenWrite) -> Iterator[pa.RecordBatch]:
+    """The batch in runs of rows, each at most a sixteenth of a shard."""
+    row_bytes = max(1, stored_bytes(batch, write.layout) // batch.num_rows)
+    step = max(1, write.target_shard_bytes // 16 // row_bytes)
+    for start in range(0, batch.num_rows, step):
+        yield batch.slice(start, step)
+
+
+def _check_schema(schema: pa.Schema, logical: pa.Schema) -> None:
+    """Refuses rows that are stored in other columns than those of the write."""
+    problems = []
+    if sorted(schema.names) != sorted(logical.names):
+        problems.append(f"columns {', '.join(schema.names)} instead of {', '.join(logical.names)}")
+    else:
+        for field in logical:
+            arriving = schema.field(field.name).type
+            stored = storage_type(arriving)
+            if stored is None or not _is_same(stored, field.type):
+                problems.append(f"column {field.name!r} as {arriving}, stored as {field.type}")
+    if problems:
+        raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
+
+
+def _is_same(stored: pa.DataType, logical: pa.DataType) -> bool:
+    """Whether a column is stored with these types; a large one also takes the other."""
+    large = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+    if pa.types.is_large_list(logical) and pa.types.is_list(stored):
+        return _is_same(stored.value_type, logical.value_type)
+    return bool(stored.equals(logical) or large.get(logical) == stored)
+
+
+def _parse(message: type[pb.PutEnd] | type[pb.PutShard], data: bytes) -> pb.PutEnd | pb.PutShard:
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise InvalidTicketError(
+            f"not a {message.DESCRIPTOR.name} of this cache: {data[:64]!r}"
+        ) from None
