@@ -898,7 +898,7 @@ def test_an_unknown_action_is_refused_with_the_list_of_those_there_are(served: S
     assert served.serves()
 
 
-def test_verbs_that_are_not_served_say_so_without_a_traceback(served: Served) -> None:
+def test_a_put_without_a_write_is_refused_without_a_traceback(served: Served) -> None:
     def put() -> None:
         writer, _ = served.flight.do_put(path(served.info.name), ROW_SCHEMA, TIMEOUT)
         writer.write_batch(_batch(pa.array([1], pa.int64())))
@@ -906,6 +906,6 @@ def test_verbs_that_are_not_served_say_so_without_a_traceback(served: Served) ->
 
     error = refused(put)
 
-    assert type(error) is RequestError
-    assert "DoPut" in str(error)
+    assert type(error) is InvalidTicketError
+    assert "BeginWrite" in str(error)
     assert served.serves()
