@@ -357,9 +357,9 @@ class Node:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a load or a copy is running."""
+        """Whether a load, a copy or a put is running."""
         with self._lock:
-            return bool(self._running)
+            return bool(self._running) or self._puts.are_running
 
     # -- the loop ------------------------------------------------------------------------------
 

@@ -73,6 +73,12 @@ class Puts:
         self._lock = threading.Lock()
         self._writes: Mapping[str, OpenWrite] = {}
         self._complete: dict[PutKey, tuple[VersionKey, pb.PutResult]] = {}
+        self._running: set[PutKey] = set()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a put is running."""
+        return bool(self._running)
 
     def update(self, writes: Mapping[str, OpenWrite]) -> None:
         """Takes the open writes of an answer; forgets the puts of others."""
@@ -129,6 +135,7 @@ class Puts:
             return known
         put = PutKey(request.write_id, request.partition, request.attempt, uuid.uuid4().hex[:8])
         key = put.version_key(write.dataset)
+        self._running.add(put)
         try:
             result = self._seal_all(write, put, key, stream)
             with self._lock:
@@ -140,6 +147,8 @@ class Puts:
                 self._complete.pop(put, None)
             self._store.drop_version(key)
             raise
+        finally:
+            self._running.discard(put)
         logger.info(
             "put complete dataset=%s partition=%d attempt=%d rows=%d bytes=%d",
             write.dataset, put.partition, put.attempt, result.num_rows, result.num_bytes,
