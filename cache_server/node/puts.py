@@ -17,7 +17,13 @@ from typing import NamedTuple, TypeVar
 import pyarrow as pa
 from google.protobuf.message import DecodeError
 
-from cache_protocol.errors import InvalidTicketError, LoadError, NodeUnavailableError, RequestError
+from cache_protocol.errors import (
+    CacheError,
+    InvalidTicketError,
+    LoadError,
+    NodeUnavailableError,
+    RequestError,
+)
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import OpenWrite
@@ -142,10 +148,12 @@ class Puts:
                 self._complete[put] = key, result
             self._beat()
             self._require_kept(write)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self._complete.pop(put, None)
             self._store.drop_version(key)
+            if isinstance(error, CacheError):
+                self._require_kept(write)  # else its files were removed meanwhile
             raise
         finally:
             self._running.discard(put)
@@ -161,13 +169,12 @@ class Puts:
             self._beat()
             found = self._writes.get(write_id)
         if found is None or found.committed:
-            ended = "was committed" if found is not None else "is not open: it was aborted, or old"
-            raise RequestError(f"write {write_id[:64]!r} {ended}; begin another one")
+            raise _not_open(write_id)
         return found
 
     def _require_kept(self, write: OpenWrite) -> None:
         if write.write_id not in self._writes:
-            raise RequestError(f"write {write.write_id!r} of {write.dataset!r} has ended")
+            raise _not_open(write.write_id)
         if self._stop.is_set():
             raise NodeUnavailableError(f"node {self._node_id} stops")
 
@@ -237,6 +244,13 @@ class Puts:
             checksum=sealed.checksum,
             nulls=sealed.nulls,
         )
+
+
+def _not_open(write_id: str) -> RequestError:
+    return RequestError(
+        f"write {write_id[:64]!r} is not open: it was committed or aborted, it is too old, or the "
+        "coordinator started again"
+    )
 
 
 class _Wait:

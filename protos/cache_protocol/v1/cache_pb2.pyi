@@ -2357,13 +2357,15 @@ class PutEnd(google.protobuf.message.Message):
 
     NUM_ROWS_FIELD_NUMBER: builtins.int
     num_rows: builtins.int
-    """that were sent"""
+    """that were sent; always set: Flight drops empty metadata"""
     def __init__(
         self,
         *,
-        num_rows: builtins.int = ...,
+        num_rows: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["num_rows", b"num_rows"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_rows", b"_num_rows"]) -> typing.Literal["num_rows"] | None: ...
 
 Global___PutEnd: typing_extensions.TypeAlias = PutEnd
 
