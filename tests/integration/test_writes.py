@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -292,6 +293,20 @@ def test_rows_outlive_a_node_only_with_replicas_and_come_back_with_it() -> None:
             wait_until(lambda: client.describe("one").state == "ready", WAIT_S, "rows are served")
         for name in ("one", "two"):
             assert client.head(name, ROWS).column("row").to_pylist() == list(range(ROWS))
+
+
+def test_the_page_about_writes_runs_as_it_stands(
+    client: CacheClient, cluster: LocalCluster
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/engines.md").read_text("utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
+        exec(
+            compile(block, "engines.md", "exec"),
+            {"cluster": cluster, "table": numbered_table(ROWS)},
+        )
+
+        assert client.head("houses", ROWS).column("row").to_pylist() == list(range(ROWS))
+        client.drop("houses")
 
 
 def test_a_frame_keeps_the_levels_of_its_index_that_have_a_name(

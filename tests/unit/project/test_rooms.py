@@ -60,6 +60,7 @@ PURE_MODULES = (
     "cache_server/plan/shard_plan.py",
     "cache_server/shards/sql_types.py",
     "cache_server/shards/told_names.py",
+    "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
