@@ -27,7 +27,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak fuzz soak-queries soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz soak-queries soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -51,6 +51,9 @@ e2e: $(STAMP)  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLA
 
 soak: $(STAMP)  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)
+
+soak-writes: $(STAMP)  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
+	$(BIN)/python -m tests.write_soak $(ARGS)
 
 fuzz: $(STAMP)  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m tests.fuzz $(ARGS)

@@ -1,0 +1,254 @@
+"""Writers put and commit tables while writers, nodes and the coordinator are killed.
+
+    python -m tests.write_soak [--seconds 300] [--kills 200] [--seed 0]
+
+Ends after so many seconds or kills. Each write must be there wholly, every row once and in order,
+or not at all. A write that was acknowledged must be there once every node is back. Ends with 1 if
+not.
+`write_chaos` does the same in one process, at each step of the protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cache_client import (
+    CacheClient,
+    CacheError,
+    DatasetNotFoundError,
+    LostPartitionsError,
+    NodeUnavailableError,
+)
+from cache_client.writes import PartitionAck, Write
+from cache_server import LocalCluster
+from cache_server.local import LocalNode
+from tests.waiting import wait_until
+
+NODES, NODE_TIMEOUT_S, WAIT_S = 3, 1.5, 60.0
+PARTITIONS, SHARD_BYTES = 6, 40_000
+_LONGEST_PAUSE_S = 0.6  # about as long as a write takes
+_MOST_TRIES = 8
+
+
+def table(seed: int) -> pa.Table:
+    """The rows of one write, which know their number."""
+    rows = np.arange(random.Random(seed).randint(1, 60_000), dtype=np.int64)
+    return pa.table({"row": rows, "of": rows * 7 + seed})
+
+
+def partitions(whole: pa.Table) -> list[pa.Table]:
+    """Its partitions, some of them empty."""
+    bounds = [whole.num_rows * index // PARTITIONS for index in range(PARTITIONS + 1)]
+    return [whole.slice(start, stop - start) for start, stop in itertools.pairwise(bounds)]
+
+
+def write(client: CacheClient, name: str, seed: int) -> None:
+    """Writes a table as an engine does: tasks that are tried again, lost answers, double tasks."""
+    chance = random.Random(seed)
+    whole = table(seed)
+    begun = client.begin_write(
+        name, whole.schema, target_shard_bytes=SHARD_BYTES, replicas=chance.choice([1, 2])
+    )
+    acks: dict[int, PartitionAck] = {}
+    attempts = Counter[int]()
+
+    def put(partition: int) -> None:
+        for _ in range(_MOST_TRIES):
+            with suppress(NodeUnavailableError):
+                acks[partition] = _put(begun, partition, attempts, partitions(whole)[partition])
+                if chance.random() < 0.2:
+                    continue  # the answer was lost, or the task runs twice
+                return
+            time.sleep(chance.random())
+        acks[partition] = _put(begun, partition, attempts, partitions(whole)[partition])
+
+    for partition in range(PARTITIONS):
+        put(partition)
+    for _ in range(_MOST_TRIES):
+        try:
+            begun.commit(acks, timeout_s=WAIT_S)
+        except LostPartitionsError as error:
+            for partition in error.partitions:
+                put(partition)
+        else:
+            begun.commit({})  # repeated: the first one holds
+            return
+
+
+def _put(begun: Write, partition: int, attempts: Counter[int], rows: pa.Table) -> PartitionAck:
+    attempts[partition] += 1
+    return begun.put(partition, attempts[partition], rows, timeout_s=20.0)
+
+
+def writer(pipe: Connection, endpoint: str) -> None:
+    """A process that writes what it is told; says whether it was acknowledged."""
+    client = CacheClient(endpoint, timeout_s=20.0)
+    pipe.send("ready")
+    while True:
+        try:
+            name, seed = pipe.recv()
+        except EOFError:
+            return
+        try:
+            write(client, name, seed)
+        except CacheError as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+        else:
+            pipe.send("")
+
+
+class Writer:
+    """A writer process, started again after it was killed."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._context = multiprocessing.get_context("spawn")
+        self._start()
+
+    def _start(self) -> None:
+        self.pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(
+            target=writer, args=(theirs, self._endpoint), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.pipe.recv()
+
+    def kill(self) -> None:
+        """Kills it, and starts another one."""
+        self._process.kill()
+        self._process.join()
+        self._start()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+class Soak:
+    """Rounds of one write and some kills."""
+
+    def __init__(self, cluster: LocalCluster, seed: int) -> None:
+        self.cluster = cluster
+        self.client = CacheClient(cluster.endpoint, timeout_s=20.0)
+        self.writer = Writer(cluster.endpoint)
+        self.chance = random.Random(seed)
+        self.outcomes: Counter[str] = Counter()
+        self.kills: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def round(self, number: int) -> None:
+        """One write, with kills; then every node is back, and the rows are checked."""
+        name, seed = f"write-{number}", self.chance.randrange(1 << 30)
+        self.writer.pipe.send((name, seed))
+        down: list[LocalNode] = []
+        answer: str | None = None
+        for _ in range(self.chance.choice([0, 1, 1, 2, 3])):
+            if self.writer.pipe.poll(self.chance.random() * _LONGEST_PAUSE_S):
+                break
+            victim = self.chance.choice(["writer", "node", "node", "coordinator"])
+            if victim == "writer":
+                self.kills[victim] += 1
+                self.writer.kill()
+                answer = "killed"
+                break
+            first, *others = self.cluster.nodes
+            up = [n for n in ([first] if victim == "coordinator" else others) if n not in down]
+            if not up:
+                continue
+            node = self.chance.choice(up)
+            node.kill()
+            self.kills[victim] += 1
+            if self.chance.random() < 0.5:
+                node.start()
+            else:
+                down.append(node)
+        for node in down:
+            node.start()
+        if answer is None:
+            assert self.writer.pipe.poll(10 * WAIT_S), "the writer hangs"
+            answer = self.writer.pipe.recv()
+        self.cluster.wait_for_nodes()
+        self._check(name, seed, answer)
+
+    def _check(self, name: str, seed: int, answer: str) -> None:
+        try:
+            state = wait_until(
+                lambda: self._state(name, answer), WAIT_S, f"{name} is there, failed or absent"
+            )
+        except AssertionError as error:
+            self.wrong.append(f"{error} after {answer!r}")
+            return
+        if state == "there":
+            whole = table(seed)
+            found = self.client.head(name, whole.num_rows + 1)
+            if not pa.Table.from_batches([found]).cast(whole.schema).equals(whole):
+                self.wrong.append(f"{name}: {found.num_rows} of {whole.num_rows} rows, or others")
+        elif not answer:
+            self.wrong.append(f"{name} was acknowledged and is {state}")
+        self.outcomes[state] += 1
+        with suppress(DatasetNotFoundError):
+            self.client.drop(name)
+
+    def _state(self, name: str, answer: str) -> str:
+        try:
+            state = self.client.describe(name).state
+        except DatasetNotFoundError:
+            return "absent"
+        except CacheError:
+            return ""
+        if state == "failed" and not answer:
+            return ""  # it comes back with its node
+        return {"ready": "there", "failed": "failed"}.get(state, "")
+
+    def empty(self) -> bool:
+        """Whether the nodes gave back the room of every write."""
+        return not any(node.stored_bytes for node in self.client.nodes())
+
+
+def soak(seconds: float, kills: int, seed: int) -> Soak:
+    """Runs rounds until the time is over or so many processes were killed."""
+    ends_at = time.monotonic() + seconds
+    arguments: dict[str, Any] = {"node_timeout_s": NODE_TIMEOUT_S}
+    with LocalCluster(NODES, **arguments) as cluster:
+        found = Soak(cluster, seed)
+        number = 0
+        while time.monotonic() < ends_at and sum(found.kills.values()) < kills:
+            found.round(number)
+            number += 1
+        try:
+            wait_until(found.empty, WAIT_S, "nodes are empty")
+        except AssertionError as error:
+            found.wrong.append(str(error))
+        found.writer.close()
+        return found
+
+
+def main() -> None:
+    """Runs, prints what came of it, exits with 1 if a row was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    found = soak(arguments.seconds, arguments.kills, arguments.seed)
+    print(f"writes: {dict(found.outcomes)}; kills: {dict(found.kills)}")
+    for problem in found.wrong:
+        print(f"wrong: {problem}")
+    sys.exit(bool(found.wrong))
+
+
+if __name__ == "__main__":
+    main()
