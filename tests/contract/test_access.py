@@ -7,7 +7,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cache_client import (
 from cache_protocol.errors import CacheError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.grpc_channel import ERROR_TRAILER
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.verbs import ROLES
@@ -328,11 +329,39 @@ def test_only_its_own_team_changes_a_dataset(shared: Shared, source: Path) -> No
             other.load(DatasetSpec(dataset, source))
         with pytest.raises(PermissionDeniedError, match=dataset):
             other.drop(dataset)
+        with pytest.raises(PermissionDeniedError, match=dataset):
+            other.begin_write(dataset, pa.schema([("row", pa.int64())]))
+
     root = client(shared.server, "root")
     root.load(DatasetSpec("team-b/of-root", source))
     assert "of-root" in shared.names("bob")
     client(shared.server, "bob").drop("of-root")
     assert "team-b/of-root" not in shared.names("root")
+
+
+def test_only_its_own_team_puts_rows_to_a_write_commits_it_and_aborts_it(
+    server: CacheServer,
+) -> None:
+    rows = pa.table({"row": [1, 2]})
+    write = client(server, "alice").begin_write("written", rows.schema)
+    stolen = replace(
+        write,
+        name="team-a/written",
+        client=client(server, "bob"),
+        credentials=Credentials(token("bob")),
+    )
+
+    for change in (lambda: stolen.put(0, 0, rows), lambda: stolen.commit({}), stolen.abort):
+        with pytest.raises(PermissionDeniedError, match="team-a/written"):
+            change()
+    with pytest.raises(PermissionDeniedError, match="writer"):
+        replace(write, credentials=Credentials(token("ann"))).put(0, 0, rows)
+
+    ack = replace(write, credentials=Credentials(token("albert"))).put(0, 0, rows)
+    assert write.commit({0: ack}).name == "written"
+    assert rows_of(server, "ann", "written") == [1, 2]
+    with pytest.raises(PermissionDeniedError, match="team-a/written"):
+        stolen.commit({})
 
 
 def test_readers_that_were_taken_away_read_no_more(shared: Shared, source: Path) -> None:
