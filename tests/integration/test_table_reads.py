@@ -100,7 +100,7 @@ def test_the_page_about_engines_holds(
     CacheClient(cluster.endpoint).load(DatasetSpec("houses", tmp_path / "houses.parquet"))
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
     names: dict[str, Any] = {}
-    page = PAGE.read_text(encoding="utf-8").partition("## Read\n")[2]
+    page = PAGE.read_text(encoding="utf-8").partition("\n## Read\n")[2].partition("\n## ")[0]
     for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         exec(compile(block.replace("1_000_000", "1_000"), str(PAGE), "exec"), names)
     assert duckdb.from_arrow(names["reader"]).aggregate("count(*)").fetchall() == [(3000,)]

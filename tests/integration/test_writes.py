@@ -36,6 +36,7 @@ from cache_server import LocalCluster
 from tests.conftest import numbered_table
 from tests.waiting import wait_until
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 WAIT_S = 30.0
 ROWS = 1000
 SHARD_BYTES = 8192  # some shards for `ROWS`
@@ -296,14 +297,12 @@ def test_rows_outlive_a_node_only_with_replicas_and_come_back_with_it() -> None:
 
 
 def test_the_page_about_writes_runs_as_it_stands(
-    client: CacheClient, cluster: LocalCluster
+    client: CacheClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/engines.md").read_text("utf-8")
+    monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
+    page = PAGE.read_text(encoding="utf-8").partition("\n## Write\n")[2].partition("\n## ")[0]
     for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
-        exec(
-            compile(block, "engines.md", "exec"),
-            {"cluster": cluster, "table": numbered_table(ROWS)},
-        )
+        exec(compile(block, str(PAGE), "exec"), {"table": numbered_table(ROWS)})
 
         assert client.head("houses", ROWS).column("row").to_pylist() == list(range(ROWS))
         client.drop("houses")
