@@ -25,7 +25,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN = 1000  # writes; each is in every answer to a heartbeat
+MAX_OPEN = 200  # writes; each is in every answer to a heartbeat
 _REMEMBERED = 1000  # committed writes
 _MAX_SECONDS = 7 * 24 * 3600.0
 _MAX_NAMED = 1000

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple, replace
 from typing import Protocol
@@ -60,6 +60,7 @@ from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
+from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
@@ -336,11 +337,18 @@ class Node:
         self._reports.append(checked_report(report))
 
     def versions(self, viewer: Viewer = EVERYTHING) -> tuple[VersionStatus, ...]:
-        """Every version that this node should hold or still stores, and a viewer sees, by name."""
-        sealed = self._store.versions()
+        """Every version that this node should hold or still stores, and a viewer sees, by name.
+
+        All puts of a write are shown as one.
+        """
+        sealed: dict[VersionKey, list[MappedShard]] = {}
+        for key, shards in self._store.versions().items():
+            put = PutKey.of(key.fingerprint)
+            shown = key if put is None else VersionKey(key.dataset, f"write-{put.write_id}")
+            sealed.setdefault(shown, []).extend(shards.values())
         with self._lock:
             return tuple(
-                _status(key, sealed.get(key, {}), state)
+                _status(key, sealed.get(key, ()), state)
                 for key in sorted({*sealed, *self._states}, key=astuple)
                 for state in [self._states.get(key)]
                 if viewer.can_read(key.dataset, ())
@@ -611,7 +619,7 @@ class Node:
 
 
 def _status(
-    key: VersionKey, sealed: Mapping[int, MappedShard], state: VersionState | None
+    key: VersionKey, sealed: Collection[MappedShard], state: VersionState | None
 ) -> VersionStatus:
     return VersionStatus(
         key,
@@ -619,5 +627,5 @@ def _status(
         sealed=len(sealed),
         loading=len(state.unfinished()) if state else 0,
         failed=len(state.failures) if state else 0,
-        num_bytes=sum(shard.sealed.num_bytes for shard in sealed.values()),
+        num_bytes=sum(shard.sealed.num_bytes for shard in sealed),
     )

@@ -36,6 +36,7 @@ from cache_server.shards.version_key import VersionKey
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_Attempt = tuple[str, int, int]  # write, partition, attempt
 _LOOK_AGAIN_S = 0.2  # for room
 _MESSAGES_BYTES = 32 << 20  # of a put: messages on their way, and the block that packs them
 
@@ -78,7 +79,7 @@ class Puts:
         self._stop = stop
         self._lock = threading.Lock()
         self._writes: Mapping[str, OpenWrite] = {}
-        self._complete: dict[PutKey, tuple[VersionKey, pb.PutResult]] = {}
+        self._complete: dict[_Attempt, tuple[VersionKey, pb.PutResult]] = {}
         self._running: set[PutKey] = set()
 
     @property
@@ -90,8 +91,8 @@ class Puts:
         """Takes the open writes of an answer; forgets the puts of others."""
         with self._lock:
             self._writes = writes
-            for put in [put for put in self._complete if put.write_id not in writes]:
-                del self._complete[put]
+            for ended in [attempt for attempt in self._complete if attempt[0] not in writes]:
+                del self._complete[ended]
 
     def complete(self) -> dict[VersionKey, int]:
         """The complete puts, with the number of shards of each. Call it before you list shards."""
@@ -129,7 +130,8 @@ class Puts:
             )
         _check_schema(schema, write.logical)
         stream = _PutStream(self._while_open(write, messages), write)
-        known = self._known(request)
+        attempt = request.write_id, request.partition, request.attempt
+        _, known = self._complete.get(attempt, (None, None))
         if known is not None:
             stream.count()
             if stream.num_rows != known.num_rows:
@@ -144,13 +146,14 @@ class Puts:
         self._running.add(put)
         try:
             result = self._seal_all(write, put, key, stream)
-            with self._lock:
-                self._complete[put] = key, result
+            with self._lock:  # of two streams of one attempt at once, the last one stays
+                self._complete[attempt] = key, result
             self._beat()
             self._require_kept(write)
         except BaseException as error:
             with self._lock:
-                self._complete.pop(put, None)
+                if self._complete.get(attempt, (None,))[0] == key:
+                    del self._complete[attempt]
             self._store.drop_version(key)
             if isinstance(error, CacheError):
                 self._require_kept(write)  # else its files were removed meanwhile
@@ -182,14 +185,6 @@ class Puts:
         for message in messages:
             self._require_kept(write)
             yield message
-
-    def _known(self, request: pb.PutRequest) -> pb.PutResult | None:
-        wanted = request.write_id, request.partition, request.attempt
-        with self._lock:
-            for put, (_, result) in self._complete.items():
-                if (put.write_id, put.partition, put.attempt) == wanted:
-                    return result
-        return None
 
     def _seal_all(
         self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream

@@ -212,21 +212,10 @@ class FlightService(flight.FlightServerBase):
             result = self._ready_node().put(
                 request,
                 reader.schema,
-                self._received(call, request.dataset, reader),
+                _received(call, reader),
                 check=lambda dataset: principal.require_own(dataset, "a write"),
             )
             writer.write(result.SerializeToString())
-
-    def _received(
-        self, call: Call, dataset: str, reader: flight.MetadataRecordBatchReader
-    ) -> Iterator[PutMessage]:
-        read = Read(dataset, "put")
-        for chunk in reader:
-            call.still_allowed()
-            batch = chunk.data
-            yield PutMessage(batch, bytes(chunk.app_metadata or b""))
-            if batch is not None:
-                self._traffic.count(read, rows=batch.num_rows, num_bytes=batch.nbytes)
 
     def do_exchange(
         self,
@@ -379,6 +368,12 @@ def _parse(message: type[_M], data: bytes, what: str) -> _M:
     if not parsed.dataset:  # type: ignore[attr-defined]  # every request has one
         raise InvalidTicketError(f"the {what} names no dataset: {bytes(data)[:64]!r}")
     return parsed
+
+
+def _received(call: Call, reader: flight.MetadataRecordBatchReader) -> Iterator[PutMessage]:
+    for chunk in reader:
+        call.still_allowed()
+        yield PutMessage(chunk.data, bytes(chunk.app_metadata or b""))
 
 
 def _part(index_text: str, total_text: str) -> tuple[int, int]:

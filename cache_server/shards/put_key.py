@@ -9,6 +9,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cache_server.shards.version_key import VersionKey
 
@@ -30,6 +31,7 @@ class PutKey:
     stream: str
 
     @classmethod
+    @lru_cache(maxsize=65_536)  # each heartbeat names every put again
     def of(cls, fingerprint: str) -> PutKey | None:
         """The put of a name in place of a fingerprint; None: it is the fingerprint of a version."""
         found = _NAME.fullmatch(fingerprint)
