@@ -273,14 +273,16 @@ class _Connections:
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
         self._idle: dict[str, deque[Connection]] = {}
+        self._is_closed = False
 
     def __enter__(self) -> _Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_closed = True
         for idle in self._idle.values():
-            for connection in idle:
-                connection.close()
+            while idle:
+                idle.pop().close()
 
     def use(self, location: str) -> _Use:
         """A connection for one put."""
@@ -295,7 +297,10 @@ class _Connections:
 
     def give_back(self, connection: Connection) -> None:
         """Keeps a connection for the next put."""
-        self._idle.setdefault(connection.location, deque()).append(connection)
+        if self._is_closed:  # an interrupt left this put behind
+            connection.close()
+        else:
+            self._idle.setdefault(connection.location, deque()).append(connection)
 
 
 class _Use:

@@ -184,9 +184,9 @@ class Writes:
                 continue
             if key.dataset != write.spec.name:
                 continue
+            write.ends_at = self._clock() + write.ttl_s
             if actual.HasField("num_shards") and len(actual.shards) == actual.num_shards:
                 write.puts[put] = node_id, _sealed(actual)
-                write.ends_at = self._clock() + write.ttl_s
 
     def choose(
         self, write: Write, wanted: Collection[Chosen], alive: Collection[str]
