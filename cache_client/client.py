@@ -286,6 +286,7 @@ class CacheClient:
             target_shard_bytes=target_shard_bytes,
             nulls=nulls,
             readers=readers,
+            ttl_s=writes.OWN_TTL_S,
         )
         meter = LoadMeter(name)
         with _listeners(name, on_progress, progress) as report:

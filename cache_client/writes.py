@@ -35,6 +35,7 @@ from cache_protocol.wire.load_progress import LoadReport
 
 T = TypeVar("T")
 DEFAULT_TTL_S, DEFAULT_FULL_WAIT_S = 3600.0, 60.0
+OWN_TTL_S = 600.0  # of a write by one process, which puts rows all the time
 _PUT_TIMEOUT_S = 3600.0
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
 _STREAMS = 2  # puts at once of one process

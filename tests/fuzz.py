@@ -61,6 +61,9 @@ class Fuzzer:
         self._random = random.Random(seed)
         self._fingerprint = fingerprint
         self._page = node.page
+        schema = pa.schema([("row", pa.int64())])
+        writer = CacheClient(node.endpoint, token=_TOKENS[1])
+        self._write_id = writer.begin_write("gone", schema).write_id
         self._channel = grpc.insecure_channel(node.control_location)
         self._client = flight.FlightClient(node.endpoint)
         self._headers: list[tuple[str, str]] = []
@@ -121,7 +124,21 @@ class Fuzzer:
         self._client.get_schema(self._descriptor(), self._options)
 
     def _put(self) -> None:
-        self._client.do_put(self._descriptor(), pa.schema([]), self._options)[0].close()
+        if self._random.random() < 0.3:
+            self._client.do_put(self._descriptor(), pa.schema([]), self._options)[0].close()
+            return
+        command = flight.FlightDescriptor.for_command(self._bytes(pb.PutRequest()))
+        rows = pa.record_batch({"row": pa.array([1] * self._random.randrange(4), pa.int64())})
+        writer, reader = self._client.do_put(command, rows.schema, self._options)
+        try:
+            for _ in range(self._random.randrange(4)):
+                writer.write_with_metadata(rows, self._bytes(pb.PutShard()))
+            writer.write_metadata(self._bytes(pb.PutEnd()))
+            writer.done_writing()
+            reader.read()
+        finally:
+            with suppress(flight.FlightError, pa.ArrowException, OSError):
+                writer.close()
 
     def _exchange(self) -> None:
         command = flight.FlightDescriptor.for_command(self._bytes(pb.GatherRequest()))
@@ -190,6 +207,8 @@ class Fuzzer:
         if field.type == FieldDescriptor.TYPE_BYTES:
             return self._noise()
         if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+            if field.name == "write_id" and self._random.random() < 0.7:
+                return self._write_id
             is_drop = isinstance(message, pb.DeleteDatasetRequest)
             is_report = isinstance(message, pb.ActualDataset)
             if field.name == "fingerprint" and not is_report and self._random.random() < 0.7:

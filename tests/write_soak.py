@@ -37,6 +37,7 @@ from cache_server.local import LocalNode
 from tests.waiting import wait_until
 
 NODES, NODE_TIMEOUT_S, WAIT_S = 3, 1.5, 60.0
+TTL_S = 30.0  # after which the rows of a killed writer are dropped
 PARTITIONS, SHARD_BYTES = 6, 40_000
 _LONGEST_PAUSE_S = 0.6  # about as long as a write takes
 _MOST_TRIES = 8
@@ -59,7 +60,11 @@ def write(client: CacheClient, name: str, seed: int) -> None:
     chance = random.Random(seed)
     whole = table(seed)
     begun = client.begin_write(
-        name, whole.schema, target_shard_bytes=SHARD_BYTES, replicas=chance.choice([1, 2])
+        name,
+        whole.schema,
+        target_shard_bytes=SHARD_BYTES,
+        replicas=chance.choice([1, 2]),
+        ttl_s=TTL_S,
     )
     acks: dict[int, PartitionAck] = {}
     attempts = Counter[int]()

@@ -132,7 +132,7 @@ def _decode_write(message: pb.OpenWrite) -> OpenWrite:
     key = told_names.version_key(message.dataset, message.write_id)
     try:
         logical = schema_from_bytes(message.schema)
-    except (ValueError, pa.ArrowException) as error:
+    except (ValueError, OSError, pa.ArrowException) as error:
         raise InvalidTicketError(
             f"the schema of a write of {key.dataset!r} cannot be decoded: {error}"
         ) from None

@@ -251,7 +251,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             principal.require_own(request.spec.name, "a write")
             try:
                 arriving = schema_from_bytes(request.schema)
-            except (ValueError, pa.ArrowException) as error:
+            except (ValueError, OSError, pa.ArrowException) as error:
                 raise RequestError(f"the schema of the rows cannot be read: {error}") from None
             return self._coordinator.begin_write(request, arriving, by=principal)
 
