@@ -7,6 +7,7 @@ heartbeats are calls; all else is as in a server.
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -81,11 +82,7 @@ class ChaosNode:
         self.is_up = False
         self.node.close()
         self.store.close()
-        with self.cache.coordinator._changed:
-            member = self.cache.coordinator._membership.members.get(self.id)
-            if member is not None:
-                member.last_seen -= _LOST_S
-                self.cache.coordinator._mark_changed()
+        self.cache.lose(self.id)
 
     def restart(self, *, keep_files: bool) -> None:
         if not keep_files:
@@ -140,9 +137,17 @@ class ChaosCache:
         self.coordinator.close()
         self.coordinator = self._make_coordinator()
         for node_id in lost:
-            if node_id in self.coordinator._membership.members:
-                self.coordinator._membership.members[node_id].last_seen -= _LOST_S
+            self.lose(node_id)
         self.wait_for_nodes()
+
+    def lose(self, node_id: str) -> None:
+        """Lets a node count as lost at once."""
+        with self.coordinator._changed:
+            membership = self.coordinator._membership
+            if node_id in membership.members:
+                membership.members[node_id].last_seen -= _LOST_S
+                membership._alive_until = -math.inf
+                self.coordinator._mark_changed()
 
     def up(self) -> list[ChaosNode]:
         return [node for node in self.nodes if node.is_up]
