@@ -38,6 +38,7 @@ DEFAULT_TTL_S, DEFAULT_FULL_WAIT_S = 3600.0, 60.0
 OWN_TTL_S = 600.0  # of a write by one process, which puts rows all the time
 _PUT_TIMEOUT_S = 3600.0
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
+_SMALL_BYTES = 256 * 1024  # of a batch: smaller ones are sent together
 _STREAMS = 2  # puts at once of one process
 _MOST_TRIES, _MOST_COMMITS = 5, 4  # of a partition before a commit, and of commits
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0  # between tries
@@ -260,6 +261,8 @@ def _ack(result: pb.PutResult) -> PartitionAck:
 def _send(stream: PutStream, group: Sequence[pa.RecordBatch]) -> int:
     """Sends the rows of one shard, in messages of about `_MESSAGE_BYTES`; returns how many."""
     announced = num_rows = sum(int(batch.num_rows) for batch in group)
+    if sum(batch.nbytes for batch in group) < len(group) * _SMALL_BYTES:
+        group = pa.Table.from_batches(group).combine_chunks().to_batches() if group else []
     for batch in group:
         step = max(1, batch.num_rows * _MESSAGE_BYTES // max(1, batch.nbytes))
         for start in range(0, batch.num_rows, step):
