@@ -39,7 +39,7 @@ demo: $(STAMP)  ## cache a real table on two local nodes and train from it with 
 test: $(STAMP)  ## run the test suite, without the tests of training frameworks
 	$(BIN)/pytest -m "not frameworks" $(PYTEST_ARGS) $(ARGS)
 
-test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, JAX and XGBoost
+test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, Spark, JAX and XGBoost
 	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS)
 
 floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows

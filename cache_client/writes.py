@@ -191,9 +191,14 @@ class Write:
             plain = sum(int(batch.column(field.name).nbytes) for field in layout.plain_fields)
             return int(batch.num_rows) * layout.fixed_row_bytes + plain
 
-        return slices(map(self._fitted, batches), stored_bytes, self.target_shard_bytes)
+        return slices(map(self.fitted, batches), stored_bytes, self.target_shard_bytes)
 
-    def _fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """The columns of ``schema`` of a batch, with its types.
+
+        Raises:
+            RequestError: a column is missing, or cannot be cast without a loss.
+        """
         try:
             return plain_batch(batch, self.schema)
         except (pa.ArrowException, KeyError) as error:

@@ -57,6 +57,18 @@ def test_run_local_without_a_package_names_the_extras(tmp_path: Path, package: s
     assert line == f"cachectl: ConfigError: {expected}"
 
 
+@pytest.mark.parametrize(
+    ("module", "what", "package"),
+    [("ray_data", "Ray Data", "ray"), ("spark_source", "Spark", "pyspark")],
+)
+def test_an_engine_without_its_library_names_its_extra(
+    tmp_path: Path, module: str, what: str, package: str
+) -> None:
+    line = run_without(tmp_path, (package,), "-c", f"import cache_client.engines.{module}")
+    expected = message(what, package, package.removeprefix("py"))
+    assert line == f"cache_protocol.errors.ConfigError: {expected}"
+
+
 SOURCES = {
     "pyiceberg": ("format iceberg", "iceberg", "TableSpec('t', ('t',), format='iceberg')"),
     "deltalake": ("format delta", "delta", "TableSpec('t', ('t',), format='delta')"),

@@ -223,6 +223,9 @@ BARRIERS = (
         for room in ("object_stores", "secrets", "shards", "source", "sql", "tables")
         for name in _OUTSIDE
     ),
+    # Users of an engine import its module, and other users no engine.
+    Barrier("cache_client", "ray", ("cache_client/engines/ray_data.py",)),
+    Barrier("cache_client", "pyspark", ("cache_client/engines/spark_source.py",)),
     # Who knows rows and nodes; `device.py`, for one, does not.
     Barrier(
         "cache_client",

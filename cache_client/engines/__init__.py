@@ -1,0 +1,1 @@
+"""Engines with several workers, which write datasets and read them: Ray and Spark."""
