@@ -104,19 +104,20 @@ def the_sdk_keeps_every_field(thing: Json) -> Iterator[str]:
     """
     if is_runtime(thing):
         model = getattr(trainer_models, f"TrainerV1alpha1{thing['kind']}")
-        yield from _lost(thing, model.from_dict(thing).to_dict(), "$")
+        yield from lost_fields(thing, model.from_dict(thing).to_dict(), "$")
 
 
-def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
+def lost_fields(given: Any, kept: Any, path: str) -> Iterator[str]:
+    """The fields of an object that its model does not keep."""
     if isinstance(given, dict) and isinstance(kept, dict):
         for key, value in given.items():
             if key in kept:
-                yield from _lost(value, kept[key], f"{path}.{key}")
+                yield from lost_fields(value, kept[key], f"{path}.{key}")
             else:
                 yield f"{path}.{key} is no field"
     elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
         for index, value in enumerate(given):
-            yield from _lost(value, kept[index], f"{path}[{index}]")
+            yield from lost_fields(value, kept[index], f"{path}[{index}]")
     elif given != kept:
         yield f"{path} is {kept!r}, not {given!r}"
 
