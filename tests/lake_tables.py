@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import boto3
 import pyarrow as pa
@@ -12,7 +14,11 @@ from moto.server import ThreadedMotoServer
 
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_server import tables
-from cache_server.source.pinned import Pin, PinnedTable
+from cache_server.node import staging
+from cache_server.source.pinned import Pin, PinnedTable, Split
+from cache_server.sql import loader
+from cache_server.sql.loader import LocalFile
+from cache_server.sql.quoting import identifier
 
 ACCESS_KEY_ID = "access"
 SECRET = "hush-hush-key"
@@ -60,15 +66,34 @@ def pinned_table(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = N
 
 
 def read_table(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = None) -> pa.Table:
-    """All rows, a split after the other."""
+    """All rows, a split after the other; a load reads the same ones."""
     pinned = pinned_table(table, pin, columns)
+    splits = pin.cut(pa.schema([("id", pa.int64())]), 1 << 20)
     batches = []
-    for split in pin.cut(pa.schema([("id", pa.int64())]), 1 << 20):
+    for split in splits:
         rows = list(tables.read(pinned, split, table.secrets))
         assert split.num_rows is not None
         assert sum(batch.num_rows for batch in rows) <= split.num_rows
         batches += rows
-    return pa.Table.from_batches(batches, pinned.read_schema)
+    found = pa.Table.from_batches(batches, pinned.read_schema)
+    if splits and found.column_names:
+        loaded = [batch for batches, _ in loaded_splits(table, pinned, splits) for batch in batches]
+        rows = [row for batch in loaded for row in batch.to_pylist()]
+        assert repr(rows) == repr(found.to_pylist())
+    return found
+
+
+def loaded_splits(
+    table: TableSpec, pinned: PinnedTable, splits: Sequence[Split]
+) -> Iterator[tuple[list[pa.RecordBatch], LocalFile]]:
+    """The rows of each split as a load reads them, and the file that it reads them from."""
+    names = ", ".join(map(identifier, pinned.read_schema.names))
+    sql = f"SELECT {names} FROM {identifier(pinned.name)}"
+    with TemporaryDirectory() as scratch:
+        staged = staging.stage(pinned, splits, table.secrets, Path(scratch))
+        with closing(staged):
+            for (file,) in staged:
+                yield list(loader.read_split(file, sql, pinned)), file
 
 
 def assert_same_rows(found: pa.Table, expected: pa.Table) -> None:

@@ -2,6 +2,7 @@
 
 - A local file is read in place.
 - The bytes that a split needs of an object are downloaded to the same offsets of a sparse file.
+- Parquet files of Iceberg and Delta tables are treated alike, if they hold the rows as they are.
 - The rows of other tables are written as an Arrow file.
 
 A few splits are staged ahead. Small files are read together, from one folder, which holds links to
@@ -174,6 +175,9 @@ def _groups(table: PinnedTable, splits: Sequence[Split]) -> Iterator[list[Split]
 
 def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target: Path) -> LocalFile:
     if table.format not in tables.FILE_FORMATS:
+        if (plain := tables.plain_file(table, split, secrets)) is not None:
+            path = plain.local(table, split, target.with_suffix(".parquet"))
+            return LocalFile(path, "parquet", split, row_bytes=plain.row_bytes(table))
         path = target.with_suffix(".arrow")
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
         return LocalFile(path, "arrow", split, is_staged=True)

@@ -17,7 +17,7 @@ from cache_protocol.errors import RequestError, missing_package
 from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
 from cache_protocol.spec.secret_settings import CATALOG_PREFIX
 from cache_server.source.pinned import Pin, PinnedTable, Split
-from cache_server.tables import files
+from cache_server.tables import files, plain_files
 
 FILE_FORMATS = frozenset(FILE_SUFFIXES.values())
 _POSTGRES = ("postgresql://", "postgres://")
@@ -83,6 +83,18 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
         LoadError: naming the table, the split and the reason.
     """
     return cast(Iterator[pa.RecordBatch], _module(table.format).read(table, split, secrets))
+
+
+def plain_file(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> plain_files.PlainFile | None:
+    """The Parquet file that holds the rows of such a split as they are, if there is one.
+
+    Raises:
+        as `read`.
+    """
+    find = getattr(_module(table.format), "plain_file", None)
+    return None if find is None else cast(plain_files.PlainFile | None, find(table, split, secrets))
 
 
 def _module(format: str) -> ModuleType:

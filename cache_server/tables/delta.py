@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -34,7 +35,7 @@ from cache_server.object_stores.connections import (
 from cache_server.object_stores.options import store_settings
 from cache_server.source.lake_folders import DELTA_LOG
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
-from cache_server.tables import footers, lake
+from cache_server.tables import footers, lake, plain_files
 from cache_server.tables.column_sizes import Place, value_bytes
 
 # Supported reader features, or ones that do not change what is read.
@@ -179,14 +180,47 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
         LoadError: the file or the log cannot be read, or another table replaced the pinned one;
             names the file.
     """
+    state, version, file = _file_of(table, split, secrets)
+    with lake.naming(f"file {split.file.path} of Delta table {state}", table.options, secrets):
+        yield from _rows(version, file, table.read_schema)
+
+
+def plain_file(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> plain_files.PlainFile | None:
+    """The file, if it holds the rows of the split as they are.
+
+    It then has no deletion vector, and each column that is read: none is in its path.
+
+    Raises:
+        as `read`.
+    """
+    state, version, file = _file_of(table, split, secrets)
+    if file.keep is not None or not file.partition.keys().isdisjoint(table.read_schema.names):
+        return None
+    path = split.file.path
+    what = f"file {path} of Delta table {state}"
+    named = partial(lake.naming, what, table.options, secrets)
+    with named():
+        opened = partial(version.filesystem.open_input_file, file.path)
+        footer = plain_files.footer_of(opened)
+        if not plain_files.holds_as_they_are(footer, table.read_schema):
+            return None
+    uri = urlsplit(path)
+    local = Path(unquote(uri.path)) if uri.scheme == "file" else None
+    return plain_files.PlainFile(local, opened, footer, named)
+
+
+def _file_of(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> tuple[_State, _Version, _File]:
     state = _State(**json.loads(table.snapshot))
     with lake.naming(f"Delta table {state}", table.options, secrets):
         version = _loaded(state, table.options, secrets)
     file = version.files.get(split.file.path)
     if file is None:
         raise LoadError(f"Delta table {state} has no file {split.file.path}")
-    with lake.naming(f"file {split.file.path} of Delta table {state}", table.options, secrets):
-        yield from _rows(version, file, table.read_schema)
+    return state, version, file
 
 
 def _open(uri: str, version: int | None, storage: dict[str, str]) -> DeltaTable:

@@ -10,7 +10,8 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 
 import pyarrow as pa
 from pyiceberg.expressions import (
@@ -22,7 +23,7 @@ from pyiceberg.expressions import (
     LessThan,
     LessThanOrEqual,
 )
-from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
+from pyiceberg.io.pyarrow import PyArrowFileIO, pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent
 from pyiceberg.schema import Schema
 from pyiceberg.table import FileScanTask, StaticTable
@@ -30,12 +31,13 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
+from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
-from cache_server.tables import footers, lake
+from cache_server.tables import footers, lake, plain_files
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
 from cache_server.tables.iceberg_rows import live_rows
@@ -186,21 +188,75 @@ def read(table: PinnedTable, split: Split, secrets: Mapping[str, str]) -> Iterat
     Raises:
         LoadError: the data file or the metadata cannot be read; names the data file.
     """
-    state = _State(**json.loads(table.snapshot))
-    with lake.naming(f"Iceberg table {state}", table.options, secrets):
-        plan = _planned(state, table.options, secrets)
-    path = split.file.path
-    task = plan.tasks.get(path)
-    if task is None:
-        raise LoadError(
-            f"Iceberg table {state}: snapshot {state.snapshot_id} has no data file {path}"
-        )
-    schema = table.read_schema
+    state, plan, task = _planned_file(table, split, secrets)
+    path, schema = split.file.path, table.read_schema
     wanted = set(schema.names) or {plan.schema.fields[0].name}  # counting needs a column
     projected = Schema(*(field for field in plan.schema.fields if field.name in wanted))
     with lake.naming(f"Iceberg data file {path} of table {state}", table.options, secrets):
         for batch in live_rows(plan.table, task, projected):
             yield from lake.conform(batch, schema)
+
+
+def plain_file(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> plain_files.PlainFile | None:
+    """The data file, if it holds the rows of the split as they are.
+
+    It then has no deletes, and each column that is read has the name and the type of the table.
+
+    Raises:
+        as `read`.
+    """
+    state, plan, task = _planned_file(table, split, secrets)
+    if task.delete_files or task.file.file_format != FileFormat.PARQUET:
+        return None
+    path, metadata, io = split.file.path, plan.table.metadata, plan.table.io
+    assert isinstance(io, PyArrowFileIO)
+    what = f"Iceberg data file {path} of table {state}"
+    named = partial(lake.naming, what, table.options, secrets)
+    with named():
+        source = io.new_input(path)
+        footer = plain_files.footer_of(source.open)
+        if not plain_files.holds_as_they_are(footer, table.read_schema):
+            return None
+        stored = pyarrow_to_schema(footer.schema.to_arrow_schema(), metadata.name_mapping(), True)
+        by_name = {field.name: field for field in stored.fields}
+        for name in table.read_schema.names:
+            if not _are_same(by_name[name], plan.schema.find_field(name)):
+                return None
+        scheme, _, place = io.parse_location(path, io.properties)
+    local = Path(place) if scheme == "file" else None
+    return plain_files.PlainFile(local, source.open, footer, named)
+
+
+def _are_same(one: NestedField, other: NestedField) -> bool:
+    """Whether two columns have the same ids and names, and so have all fields in them."""
+    return (one.field_id, one.name) == (other.field_id, other.name) and all(
+        map(_are_same, _fields(one.field_type), _fields(other.field_type))
+    )
+
+
+def _fields(dtype: IcebergType) -> tuple[NestedField, ...]:
+    if isinstance(dtype, StructType):
+        return dtype.fields
+    if isinstance(dtype, ListType):
+        return (dtype.element_field,)
+    return (dtype.key_field, dtype.value_field) if isinstance(dtype, MapType) else ()
+
+
+def _planned_file(
+    table: PinnedTable, split: Split, secrets: Mapping[str, str]
+) -> tuple[_State, _Plan, FileScanTask]:
+    state = _State(**json.loads(table.snapshot))
+    with lake.naming(f"Iceberg table {state}", table.options, secrets):
+        plan = _planned(state, table.options, secrets)
+    task = plan.tasks.get(split.file.path)
+    if task is None:
+        raise LoadError(
+            f"Iceberg table {state}: snapshot {state.snapshot_id} has no data file "
+            f"{split.file.path}"
+        )
+    return state, plan, task
 
 
 def _planned(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Plan:

@@ -1,0 +1,106 @@
+"""Parquet files of lake tables that hold the rows of their split as they are.
+
+DataFusion decodes such a file in half of the time that Arrow needs. All other files are read by the
+module of their table. Knows neither snapshots nor deletes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cache_server.source.pinned import PinnedTable, Split
+from cache_server.tables import arrow_reader, footers, parquet
+from cache_server.tables.column_sizes import row_bytes
+from cache_server.tables.common_types import common_type, may_lose
+
+_PIECE_BYTES = 8 * 1024 * 1024  # of one request
+_REQUESTS = 4  # at once for one file
+_MOST_GAP_BYTES = 1024 * 1024  # fetched too, because another request costs more
+
+
+@dataclass(frozen=True)
+class PlainFile:
+    """A whole Parquet file whose rows are those of a split.
+
+    Attributes:
+        path: on this machine; None: elsewhere.
+        open: opens it for random reads from several threads.
+        footer: of the file.
+        named: surrounds what reads it, and names it in errors.
+    """
+
+    path: Path | None
+    open: Callable[[], pa.NativeFile]
+    footer: pq.FileMetaData
+    named: Callable[[], AbstractContextManager[None]]
+
+    def row_bytes(self, table: PinnedTable) -> int:
+        """Decoded bytes of a row of the columns that the query reads."""
+        return row_bytes(self.footer, table.read_schema.names)
+
+    def local(self, table: PinnedTable, split: Split, target: Path) -> Path:
+        """Its path, or ``target`` with the bytes that reading needs at their offsets.
+
+        Raises:
+            LoadError: it cannot be fetched; names it.
+        """
+        if self.path is not None:
+            return self.path
+        wanted = parquet.ranges(self.footer, split, table.columns)
+        with self.named(), self.open() as source, target.open("wb") as sink:
+
+            def fetch(piece: parquet.Range) -> None:
+                start, stop = piece
+                while start < stop:
+                    data = source.read_at(stop - start, start)
+                    if not data:
+                        raise OSError(f"it ends at byte {start}")
+                    start += os.pwrite(sink.fileno(), data, start)
+
+            with ThreadPoolExecutor(_REQUESTS) as pool:
+                list(pool.map(fetch, _pieces(wanted)))
+        return target
+
+
+def holds_as_they_are(footer: pq.FileMetaData, columns: pa.Schema) -> bool:
+    """Whether DataFusion reads these columns of a file by their names, without losing values."""
+    (stored,) = parquet.schemas_of([footer])
+    stored = arrow_reader.marked(stored, [footer])
+    for field in columns:
+        index = stored.get_field_index(field.name)
+        if index < 0 or (found := stored.field(index)).metadata:
+            return False
+        if common_type(found.type, field.type) is None or may_lose(found.type, field.type):
+            return False
+    return True
+
+
+def footer_of(open_file: Callable[[], pa.NativeFile]) -> pq.FileMetaData:
+    """The checked footer of a file."""
+    with open_file() as opened:
+        return footers.of_file(opened)
+
+
+def _pieces(ranges: Iterable[parquet.Range]) -> Iterator[parquet.Range]:
+    """The same bytes in requests: near ranges together, long ones in pieces.
+
+    Args:
+        ranges: in order.
+    """
+    joined: list[list[int]] = []
+    for start, stop in ranges:
+        if joined and start - joined[-1][1] <= _MOST_GAP_BYTES:
+            joined[-1][1] = max(stop, joined[-1][1])
+        else:
+            joined.append([start, stop])
+    for start, stop in joined:
+        for at in range(start, stop, _PIECE_BYTES):
+            yield at, min(at + _PIECE_BYTES, stop)
