@@ -204,7 +204,7 @@ def plain_file(
     with named():
         opened = partial(version.filesystem.open_input_file, file.path)
         footer = plain_files.footer_of(opened)
-        if not plain_files.holds_as_they_are(footer, table.read_schema):
+        if not plain_files.is_plain(footer, split, table.read_schema):
             return None
     uri = urlsplit(path)
     local = Path(unquote(uri.path)) if uri.scheme == "file" else None
@@ -342,7 +342,11 @@ def _counted(version: _Version) -> list[lake.DataFile]:
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
         counts = pool.map(rows, version.files.values())
         return [
-            lake.DataFile(SourceFile(uri, file.size, 0), count)
+            lake.DataFile(
+                SourceFile(uri, file.size, 0),
+                count,
+                0 if file.keep is not None else min(file.size, lake.MOST_GROUP_BYTES),
+            )
             for (uri, file), count in zip(version.files.items(), counts, strict=True)
         ]
 

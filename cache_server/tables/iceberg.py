@@ -217,7 +217,7 @@ def plain_file(
     with named():
         source = io.new_input(path)
         footer = plain_files.footer_of(source.open)
-        if not plain_files.holds_as_they_are(footer, table.read_schema):
+        if not plain_files.is_plain(footer, split, table.read_schema):
             return None
         stored = pyarrow_to_schema(footer.schema.to_arrow_schema(), metadata.name_mapping(), True)
         by_name = {field.name: field for field in stored.fields}
@@ -370,8 +370,13 @@ def _check_readable(task: FileScanTask, what: str) -> None:
 
 
 def _data_file(task: FileScanTask) -> lake.DataFile:
-    file = SourceFile(task.file.file_path, task.file.file_size_in_bytes, 0)
-    return lake.DataFile(file, task.file.record_count)
+    size, groups = task.file.file_size_in_bytes, len(task.file.split_offsets or ())
+    file = SourceFile(task.file.file_path, size, 0)
+    if task.delete_files or task.file.file_format != FileFormat.PARQUET:
+        return lake.DataFile(file, task.file.record_count)
+    # Groups are of one size; the last one is smaller.
+    group_bytes = min(size // max(1, groups - 1), lake.MOST_GROUP_BYTES)
+    return lake.DataFile(file, task.file.record_count, group_bytes)
 
 
 def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer | None:

@@ -30,6 +30,8 @@ from cache_server.tables.common_types import storage_column
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
 _MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
+# Of a row group that DataFusion reads. It holds the whole group in memory, Arrow does not.
+MOST_GROUP_BYTES = 128 * 1024 * 1024
 MOST_FOOTERS = 64  # read to estimate the bytes of strings and lists
 # Parquet's INT96 in the unit of both formats; nanoseconds overflow for far dates.
 PARQUET = ds.ParquetFileFormat(
@@ -174,10 +176,13 @@ class DataFile:
 
     Attributes:
         num_rows: before any deletes.
+        group_bytes: about the size of a row group, at most `MOST_GROUP_BYTES`; 0 if the file is
+            not read as a `plain_files.PlainFile`.
     """
 
     file: SourceFile
     num_rows: int
+    group_bytes: int = 0
 
 
 Footer = tuple[pq.FileMetaData, Callable[[pa.Field], Place]]
@@ -217,6 +222,7 @@ def cut(
             1,
             data.num_rows,
             data.num_rows * layout.fixed_row_bytes + known.get(index, round(data.num_rows * mean)),
+            group_bytes=data.group_bytes,
         )
         for index, data in enumerate(files)
     )

@@ -191,13 +191,13 @@ def with_group_bytes(
         path, size = split.file.path, split.file.size
         if size > _SMALL_BYTES:
             if path not in largest:
-                largest[path] = _largest_groups(footer_of[path], split, wanted)
+                largest[path] = largest_groups(footer_of[path], split, wanted)
             size = largest[path].get(split.part, 0)
         measured.append(replace(split, group_bytes=size))
     return tuple(measured)
 
 
-def _largest_groups(footer: pq.FileMetaData, split: Split, wanted: set[str]) -> dict[int, int]:
+def largest_groups(footer: pq.FileMetaData, split: Split, wanted: set[str]) -> dict[int, int]:
     """Part of a file -> the bytes of its largest row group, if it is cut like ``split``."""
     part_bytes = math.ceil(split.file.size / split.parts)
     leaves = [i for i, path in enumerate(leaf_paths(footer)) if column_of(path, wanted) is not None]

@@ -70,8 +70,14 @@ class PlainFile:
         return target
 
 
-def holds_as_they_are(footer: pq.FileMetaData, columns: pa.Schema) -> bool:
-    """Whether DataFusion reads these columns of a file by their names, without losing values."""
+def is_plain(footer: pq.FileMetaData, split: Split, columns: pa.Schema) -> bool:
+    """Whether DataFusion reads these columns by their names, with their values.
+
+    Its row groups must also be as small as planned.
+    """
+    groups = parquet.largest_groups(footer, split, set(columns.names))
+    if max(groups.values(), default=0) > split.group_bytes:
+        return False
     (stored,) = parquet.schemas_of([footer])
     stored = arrow_reader.marked(stored, [footer])
     for field in columns:
