@@ -26,7 +26,7 @@ from cache_client.images import ImageDecoder, ImageMode
 from cache_client.list_column import ListColumn
 from cache_client.rows import Rows
 from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
-from cache_protocol.storage.layout import Layout, is_scalar, pool_matrix
+from cache_protocol.storage.layout import Layout, equal_lists, is_scalar, pool_matrix
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
@@ -88,8 +88,8 @@ class Converter:
             if dtype is not None and any(_dtype(layout, column) != dtype for column in columns)
         }
         views = {name: view for name, view in views.items() if name not in cast}
-        getters = _getters(layout, stacks, views, dtype)
-        getters |= _image_getters(layout, decode or {}, channels_first=batch_format == "torch")
+        getters = _getters(layout, stacks, views, dtype, as_torch=batch_format == "torch")
+        getters |= _image_getters(layout, decode or {}, as_torch=batch_format == "torch")
         self._names = list(getters)
         self._bools = _bool_names(layout, stacks, cast=dtype is not None)
         self._copied = _scalars(layout, views) if copy else []
@@ -125,7 +125,8 @@ class Converter:
             batch.update(cut(torch.from_numpy(rows.matrices[index])))
         convert = self._convert_value()
         for name, get in self._getters:
-            batch[name] = convert(get(rows))
+            value = get(rows)
+            batch[name] = convert(value) if isinstance(value, np.ndarray) else value
         for name in self._bools:
             batch[name] = _as_bools(batch[name])
         if self._batch_format == "jax":
@@ -138,12 +139,14 @@ class Converter:
         is_table = self._batch_format in ("arrow", "polars")
         return self._layout.logical.names if is_table else self._names
 
-    def _convert_value(self) -> Callable[[Any], Any]:
+    def _convert_value(self) -> Callable[[_Array], Any]:
+        in_worker = get_worker_info() is not None
         if self._batch_format == "torch":
             # A view of some columns would send those beside it too.
-            in_worker = self._copied and get_worker_info() is not None
-            return (lambda value: _to_torch(_contiguous(value))) if in_worker else _to_torch
-        return _contiguous if get_worker_info() is not None else lambda value: value
+            if self._copied and in_worker:
+                return lambda value: torch.from_numpy(np.ascontiguousarray(value))
+            return torch.from_numpy
+        return np.ascontiguousarray if in_worker else lambda value: value
 
 
 def _check_stacks(
@@ -289,6 +292,8 @@ def _getters(
     stacks: Mapping[str, Sequence[str]],
     views: Mapping[str, _View],
     dtype: np.dtype[np.generic] | None,
+    *,
+    as_torch: bool,
 ) -> dict[str, _Getter]:
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
@@ -301,7 +306,7 @@ def _getters(
         elif name in stacks:
             getters[name] = _copy_getter(layout, stacks[name], dtype)
         else:
-            getters[name] = _column_getter(layout, name)
+            getters[name] = _column_getter(layout, name, as_torch)
     return getters
 
 
@@ -326,17 +331,17 @@ def _copy_getter(
     return join
 
 
-def _column_getter(layout: Layout, name: str) -> _Getter:
+def _column_getter(layout: Layout, name: str, as_torch: bool) -> _Getter:
     index, _ = layout.place(name)
     column = layout.columns[index]
     if column.kind == "matrix":
         shape = column.shape
         return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
-    return lambda rows: _values_of(name, rows.arrays[index])
+    return lambda rows: _values_of(name, rows.arrays[index], as_torch)
 
 
 def _image_getters(
-    layout: Layout, decode: Mapping[str, ImageMode], *, channels_first: bool
+    layout: Layout, decode: Mapping[str, ImageMode], *, as_torch: bool
 ) -> dict[str, _Getter]:
     getters: dict[str, _Getter] = {}
     for name, mode in decode.items():
@@ -347,17 +352,19 @@ def _image_getters(
         dtype = layout.logical.field(name).type
         if not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
             raise ConfigError(f"decode: column {name!r} is a {dtype}, and images are binary")
-        getters[name] = _image_getter(
-            layout.place(name)[0], ImageDecoder(name, mode, channels_first=channels_first)
-        )
+        images = ImageDecoder(name, mode, channels_first=as_torch)
+        getters[name] = _image_getter(layout.place(name)[0], images, as_torch)
     return getters
 
 
-def _image_getter(index: int, images: ImageDecoder) -> _Getter:
+def _image_getter(index: int, images: ImageDecoder, as_torch: bool) -> _Getter:
     def get(rows: Rows) -> Any:
-        found = images(rows.arrays[index])
-        is_list = isinstance(found, list) and get_worker_info() is not None
-        return ListColumn(found) if is_list else found
+        found: Any = images(rows.arrays[index])
+        if not isinstance(found, list):
+            return found
+        if as_torch:
+            found = [None if image is None else torch.from_numpy(image) for image in found]
+        return ListColumn(found) if get_worker_info() is not None else found
 
     return get
 
@@ -393,14 +400,14 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
     return cut
 
 
-def _values_of(name: str, array: pa.Array) -> list[Any]:
+def _values_of(name: str, array: pa.Array, as_torch: bool) -> list[Any]:
     """As `_values`.
 
     Raises:
         InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
     """
     try:
-        return _values(array)
+        return _values(array, as_torch)
     except UnicodeDecodeError:
         for row in range(len(array)):
             try:
@@ -415,8 +422,10 @@ def _values_of(name: str, array: pa.Array) -> list[Any]:
         ) from None
 
 
-def _values(array: pa.Array) -> list[Any]:
-    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays; nulls as None.
+def _values(array: pa.Array, as_torch: bool) -> list[Any]:
+    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays or tensors.
+
+    Nulls are None.
 
     A list of numbers with a null is a Python list. In a DataLoader worker, a column of lists is a
     `ListColumn`.
@@ -425,6 +434,18 @@ def _values(array: pa.Array) -> list[Any]:
         return list(array.to_pylist())
     if not is_scalar(array.type.value_type):
         return list(array.to_pylist())
+    found = _number_lists(array, as_torch)
+    return ListColumn(found) if get_worker_info() is not None else found
+
+
+def _number_lists(array: pa.Array, as_torch: bool) -> list[Any]:
+    if (matrix := equal_lists(array)) is not None:
+        copied = pool_matrix(len(matrix), matrix.shape[1], matrix.dtype)
+        copied[:] = matrix
+        if not as_torch:
+            return list(copied)
+        # Torch does not count an in-place change of one row as a change of all.
+        return list(torch.unsafe_split(torch.from_numpy(copied.reshape(-1)), matrix.shape[1]))
     offsets = array.offsets.to_numpy()
     start = offsets[0]
     # Only these rows: the array may be a slice of a larger one.
@@ -433,21 +454,13 @@ def _values(array: pa.Array) -> list[Any]:
     values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy().copy()
     valid = array.is_valid().to_numpy(zero_copy_only=False)
     ends = offsets - start
+    convert: Callable[[_Array], Any] = torch.from_numpy if as_torch else lambda value: value
     found: list[Any] = [
-        values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
+        convert(values[a:b]) if ok else None
+        for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
     ]
     if inner.null_count:
         nulls_before = np.concatenate([[0], np.cumsum(inner.is_null())])[ends]
         for row in np.flatnonzero(valid & (np.diff(nulls_before) > 0)):
             found[row] = array[row].as_py()
-    return ListColumn(found) if get_worker_info() is not None else found
-
-
-def _to_torch(value: Any) -> Any:
-    if isinstance(value, list) and any(isinstance(entry, np.ndarray) for entry in value):
-        return type(value)(_to_torch(entry) for entry in value)
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def _contiguous(value: Any) -> Any:
-    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+    return found

@@ -14,7 +14,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.layout import Layout, Matrix, as_matrix, from_matrix, pool_matrix
+from cache_protocol.storage.layout import (
+    Layout,
+    Matrix,
+    as_matrix,
+    equal_lists,
+    fits_lists,
+    from_equal_lists,
+    from_matrix,
+    pool_matrix,
+)
 from cache_protocol.storage.row_index import Indices
 
 _MAX_SCRATCH_TIMES = 64  # a scratch block may be this many times larger than needed
@@ -102,18 +111,41 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
     for index, column in enumerate(layout.columns):
         columns = [batch.column(index) for batch in batches]
         if column.kind == "plain":
-            joined = concat(column.field, columns)
-            arrays[index] = joined.take(pa.array(inverse))
+            arrays[index] = _lists_in_order(columns, inverse)
+            if arrays[index] is None:
+                arrays[index] = concat(column.field, columns).take(pa.array(inverse))
             continue
         assert column.dtype is not None
-        # Joining the answers first is cheaper than writing each row to its place.
-        found = _scratch_matrix(num_rows, column.width, column.dtype)
-        if columns:
-            np.concatenate([as_matrix(array) for array in columns], out=found)
-        ordered = pool_matrix(num_rows, column.width, column.dtype)
-        np.take(found, inverse, axis=0, out=ordered, mode="clip")
-        matrices[index] = ordered
+        parts = [as_matrix(array) for array in columns]
+        matrices[index] = _matrix_in_order(parts, inverse, column.width, column.dtype)
     return [Rows(layout, matrices, arrays, num_rows)]
+
+
+def _lists_in_order(columns: Sequence[pa.Array], inverse: npt.NDArray[np.intp]) -> pa.Array | None:
+    """Lists of one length in the order of the window; None for other columns."""
+    parts = [equal_lists(column) for column in columns if len(column)]
+    widths = {0 if part is None else part.shape[1] for part in parts}
+    width = max(widths, default=0)
+    if len(widths) != 1 or not width or not fits_lists(len(inverse), width, columns[0].type):
+        return None
+    matrices = [part for part in parts if part is not None]
+    ordered = _matrix_in_order(matrices, inverse, width, matrices[0].dtype)
+    return from_equal_lists(ordered, columns[0].type)
+
+
+def _matrix_in_order(
+    parts: Sequence[Matrix],
+    inverse: npt.NDArray[np.intp],
+    width: int,
+    dtype: np.dtype[np.generic],
+) -> Matrix:
+    # Joining the answers first is cheaper than writing each row to its place.
+    found = _scratch_matrix(len(inverse), width, dtype)
+    if parts:
+        np.concatenate(parts, out=found)
+    ordered = pool_matrix(len(inverse), width, dtype)
+    np.take(found, inverse, axis=0, out=ordered, mode="clip")
+    return ordered
 
 
 def _inverse(num_rows: int, answers: Sequence[Answer]) -> npt.NDArray[np.intp]:

@@ -134,11 +134,7 @@ class Layout:
         arrays: dict[str, pa.Array] = {}
         for column, array in zip(self.columns, batch.columns, strict=True):
             if column.kind == "packed":
-                matrix = as_matrix(array)
-                by_column = pool_matrix(matrix.shape[1], len(matrix), matrix.dtype)
-                np.copyto(by_column, matrix.T)
-                for name, values in zip(column.names, by_column, strict=True):
-                    arrays[name] = _as_array(values)
+                arrays.update(zip(column.names, _columns_of(as_matrix(array)), strict=True))
             elif column.kind == "matrix":
                 arrays[column.names[0]] = nest(array, self.logical.field(column.names[0]).type)
             else:
@@ -164,6 +160,59 @@ def as_matrix(array: pa.FixedSizeListArray) -> Matrix:
 def from_matrix(values: Matrix, field: pa.Field) -> pa.FixedSizeListArray:
     """The fixed-size list column of a C-contiguous ``[rows, width]`` array; no copy."""
     return pa.FixedSizeListArray.from_arrays(_as_array(values.reshape(-1)), type=field.type)
+
+
+def equal_lists(array: pa.Array) -> Matrix | None:
+    """A ``[rows, width]`` view of a column of lists of numbers, all of one length.
+
+    Returns:
+        None if lengths differ or are 0, there are nulls, the values are no numbers, or there is no
+        row.
+    """
+    dtype = array.type
+    if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
+        return None
+    if not is_scalar(dtype.value_type) or not len(array) or array.null_count:
+        return None
+    offsets = array.offsets.to_numpy()
+    start, width = int(offsets[0]), int(offsets[1] - offsets[0])
+    if not width or not (np.diff(offsets) == width).all():
+        return None
+    values = array.values.slice(start, width * len(array))
+    if values.null_count:
+        return None
+    matrix: Matrix = values.to_numpy(zero_copy_only=True).reshape(len(array), width)
+    return matrix
+
+
+def fits_lists(num_rows: int, width: int, dtype: pa.DataType) -> bool:
+    """Whether a column of lists has offsets for so many values."""
+    return bool(pa.types.is_large_list(dtype)) or num_rows * width <= np.iinfo(np.int32).max
+
+
+def from_equal_lists(matrix: Matrix, dtype: pa.DataType) -> pa.Array:
+    """The column of lists of type ``dtype`` with the rows of a C-contiguous matrix; no copy."""
+    rows, width = matrix.shape
+    is_large = pa.types.is_large_list(dtype)
+    offsets = pool_matrix(1, rows + 1, np.dtype(np.int64 if is_large else np.int32))
+    np.multiply(np.arange(rows + 1), width, out=offsets[0], casting="same_kind")
+    values = _as_array(matrix.reshape(-1))
+    return pa.Array.from_buffers(
+        dtype, rows, [None, _as_array(offsets[0]).buffers()[1]], 0, children=[values]
+    )
+
+
+def _columns_of(matrix: Matrix) -> list[pa.Array]:
+    """The columns of a matrix as columns in Arrow's memory pool; a copy."""
+    rows, width = matrix.shape
+    size = rows * matrix.itemsize
+    buffer = pa.allocate_buffer(width * size)
+    np.copyto(np.frombuffer(buffer, matrix.dtype).reshape(width, rows), matrix.T)
+    scalar = pa.from_numpy_dtype(matrix.dtype)
+    return [
+        pa.Array.from_buffers(scalar, rows, [None, buffer.slice(at * size, size)], 0)
+        for at in range(width)
+    ]
 
 
 def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:

@@ -25,8 +25,16 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, pool_matrix
-from cache_protocol.storage.row_index import Ids, Indices, group_rows
+from cache_protocol.storage.layout import (
+    Layout,
+    Matrix,
+    StoredColumn,
+    fits_lists,
+    from_equal_lists,
+    from_matrix,
+    pool_matrix,
+)
+from cache_protocol.storage.row_index import Grouped, Ids, Indices, group_rows
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive
 from cache_protocol.storage.virtual_memory import AddressRange, MappedFile, huge_page_bytes
 
@@ -81,7 +89,8 @@ class MappedTable:
     def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
         """Gathers rows as one stored batch.
 
-        Numbers are copied. Strings and lists are views of the file if their rows are consecutive.
+        Numbers are copied, and lists of one length. Strings and other lists are views of the file
+        if their rows are consecutive.
 
         Args:
             row_ids: in the order of the result.
@@ -108,9 +117,8 @@ class MappedTable:
             assert shard is not None
             rows = grouped.rows[start:stop] - self._starts[position]
             run = slice(int(rows[0]), int(rows[-1]) + 1)
-            parts.append((shard, run if are_consecutive(rows) else pa.array(rows)))
-        inverse = grouped.inverse
-        return _RowsByShard(parts, None if inverse is None else pa.array(inverse))
+            parts.append((shard, run if are_consecutive(rows) else rows))
+        return _RowsByShard(parts, grouped)
 
 
 class _RowsByShard(NamedTuple):
@@ -118,23 +126,47 @@ class _RowsByShard(NamedTuple):
 
     Attributes:
         parts: shards, and rows in each of them; a slice if they are consecutive.
-        inverse: position of each row of the request in the joined parts; None if in order.
+        grouped: the rows of the request, in the order of the parts.
     """
 
-    parts: list[tuple[MappedShard, pa.Array | slice]]
-    inverse: pa.Array | None
+    parts: list[tuple[MappedShard, Ids | slice]]
+    grouped: Grouped
 
     def gather(self, index: int) -> pa.Array:
         """The rows of one plain column."""
+        if (lists := self._equal_lists(index)) is not None:
+            return lists
         taken = [_taken(shard.batch.column(index), rows) for shard, rows in self.parts]
         joined = taken[0] if len(taken) == 1 else pa.concat_arrays(taken)
-        return joined if self.inverse is None else joined.take(self.inverse)
+        inverse = self.grouped.inverse
+        return joined if inverse is None else joined.take(pa.array(inverse))
+
+    def _equal_lists(self, index: int) -> pa.Array | None:
+        """A copy of the rows of a column whose lists all have one length; None for others.
+
+        A list of Arrow takes several times as long.
+        """
+        matrices = [shard.equal_lists(index) for shard, _ in self.parts]
+        num_rows, first = len(self.grouped.rows), matrices[0]
+        dtype = self.parts[0][0].batch.column(index).type
+        if first is None or not fits_lists(num_rows, first.shape[1], dtype):
+            return None
+        found = pool_matrix(num_rows, first.shape[1], first.dtype)
+        order, start = self.grouped.order, 0
+        for matrix, (_, rows) in zip(matrices, self.parts, strict=True):
+            if matrix is None or matrix.shape[1] != first.shape[1]:
+                return None
+            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            place = slice(start, start + count) if order is None else order[start : start + count]
+            found[place] = matrix[rows]
+            start += count
+        return from_equal_lists(found, dtype)
 
 
-def _taken(column: pa.Array, rows: pa.Array | slice) -> pa.Array:
+def _taken(column: pa.Array, rows: Ids | slice) -> pa.Array:
     if isinstance(rows, slice):
         return column.slice(rows.start, rows.stop - rows.start)
-    return column.take(rows)
+    return column.take(pa.array(rows))
 
 
 class _MappedColumn:

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.storage import piece_digests
-from cache_protocol.storage.layout import Layout, Matrix, as_matrix, pool_matrix
+from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists, pool_matrix
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.storage.virtual_memory import MappedFile
 
@@ -89,6 +89,7 @@ class MappedShard:
             for index, column in enumerate(self.layout.columns)
             if column.kind != "plain"
         }
+        self._equal_lists: dict[int, Matrix | None] = {}
         self._offsets = {
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
@@ -104,6 +105,15 @@ class MappedShard:
         except OSError:
             return True
         return now == self._stamp or now[:2] != self._stamp[:2]
+
+    def equal_lists(self, index: int) -> Matrix | None:
+        """The rows of plain column ``index`` as a matrix: see `layout.equal_lists`.
+
+        The first call looks at the length of each list.
+        """
+        if index not in self._equal_lists:
+            self._equal_lists[index] = equal_lists(self.batch.column(index))
+        return self._equal_lists[index]
 
     def piece(self, index: int) -> memoryview:
         """A piece of the file; see `piece_digests`."""
