@@ -240,7 +240,7 @@ class FlightService(flight.FlightServerBase):
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
-                    row_bytes = selection.layout.guessed_row_bytes
+                    row_bytes = rows.mean_row_bytes(selection)
                     writer.begin(selection.layout.schema)
                 num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)
                 batches = rows.gather(row_ids, selection, request.rows_per_message)

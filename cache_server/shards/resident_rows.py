@@ -20,6 +20,7 @@ from cache_server.shards.sql_types import sql_column, sql_schema
 from cache_server.shards.version_key import VersionKey
 
 _MOST_TIMES = 4  # as long as wanted a message may be
+_MOST_SIZED = 64  # shards whose values are measured for a mean
 _ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
 
 
@@ -106,6 +107,17 @@ class ResidentRows:
             batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
             for start in range(0, batch.num_rows, step):
                 yield batch.slice(start, step)
+
+    def mean_row_bytes(self, selection: Selection) -> int:
+        """About the bytes of a row of the selection: the mean over some shards that are here."""
+        picked = zip(selection.layout.columns, selection.picks, strict=True)
+        plain = [index for column, (index, _) in picked if column.kind == "plain"]
+        fixed = selection.layout.fixed_row_bytes
+        shards = self._shards[:: -(-len(self._shards) // _MOST_SIZED) or 1]
+        if not plain or not shards:
+            return fixed
+        size = sum(shard.batch.column(index).nbytes for shard in shards for index in plain)
+        return int(fixed + -(-size // sum(shard.sealed.num_rows for shard in shards)))
 
     def check_range(self, start: int, stop: int) -> None:
         """Raises unless rows ``[start, stop)`` exist (InvalidRowsError) and are here (NotReady)."""

@@ -20,6 +20,7 @@ from tests.lake_tables import (
     SECRET,
     assert_same_rows,
     lake_bucket,
+    loaded_splits,
     pinned_table,
     read_table,
     s3_options,
@@ -112,8 +113,11 @@ def test_only_the_columns_of_the_query_are_read(tmp_path: Path) -> None:
         assert_same_rows(
             read_table(spec, pin, columns), table.to_pyarrow_table(columns=list(columns))
         )
-    pinned = pinned_table(spec, pin, ())
     splits = pin.cut(pa.schema([]), 1)
+    for columns, is_staged in ((("part", "extra"), True), (("id", "tags", "at"), False)):
+        loaded = loaded_splits(spec, pinned_table(spec, pin, columns), splits)
+        assert {file.is_staged for _, file in loaded} == {is_staged}
+    pinned = pinned_table(spec, pin, ())
     counted = sum(b.num_rows for split in splits for b in delta.read(pinned, split, {}))
     assert counted == table.count()
 

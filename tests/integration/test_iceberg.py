@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from tests.lake_tables import (
     SECRET,
     assert_same_rows,
     lake_bucket,
+    loaded_splits,
     pinned_table,
     read_table,
     s3_options,
@@ -211,6 +213,49 @@ def test_a_sql_catalogue_finds_the_table(catalog: SqlCatalog, tmp_path: Path) ->
         assert iceberg.pin(static).content == pin.content
     with pytest.raises(LoadError, match=r"Iceberg table ns\.absent: .*ns\.absent"):
         iceberg.pin(_spec("ns.absent", catalog=arguments))
+
+
+def _names_of_decoded_files(spec: TableSpec, columns: tuple[str, ...] | None = None) -> set[str]:
+    """The data files that a load does not read as they are."""
+    pin = iceberg.pin(spec)
+    splits = pin.cut(pa.schema([("id", pa.int64())]), 1)
+    loaded = loaded_splits(spec, pinned_table(spec, pin, columns), splits)
+    return {Path(file.split.file.path).name for _, file in loaded if file.is_staged}
+
+
+def test_a_load_decodes_only_files_whose_rows_are_not_those_of_the_table(
+    catalog: SqlCatalog,
+) -> None:
+    table = catalog.create_table("ns.plain", SCHEMA)
+    table.append(_rows(0, 9))
+    (old,) = (Path(task.file.file_path).name for task in table.scan().plan_files())
+    assert not _names_of_decoded_files(_spec(table.metadata_location))
+
+    with table.update_schema() as update:
+        update.add_column("extra", IntegerType())
+        update.rename_column("score", "points")
+    rows = _rows(9, 3, extra=pa.array([1, 2, 3], pa.int32()))
+    table.append(rows.rename_columns({"score": "points"}))
+    spec = _spec(table.metadata_location)
+    assert _names_of_decoded_files(spec) == {old}
+    assert not _names_of_decoded_files(spec, ("tags", "id"))
+    assert _names_of_decoded_files(spec, ("id", "points")) == {old}
+    assert _names_of_decoded_files(spec, ("id", "extra")) == {old}
+    with table.update_schema() as update:
+        update.update_column("extra", LongType())
+    assert len(_names_of_decoded_files(_spec(table.metadata_location), ("extra",))) == 2
+    assert_same_rows(read_table(spec, iceberg.pin(spec)), table.scan().to_arrow())
+
+
+def test_a_file_with_larger_row_groups_than_planned_is_decoded(catalog: SqlCatalog) -> None:
+    table = catalog.create_table("ns.large", SCHEMA)
+    table.append(_rows(0, 9))
+    spec = _spec(table.metadata_location)
+    pin = iceberg.pin(spec)
+    (split,) = pin.cut(pa.schema([("id", pa.int64())]), 1)
+    assert 0 < split.group_bytes <= split.file.size
+    loaded = loaded_splits(spec, pinned_table(spec, pin), [replace(split, group_bytes=9)])
+    assert [file.is_staged for _, file in loaded] == [True]
 
 
 def test_a_pinned_table_stays_as_it_was(catalog: SqlCatalog) -> None:
@@ -462,6 +507,8 @@ def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
         assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
         parts = pin.cut(pa.schema([("part", pa.string())]), 1)
         assert sum(s.estimated_bytes for s in parts) == table.scan().count() * (4 + len("p0"))
+        for _, file in loaded_splits(spec, pinned_table(spec, pin, ("id",)), parts):
+            assert file.format == "parquet" and file.path.name == "000000.parquet"
         assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 

@@ -223,6 +223,22 @@ def test_the_type_of_a_list_depends_only_on_its_row(value_type: pa.DataType) -> 
                 assert found.tolist() == expected and found.dtype == dtype
 
 
+@pytest.mark.parametrize("batch_format", ["torch", "numpy"])
+def test_lists_of_one_length_are_rows_of_their_own(batch_format: BatchFormat) -> None:
+    layout = Layout(pa.schema([("some", pa.list_(pa.float32()))]))
+    values = pa.array([[0, 1], [2, 3], [4, 5]], pa.list_(pa.float32()))
+    rows = Rows(layout, {}, {0: values}, 3).slice(1, 3)
+
+    some = Converter(layout, batch_format=batch_format)(rows)["some"]
+
+    assert type(some) is list and [row.tolist() for row in some] == [[2, 3], [4, 5]]
+    some[0] += 1  # a copy: the values of the window stay
+    assert some[1].tolist() == [4, 5] and values.to_pylist()[1] == [2, 3]
+    if batch_format == "torch":
+        assert some[0].dtype == torch.float32
+        assert some[0]._version == 1 and some[1]._version == 0  # autograd counts them apart
+
+
 def test_arrow_batches_have_the_logical_columns() -> None:
     batch = Converter(Layout(LOGICAL), None, "arrow")(rows().slice(1, 3))
     assert batch.schema.names == LOGICAL.names

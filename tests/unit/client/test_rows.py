@@ -74,6 +74,22 @@ def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> N
     assert numbers_of(rows) == numbers
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([2, 2, 3, None])), min_size=1))
+def test_lists_of_several_nodes_are_put_in_order(rows: list[tuple[int, int | None]]) -> None:
+    layout = Layout(pa.schema([("some", pa.list_(pa.int32()))]))
+    lists = [None if width is None else [at] * width for at, (_, width) in enumerate(rows)]
+    answers = []
+    for node in {node for node, _ in rows}:
+        positions = np.array([at for at, (owner, _) in enumerate(rows) if owner == node])
+        mine = pa.array([lists[at] for at in positions], pa.list_(pa.int32()))
+        batch = pa.RecordBatch.from_arrays([mine], schema=layout.schema)
+        answers.append(Answer(positions, [batch, batch.slice(0, 0)]))
+
+    (ordered,) = in_order(layout, len(rows), answers)
+
+    assert ordered.arrays[0].to_pylist() == lists
+
+
 def test_an_answer_without_positions_beside_another_is_a_defect() -> None:
     with pytest.raises(ValueError, match="all rows of the window"):
         in_order(LAYOUT, 2, [Answer(None, [stored([1])]), Answer(np.array([1]), [stored([2])])])

@@ -13,6 +13,8 @@ from cache_protocol.storage.layout import (
     GUESSED_VALUE_BYTES,
     Layout,
     as_matrix,
+    equal_lists,
+    from_equal_lists,
     from_matrix,
     list_shape,
     numpy_dtype,
@@ -338,3 +340,35 @@ def test_a_schema_comes_back_from_its_message() -> None:
     found = schema_from_bytes(schema.serialize().to_pybytes())
 
     assert found.equals(schema, check_metadata=True)
+
+
+list_rows = st.lists(st.lists(st.integers(0, 9) | st.none(), max_size=3) | st.none(), max_size=5)
+equal_rows = st.integers(0, 3).flatmap(
+    lambda width: st.lists(st.lists(st.integers(0, 9), min_size=width, max_size=width), max_size=5)
+)
+
+
+@quick
+@given(
+    list_rows | equal_rows,
+    list_rows | equal_rows,
+    st.sampled_from([pa.list_(pa.int16()), pa.large_list(pa.float64())]),
+)
+def test_lists_are_a_matrix_if_all_have_one_length_and_no_null(
+    before: list[list[int | None] | None], rows: list[list[int | None] | None], dtype: pa.DataType
+) -> None:
+    lists = pa.array([*before, *rows], dtype).slice(len(before))
+
+    matrix = equal_lists(lists)
+
+    lengths = {0 if row is None or None in row else len(row) for row in rows}
+    if len(lengths) != 1 or lengths == {0}:
+        assert matrix is None
+    else:
+        assert matrix is not None and matrix.tolist() == rows
+        assert from_equal_lists(matrix, dtype).equals(lists)
+
+
+def test_only_lists_of_numbers_are_a_matrix() -> None:
+    for values in ([["a"], ["b"]], [[[1]], [[2]]], ["a", "b"], [1, 2], [[True], [False]]):
+        assert equal_lists(pa.array(values)) is None

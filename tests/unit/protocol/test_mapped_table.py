@@ -86,6 +86,40 @@ def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     assert layout.unpack(batch).equals(every.take(pa.array(ids)))
 
 
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([2, 2, 2, 3, None])), min_size=1),
+    st.sampled_from([pa.list_(pa.int32()), pa.large_list(pa.float64())]),
+    st.data(),
+)
+def test_lists_come_from_all_shards_whether_they_have_one_length_or_not(
+    tmp_path_factory: pytest.TempPathFactory,
+    shards: list[tuple[int, int | None]],
+    dtype: pa.DataType,
+    data: st.DataObject,
+) -> None:
+    directory = tmp_path_factory.mktemp("lists")
+    starts = np.cumsum([0, *(rows for rows, _ in shards)])
+    schema, batches = pa.schema([("some", dtype)]), []
+    for start, (rows, width) in zip(starts.tolist(), shards, strict=False):
+        ids = range(start, start + rows)
+        lists = [None if width is None and n % 3 == 0 else [n] * (width or n % 4) for n in ids]
+        batches.append(pa.RecordBatch.from_arrays([pa.array(lists, dtype)], schema=schema))
+    opened = [shard_of(directory / f"{i}.arrow", i, batch) for i, batch in enumerate(batches)]
+    table = MappedTable(opened[0][0], starts[:-1], [rows for rows, _ in shards])
+    for position, (_, shard) in enumerate(opened):
+        table.attach(position, shard)
+    last = int(starts[-1]) - 1
+    ids = np.array(data.draw(st.lists(st.integers(0, last), min_size=1, max_size=50)), np.int64)
+    shard_index = np.searchsorted(starts, ids, side="right") - 1
+
+    batch = table.gather(ids, shard_index, Selection(opened[0][0], []))
+
+    every = pa.concat_batches(batches)
+    assert batch.column(0).to_pylist() == [every.column(0)[n].as_py() for n in ids.tolist()]
+    batch.validate(full=True)
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> Iterator[list[MappedShard]]:
     """Of 10 rows each, with every kind of column."""

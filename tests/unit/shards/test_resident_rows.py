@@ -254,3 +254,12 @@ def test_runs_of_rows_are_as_long_as_wanted_also_where_rows_are_longer(
     for start, stop in runs:
         size = column.slice(start, stop - start).nbytes + (stop - start) * fixed_row_bytes
         assert stop - start == 1 or size <= 5 * run_bytes
+
+
+def test_the_mean_bytes_of_a_row_are_those_of_its_values(tmp_path: Path) -> None:
+    rows = resident(tmp_path, [12] * 200)
+    numbers = Selection(LAYOUT, ["a", "image"])
+    assert rows.mean_row_bytes(numbers) == 4 + 3
+    texts = sum(len(text or "") for text in (row["text"] for row in expected(range(2400))))
+    mean = 4 + texts / 2400  # a value and its offset
+    assert mean <= rows.mean_row_bytes(Selection(LAYOUT, ["text"])) < mean + 2
