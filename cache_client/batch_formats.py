@@ -65,7 +65,10 @@ def to_jax(name: str, value: Any) -> Any:
     """
     import jax
 
-    if isinstance(value, list) and any(isinstance(entry, np.ndarray) for entry in value):
+    if isinstance(value, list):
+        first = next((entry for entry in value if entry is not None), None)
+        if isinstance(first, str | bytes):
+            return value
         return [to_jax(name, entry) for entry in value]
     if not isinstance(value, np.ndarray):
         return value

@@ -75,8 +75,11 @@ def padding_lists(
             values, offsets = joined_lists(rows, column)
             lengths = np.diff(offsets)
             mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-            padded = np.full(mask.shape, value, values.dtype)
-            padded[mask] = values
+            if mask.all():  # lists of one length
+                padded = values.reshape(mask.shape).copy()
+            else:
+                padded = np.full(mask.shape, value, values.dtype)
+                padded[mask] = values
             metadata = rows.layout.logical.field(column).metadata or {}
             if metadata.get(b"cache.source_type") == b"bool":
                 padded = padded.view(np.bool_)

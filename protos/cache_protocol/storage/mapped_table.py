@@ -156,10 +156,15 @@ class _RowsByShard(NamedTuple):
         for matrix, (_, rows) in zip(matrices, self.parts, strict=True):
             if matrix is None or matrix.shape[1] != first.shape[1]:
                 return None
-            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            place = slice(start, start + count) if order is None else order[start : start + count]
-            found[place] = matrix[rows]
-            start += count
+            stop = start + (rows.stop - rows.start if isinstance(rows, slice) else len(rows))
+            if isinstance(rows, slice):
+                found[slice(start, stop) if order is None else order[start:stop]] = matrix[rows]
+            elif order is None:
+                np.take(matrix, rows, axis=0, out=found[start:stop], mode="clip")
+            else:
+                part = pool_matrix(len(rows), matrix.shape[1], matrix.dtype)
+                found[order[start:stop]] = np.take(matrix, rows, axis=0, out=part, mode="clip")
+            start = stop
         return from_equal_lists(found, dtype)
 
 
