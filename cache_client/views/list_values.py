@@ -74,10 +74,12 @@ def padding_lists(
         for column, value in padding.items():
             values, offsets = joined_lists(rows, column)
             lengths = np.diff(offsets)
-            mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-            if mask.all():  # lists of one length
+            longest = lengths.max(initial=0)
+            if (lengths == longest).all():
+                mask = np.ones((len(lengths), longest), np.bool_)
                 padded = values.reshape(mask.shape).copy()
             else:
+                mask = np.arange(longest) < lengths[:, None]
                 padded = np.full(mask.shape, value, values.dtype)
                 padded[mask] = values
             metadata = rows.layout.logical.field(column).metadata or {}
