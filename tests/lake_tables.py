@@ -84,11 +84,12 @@ def read_table(table: TableSpec, pin: Pin, columns: tuple[str, ...] | None = Non
 
 
 def loaded_splits(
-    table: TableSpec, pinned: PinnedTable, splits: Sequence[Split]
+    table: TableSpec, pinned: PinnedTable, splits: Sequence[Split], where: str = ""
 ) -> Iterator[tuple[list[pa.RecordBatch], LocalFile]]:
     """The rows of each split as a load reads them, and the file that it reads them from."""
     names = ", ".join(map(identifier, pinned.read_schema.names))
     sql = f"SELECT {names} FROM {identifier(pinned.name)}"
+    sql += f" WHERE {where}" if where else ""
     with TemporaryDirectory() as scratch:
         staged = staging.stage(pinned, splits, table.secrets, Path(scratch))
         with closing(staged):

@@ -177,7 +177,8 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
     if table.format not in tables.FILE_FORMATS:
         if (plain := tables.plain_file(table, split, secrets)) is not None:
             path = plain.local(table, split, target.with_suffix(".parquet"))
-            return LocalFile(path, "parquet", split, row_bytes=plain.row_bytes(table))
+            row_bytes = plain.row_bytes(table)
+            return LocalFile(path, "parquet", split, row_bytes=row_bytes, absent=plain.absent)
         path = target.with_suffix(".arrow")
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
         return LocalFile(path, "arrow", split, is_staged=True)

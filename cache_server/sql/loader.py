@@ -100,6 +100,7 @@ class LocalFile:
         split: which part of the file, and its name for messages.
         is_staged: an Arrow stream of the rows of the split, with only the columns that are read.
         row_bytes: decoded bytes of a row of the columns that are read; 0: unknown.
+        absent: values of columns that a file of a lake table lacks, the same for all rows.
     """
 
     path: Path
@@ -107,6 +108,11 @@ class LocalFile:
     split: Split
     is_staged: bool = False
     row_bytes: int = 0
+    absent: Mapping[str, pa.Scalar] | None = None
+
+    def constants_of(self, table: PinnedTable) -> dict[str, pa.Scalar]:
+        """The columns of a table that are not in the file, each with one value for all rows."""
+        return {} if self.is_staged else {**table.partition_of(self.split), **(self.absent or {})}
 
 
 def infer_schema(
@@ -393,7 +399,7 @@ def _register_table(
     context: SessionContext, file: LocalFile, table: PinnedTable, sql: str, *, skips: bool
 ) -> None:
     """Registers a split of ``table``, with the columns in its path and plain columns."""
-    constants = {} if file.is_staged else table.partition_of(file.split)
+    constants = file.constants_of(table)
     altered = {
         field.name
         for field in table.read_schema
@@ -535,7 +541,7 @@ def _converted(table: PinnedTable) -> set[str]:
 
 
 def _stored_and_read(file: LocalFile, table: PinnedTable) -> pa.Schema:
-    constants = table.partition_of(file.split)
+    constants = file.constants_of(table)
     return pa.schema([field for field in table.read_schema if field.name not in constants])
 
 

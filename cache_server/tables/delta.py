@@ -190,13 +190,14 @@ def plain_file(
 ) -> plain_files.PlainFile | None:
     """The file, if it holds the rows of the split as they are.
 
-    It then has no deletion vector, and each column that is read: none is in its path.
+    It then has no deletion vector, and each column that is read has the name and the type of the
+    table, or is not in the file.
 
     Raises:
         as `read`.
     """
     state, version, file = _file_of(table, split, secrets)
-    if file.keep is not None or not file.partition.keys().isdisjoint(table.read_schema.names):
+    if file.keep is not None:
         return None
     path = split.file.path
     what = f"file {path} of Delta table {state}"
@@ -204,11 +205,17 @@ def plain_file(
     with named():
         opened = partial(version.filesystem.open_input_file, file.path)
         footer = plain_files.footer_of(opened)
-        if not plain_files.is_plain(footer, split, table.read_schema):
+        stored = _stored_names(footer.schema.to_arrow_schema())
+        absent = {
+            field.name: file.partition.get(field.name, pa.scalar(None)).cast(field.type)
+            for field in table.read_schema
+            if field.name in file.partition or field.name.lower() not in stored
+        }
+        if not plain_files.is_plain(footer, split, table.read_schema, absent):
             return None
     uri = urlsplit(path)
     local = Path(unquote(uri.path)) if uri.scheme == "file" else None
-    return plain_files.PlainFile(local, opened, footer, named)
+    return plain_files.PlainFile(local, opened, footer, named, absent)
 
 
 def _file_of(

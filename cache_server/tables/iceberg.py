@@ -40,7 +40,7 @@ from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, 
 from cache_server.tables import footers, lake, plain_files
 from cache_server.tables.column_sizes import Place, value_bytes
 from cache_server.tables.iceberg_lookup import find, open_again
-from cache_server.tables.iceberg_rows import live_rows
+from cache_server.tables.iceberg_rows import absent_values, live_rows
 
 _DATA_FORMATS = (FileFormat.PARQUET, FileFormat.ORC)
 _DELETE_FORMATS = (FileFormat.PARQUET, FileFormat.ORC, FileFormat.PUFFIN)
@@ -202,7 +202,8 @@ def plain_file(
 ) -> plain_files.PlainFile | None:
     """The data file, if it holds the rows of the split as they are.
 
-    It then has no deletes, and each column that is read has the name and the type of the table.
+    It then has no deletes, and each column that is read has the name and the type of the table, or
+    is not in the file.
 
     Raises:
         as `read`.
@@ -217,16 +218,25 @@ def plain_file(
     with named():
         source = io.new_input(path)
         footer = plain_files.footer_of(source.open)
-        if not plain_files.is_plain(footer, split, table.read_schema):
-            return None
         stored = pyarrow_to_schema(footer.schema.to_arrow_schema(), metadata.name_mapping(), True)
-        by_name = {field.name: field for field in stored.fields}
-        for name in table.read_schema.names:
-            if not _are_same(by_name[name], plan.schema.find_field(name)):
+        by_id = {field.field_id: field for field in stored.fields}
+        absent = {}
+        for column in table.read_schema:
+            field = plan.schema.find_field(column.name)
+            if (found := by_id.get(field.field_id)) is not None:
+                if not _are_same(found, field):
+                    return None
+                continue
+            value = absent_values(plan.table, task, Schema(field), stored).get(field.field_id)
+            value = field.initial_default if value is None else value
+            if value is None and field.required:
                 return None
+            absent[column.name] = pa.scalar(value, column.type)
+        if not plain_files.is_plain(footer, split, table.read_schema, absent):
+            return None
         scheme, _, place = io.parse_location(path, io.properties)
     local = Path(place) if scheme == "file" else None
-    return plain_files.PlainFile(local, source.open, footer, named)
+    return plain_files.PlainFile(local, source.open, footer, named, absent)
 
 
 def _are_same(one: NestedField, other: NestedField) -> bool:

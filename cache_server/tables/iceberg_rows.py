@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -45,10 +46,7 @@ def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterato
     with table.io.new_input(file.file_path).open() as opened:
         physical, batches = _opened(opened, file.file_format)
         stored = pyarrow_to_schema(physical, metadata.name_mapping(), in_microseconds, version)
-        spec = metadata.specs().get(file.spec_id)
-        absent = _get_column_projection_values(
-            file, schema, metadata.schema(), spec, stored.field_ids
-        )
+        absent = absent_values(table, task, schema, stored)
         wanted = {n for n in schema.field_ids if not _is_container(schema, n)}
         read = prune_columns(stored, wanted, select_full_types=False)
         visitor = _Projection(
@@ -65,6 +63,21 @@ def live_rows(table: StaticTable, task: FileScanTask, schema: Schema) -> Iterato
             if batch.num_rows:
                 fitted = visit_with_partner(schema, batch, visitor, ArrowAccessor(read))
                 yield pa.RecordBatch.from_struct_array(fitted)
+
+
+def absent_values(
+    table: StaticTable, task: FileScanTask, schema: Schema, stored: Schema
+) -> dict[int, Any]:
+    """The values of columns that a data file lacks and its partition tells, by their ids.
+
+    Args:
+        stored: the columns of the file.
+    """
+    metadata, file = table.metadata, task.file
+    spec = metadata.specs().get(file.spec_id)
+    return dict(
+        _get_column_projection_values(file, schema, metadata.schema(), spec, stored.field_ids)
+    )
 
 
 def _opened(

@@ -7,7 +7,7 @@ module of their table. Knows neither snapshots nor deletes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,12 +35,14 @@ class PlainFile:
         open: opens it for random reads from several threads.
         footer: of the file.
         named: surrounds what reads it, and names it in errors.
+        absent: values of columns that the file lacks, the same for all rows.
     """
 
     path: Path | None
     open: Callable[[], pa.NativeFile]
     footer: pq.FileMetaData
     named: Callable[[], AbstractContextManager[None]]
+    absent: Mapping[str, pa.Scalar]
 
     def row_bytes(self, table: PinnedTable) -> int:
         """Decoded bytes of a row of the columns that the query reads."""
@@ -70,11 +72,17 @@ class PlainFile:
         return target
 
 
-def is_plain(footer: pq.FileMetaData, split: Split, columns: pa.Schema) -> bool:
-    """Whether DataFusion reads these columns by their names, with their values.
+def is_plain(
+    footer: pq.FileMetaData, split: Split, wanted: pa.Schema, absent: Container[str]
+) -> bool:
+    """Whether DataFusion reads columns of a file by their names, with their values.
 
     Its row groups must also be as small as planned.
+
+    Args:
+        absent: columns of ``wanted`` that the file lacks.
     """
+    columns = pa.schema([field for field in wanted if field.name not in absent])
     groups = parquet.largest_groups(footer, split, set(columns.names))
     if max(groups.values(), default=0) > split.group_bytes:
         return False
