@@ -1,7 +1,7 @@
 """Parquet files of lake tables that hold the rows of their split as they are.
 
-DataFusion decodes such a file in half of the time that Arrow needs. All other files are read by the
-module of their table. Knows neither snapshots nor deletes.
+DataFusion reads such a file where it lies. Other files are read by the module of their table, and
+their rows are written once more. Knows neither snapshots nor deletes.
 """
 
 from __future__ import annotations
