@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,8 +56,9 @@ class PlainFile:
         """
         if self.path is not None:
             return self.path
-        wanted = parquet.ranges(self.footer, split, table.columns)
         with self.named(), self.open() as source, target.open("wb") as sink:
+            file = replace(split.file, size=source.size())  # which metadata may tell wrongly
+            wanted = parquet.ranges(self.footer, replace(split, file=file), table.columns)
 
             def fetch(piece: parquet.Range) -> None:
                 start, stop = piece
