@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_client.rows import Answer, Rows, concat, cut, in_order, join
@@ -74,6 +74,7 @@ def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> N
     assert numbers_of(rows) == numbers
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from([2, 2, 3, None])), min_size=1))
 def test_lists_of_several_nodes_are_put_in_order(rows: list[tuple[int, int | None]]) -> None:
     layout = Layout(pa.schema([("some", pa.list_(pa.int32()))]))

@@ -86,7 +86,7 @@ def test_rows_of_any_layout_come_from_all_shards_in_the_order_wanted(
     assert layout.unpack(batch).equals(every.take(pa.array(ids)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from([2, 2, 2, 3, None])), min_size=1),
     st.sampled_from([pa.list_(pa.int32()), pa.large_list(pa.float64())]),
