@@ -12,7 +12,12 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Words = NDArray[np.uint64]
 
 
 def place(
@@ -43,38 +48,84 @@ def place(
     return _place(fingerprint, num_shards, nodes, replicas, living)
 
 
-# Needed for every heartbeat and caller; the same until a node comes or goes.
+# Both are needed for every heartbeat and caller: the homes stay as they are until a node joins or
+# leaves, the placement until one answers or stops answering.
 @lru_cache(maxsize=512)
 def _place(
     fingerprint: str,
     num_shards: int,
-    nodes: Sequence[str],
+    nodes: tuple[str, ...],
     replicas: int,
-    living: Set[str],
+    living: frozenset[str],
 ) -> tuple[tuple[str, ...], ...]:
+    homes = _homes(fingerprint, num_shards, nodes, replicas)
+    if living.issuperset(nodes):
+        return homes
+    scores = _Scores(fingerprint, nodes)
+    return tuple(
+        held if living.issuperset(held) else _replaced(held, scores.of(shard), nodes, living)
+        for shard, held in enumerate(homes)
+    )
+
+
+def _replaced(
+    held: tuple[str, ...], scores: _Words, nodes: tuple[str, ...], living: frozenset[str]
+) -> tuple[str, ...]:
+    """The living homes of a shard, and the best other live nodes in place of the lost ones."""
+    kept = [node for node in held if node in living]
+    ranking = (nodes[index] for index in np.argsort(scores)[::-1].tolist())
+    spare = (node for node in ranking if node in living and node not in held)
+    return tuple(kept + list(islice(spare, len(held) - len(kept))))
+
+
+@lru_cache(maxsize=64)
+def _homes(
+    fingerprint: str, num_shards: int, nodes: tuple[str, ...], replicas: int
+) -> tuple[tuple[str, ...], ...]:
+    """The homes of each shard while all nodes are alive."""
     if not nodes:
         return ((),) * num_shards
-    share = -(-num_shards * min(replicas, len(nodes)) // len(nodes))
-    load = dict.fromkeys(nodes, 0)
+    replicas = min(replicas, len(nodes))
+    share = -(-num_shards * replicas // len(nodes))
+    room = np.full(len(nodes), share)
+    scores = _Scores(fingerprint, nodes)
     placement = []
     for shard in range(num_shards):
-        left = num_shards - shard
-        ranking = sorted(nodes, key=lambda node: _score(fingerprint, shard, node), reverse=True)
         # First the nodes that need every remaining shard to reach their share: otherwise the last
         # shards could find too few nodes with room. Then the best nodes with room.
-        homes = sorted(
-            ranking, key=lambda node: (load[node] >= share) - (share - load[node] >= left)
-        )[:replicas]
-        for node in homes:
-            load[node] += 1
-        spare = [node for node in ranking if node in living and node not in homes]
-        kept = [node for node in homes if node in living]
-        placement.append(tuple(kept + spare[: len(homes) - len(kept)]))
+        order = scores.of(shard) >> np.uint64(2)
+        order[room > 0] |= _HAS_ROOM
+        order[room >= num_shards - shard] |= _NEEDS_ALL
+        best = np.argpartition(order, -replicas)[-replicas:]
+        best = best[np.argsort(order[best])[::-1]]
+        room[best] -= 1
+        placement.append(tuple(nodes[index] for index in best.tolist()))
     return tuple(placement)
 
 
-def _score(fingerprint: str, shard: int, node: str) -> bytes:
-    return hashlib.blake2b(f"{fingerprint}/{shard}/{node}".encode(), digest_size=8).digest()
+_HAS_ROOM, _NEEDS_ALL = np.uint64(1 << 62), np.uint64(1 << 63)  # above all scores
+
+
+class _Scores:
+    """A pseudo-random number for each pair of a shard and a node, in arrays of all nodes.
+
+    The finaliser is MurmurHash3's, by Stafford's constants ("Better bit mixing", 2011, variant 13).
+    """
+
+    def __init__(self, fingerprint: str, nodes: tuple[str, ...]) -> None:
+        names = (f"{fingerprint}/{node}".encode() for node in nodes)
+        digests = b"".join(hashlib.blake2b(name, digest_size=8).digest() for name in names)
+        self._names: _Words = np.frombuffer(digests, "<u8")
+
+    def of(self, shard: int) -> _Words:
+        """The scores of one shard; uint64, shape ``(nodes,)``."""
+        words = self._names + np.uint64(shard * 0x9E3779B97F4A7C15 % 2**64)
+        words ^= words >> np.uint64(30)
+        words *= np.uint64(0xBF58476D1CE4E5B9)
+        words ^= words >> np.uint64(27)
+        words *= np.uint64(0x94D049BB133111EB)
+        words ^= words >> np.uint64(31)
+        return words
 
 
 def desired_shards(

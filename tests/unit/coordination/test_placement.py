@@ -98,6 +98,19 @@ def test_the_shards_of_a_lost_node_are_spread_over_the_others() -> None:
     assert len(moved) == 4
 
 
+def test_many_shards_are_placed_at_once_and_a_lost_node_costs_its_own_shards_only() -> None:
+    nodes = [f"node-{index}" for index in range(500)]
+    begun = time.process_time()
+
+    before = place("f", 10_000, nodes, 2)
+    placed_s = time.process_time() - begun
+    after = place("f", 10_000, nodes, 2, alive=nodes[1:])
+
+    assert placed_s < 5
+    assert time.process_time() - begun - placed_s < placed_s / 2
+    assert sum(old != new for old, new in zip(before, after, strict=True)) == 40
+
+
 def test_two_datasets_lie_differently() -> None:
     nodes = ["a", "b", "c"]
 
