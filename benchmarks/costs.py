@@ -1,0 +1,244 @@
+"""What a row, a message and a request cost this machine: the cost table of `benchmarks.simulation`.
+
+Every entry is processor time of parts that other benchmarks measure too: raw gather streams to one
+node, the client without a wire (`benchmarks.scale`), and loads. None is fitted to a prediction. The
+constants are the least squares of relative errors over the points; the largest error is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.clusters import drop_all
+from benchmarks.common import cpu_seconds, memory_directory, pin, process_cpu_s
+from benchmarks.scale import BATCH_SIZE, InstantNode, make_case
+from benchmarks.tables import FEATURES, ROW_BYTES
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client.connections import Connection
+from cache_client.fetch_ahead import FETCH_THREADS
+from cache_client.order import EpochOrder
+from cache_client.plan import wait_for_plan
+from cache_client.window_sizes import WindowSizes
+from cache_protocol.wire.credentials import Credentials
+from cache_server import LocalCluster
+
+SHARD_BYTES = 4 * 1024 * 1024  # small, so that a small table lies on eight nodes
+_ROWS = (128, 1_024, 7_680, 15_360, 30_720, 61_440)  # of a request
+_NODES = (1, 2, 4, 8, 100)  # of the client without a wire
+_IDLE_S = 2.0
+_LEAST_S = 0.3  # of processor time, for each point
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Processor time in nanoseconds, and the size of a row in bytes.
+
+    Attributes:
+        plan_row: the client computes the row id and the node of a row.
+        client_request, client_message, client_row: the client sends requests, takes messages, and
+            makes batches of rows; without ``plan_row``.
+        order_row: more for each row of a window from several nodes, which the client puts in order.
+        node_request, node_message, node_row: a node takes requests, gathers and sends.
+        client_stream, node_stream: a stream is opened for a request.
+        node_idle: of one second of a node of a `LocalCluster` that does nothing but report.
+        load_byte: a node loads a byte of a shard from Parquet.
+        copy_byte: a byte of a shard is copied from node to node; both ends together.
+    """
+
+    plan_row: float
+    client_request: float
+    client_message: float
+    client_row: float
+    order_row: float
+    node_request: float
+    node_message: float
+    node_row: float
+    client_stream: float
+    node_stream: float
+    node_idle: float
+    load_byte: float
+    copy_byte: float
+    row_bytes: int = ROW_BYTES
+
+
+def measure_costs(table: Path) -> tuple[Costs, dict[str, float]]:
+    """The table, and how far each fit is from its points at most.
+
+    The client runs on the first core of this process, the node on the last one.
+
+    Args:
+        table: of `benchmarks.tables.floats`.
+    """
+    plan, client, client_error = _client_without_wire()
+    with memory_directory("cache-bench-") as directory, LocalCluster(2, directory) as cluster:
+        load, copy = _loads(cluster, table)
+        idle = _idle(cluster)
+    with memory_directory("cache-bench-") as directory, LocalCluster(1, directory) as cluster:
+        spec = DatasetSpec("table", table, target_shard_bytes=SHARD_BYTES)
+        CacheClient(cluster.endpoint).load(spec)
+        with pin({cluster.nodes[0].pid: -1}):
+            wire, node, wire_error, node_error = _wire(cluster)
+    costs = Costs(
+        plan_row=plan,
+        client_request=client[1] + wire[0],
+        client_message=wire[1],
+        client_row=client[0] + wire[2] - plan,
+        order_row=client[2],
+        node_request=node[0],
+        node_message=node[1],
+        node_row=node[2],
+        client_stream=wire[3],
+        node_stream=node[3],
+        node_idle=idle,
+        load_byte=load,
+        copy_byte=copy,
+    )
+    return costs, {"client": client_error, "wire, client": wire_error, "wire, node": node_error}
+
+
+def _client_without_wire() -> tuple[float, list[float], float]:
+    """Nanoseconds of planning a row; of a row, a request and a row in order; the error of the fit.
+
+    An epoch of a dataset whose nodes answer at once, beside its permutation and routing alone.
+    """
+    points, costs = [], []
+    plan_ns = 0.0
+    for num_nodes in _NODES:
+        case = make_case(num_nodes * 10, num_nodes, 5)
+        steps = WindowSizes(case.shards, BATCH_SIZE).steps_per_window(case.router.num_nodes)
+        if num_nodes == 2:
+            cpu = _repeated(lambda case=case: case.permute() + case.route())  # type: ignore[misc]
+            plan_ns = cpu / sum(map(len, case.windows))
+        with (
+            mock.patch("cache_client.dataset.wait_for_plan", return_value=case.shards),
+            mock.patch("cache_client.node_streams.Connection", InstantNode),
+            closing(_windows(steps)) as windows,
+        ):
+            next(windows)
+            costs.append(_repeated(lambda windows=windows: next(windows)))  # type: ignore[misc]
+        rows = steps * BATCH_SIZE
+        points.append((rows, num_nodes, rows if num_nodes > 1 else 0))
+    return plan_ns, *_fit(points, costs)
+
+
+def _windows(steps: int) -> Any:
+    """Reads one window of a dataset of all nodes at each `next`."""
+    dataset = CacheIterableDataset(
+        "table",
+        endpoint="grpc://node-0:50051",
+        batch_size=BATCH_SIZE,
+        stack={"features": FEATURES},
+        shuffle=True,
+        seed=1,
+        local=False,
+    )
+    for epoch in itertools.count():
+        dataset.set_epoch(epoch)
+        batches = iter(dataset)
+        for _ in range(len(dataset) // steps):
+            yield sum(len(batch["label"]) for batch in itertools.islice(batches, steps))
+
+
+def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float]:
+    """Nanoseconds of a request, a message, a row and a stream, for client and node; the errors.
+
+    `FETCH_THREADS` streams at once, as a reader has, from one node.
+    """
+    pid = cluster.nodes[0].pid
+    credentials = Credentials(token=cluster.token)
+    shards = wait_for_plan(cluster.endpoint, "table", (), 30.0, credentials)
+    row_ids = EpochOrder(shards.num_rows, shuffle=True, seed=1).row_ids(np.arange(shards.num_rows))
+    most_rows = WindowSizes(shards, BATCH_SIZE).rows_per_message()
+    connection = Connection(cluster.endpoint, credentials)
+    points, client_ns, node_ns = [], [], []
+
+    def ask(number: int, rows: int, count: int, requests_per_stream: int) -> None:
+        for at in range(number, count * FETCH_THREADS, FETCH_THREADS):
+            if at // FETCH_THREADS % requests_per_stream == 0:
+                stream = connection.open_gather(
+                    "table", shards.fingerprint, (), 60.0, rows_per_message=most_rows
+                )
+            begin = at * rows % (len(row_ids) - rows)
+            stream.send(row_ids[begin : begin + rows])
+            stream.receive(rows)
+            if (at // FETCH_THREADS + 1) % requests_per_stream == 0:
+                stream.close()
+
+    for rows, requests_per_stream in (*((rows, 100) for rows in _ROWS), (_ROWS[0], 1)):
+        count = max(4, shards.num_rows // rows // FETCH_THREADS)
+        count = min(count, 1_000)
+        for warm_up in (True, False):
+            client_s, node_s = time.process_time(), process_cpu_s(pid)
+            arguments = (rows, count, requests_per_stream)
+            threads = [
+                threading.Thread(target=ask, args=(number, *arguments))
+                for number in range(FETCH_THREADS)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if not warm_up:
+                requests = count * FETCH_THREADS
+                client_ns.append((time.process_time() - client_s) / requests * 1e9)
+                node_ns.append((process_cpu_s(pid) - node_s) / requests * 1e9)
+        points.append((1, -(-rows // most_rows), rows, 1 / min(count, requests_per_stream)))
+    connection.close()
+    wire, wire_error = _fit(points, client_ns)
+    node, node_error = _fit(points, node_ns)
+    return wire, node, wire_error, node_error
+
+
+def _idle(cluster: LocalCluster) -> float:
+    """Nanoseconds of a second of one node."""
+    pids = [node.pid for node in cluster.nodes]
+    begun, before = time.perf_counter(), sum(map(process_cpu_s, pids))
+    time.sleep(_IDLE_S)
+    used = sum(map(process_cpu_s, pids)) - before
+    return used / len(pids) / (time.perf_counter() - begun) * 1e9
+
+
+def _loads(cluster: LocalCluster, table: Path) -> tuple[float, float]:
+    """Nanoseconds of loading a byte, and of copying one to a second node."""
+    client = CacheClient(cluster.endpoint)
+    found: dict[int, float] = {}
+    for replicas in (1, 1, 2):  # the first warms up
+        before = cpu_seconds()
+        info = client.load(DatasetSpec("table", table, replicas=replicas))
+        found[replicas] = (cpu_seconds() - before) / info.num_bytes * 1e9
+        drop_all(client)
+    return found[1], max(0.0, found[2] - found[1])
+
+
+def _repeated(run: Callable[[], object]) -> float:
+    """Nanoseconds of processor time of one run."""
+    runs, begun = 0, time.process_time()
+    while (used := time.process_time() - begun) < _LEAST_S:
+        run()
+        runs += 1
+    return used / runs * 1e9
+
+
+def _fit(points: Sequence[Sequence[float]], costs: Sequence[float]) -> tuple[list[float], float]:
+    """The constants, none negative, and the largest relative error."""
+    counts, weights = np.array(points, float), 1 / np.array(costs)
+    scaled = counts * weights[:, None]
+    used = list(range(counts.shape[1]))
+    found = np.zeros(counts.shape[1])
+    while used:
+        found[:] = 0
+        found[used] = np.linalg.lstsq(scaled[:, used], np.ones(len(costs)), rcond=None)[0]
+        if found.min() >= 0:
+            break
+        used.remove(int(found.argmin()))
+    return found.tolist(), float(np.abs(scaled @ found - 1).max())
