@@ -89,15 +89,16 @@ docs: $(STAMP)  ## build the site in build/site; a broken link fails it
 images:  ## build the images and try them out, with docker, podman or buildah; ARGS="server"
 	$(PYTHON) runtimes/images/build_images.py $(ARGS)
 
-bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 20 minutes
+bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 35 minutes
 	for name in shuffle load resume mixture; do \
 		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
-	for name in throughput stores size ranks scale views lakes access writes; do \
+	for name in throughput stores size ranks scale views lakes access writes accelerators simulation; do \
 		$(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(PEERS)/bin/python benchmarks/plot.py
 
-bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 2 minutes
-	for name in shuffle load resume mixture throughput stores size ranks scale views lakes access writes; do \
+bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 4 minutes
+	for name in shuffle load resume mixture throughput stores size ranks scale views lakes access writes \
+		accelerators simulation; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 proto: $(PROTO_STAMP)  ## regenerate the code under protos/

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import psutil
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DATA = Path(__file__).resolve().parents[1] / ".data" / "benchmarks"
+CONFIDENCE = 0.95  # of intervals, where there are enough repeats: six
 _PACKAGES = ("numpy", "pyarrow", "datafusion", "grpcio", "torch")
 
 
@@ -73,12 +76,30 @@ class Timing:
         """Processor seconds, of all processes together, for 1e9 bytes; at the median."""
         return statistics.median(self.cpu_seconds) / self.num_bytes * 1e9
 
+    def interval_s(self) -> tuple[float, float, float]:
+        """A confidence interval of the median: its ends, and how sure it is.
+
+        Two of the repeats, in order of size: exact for independent repeats of any distribution
+        (binomial). Those with the least confidence of at least 95%, else the fastest and slowest.
+        """
+        ordered, count = sorted(self.seconds), len(self.seconds)
+        # More than ``left`` repeats lie on each side of the median with this probability.
+        sure = [
+            1 - sum(math.comb(count, each) for each in range(left + 1)) / 2 ** (count - 1)
+            for left in range((count + 1) // 2)
+        ]
+        left = max((at for at, each in enumerate(sure) if each >= CONFIDENCE), default=0)
+        return ordered[left], ordered[count - 1 - left], sure[left]
+
     def summary(self) -> dict[str, Any]:
         """For a result file."""
+        fastest_s, slowest_s, confidence = self.interval_s()
         return {
             **asdict(self),
             "median_s": self.median_s,
             "rows_per_s": self.rows_per_s,
+            "rows_per_s_interval": [self.num_rows / slowest_s, self.num_rows / fastest_s],
+            "interval_confidence": confidence,
             "gigabytes_per_s": self.gigabytes_per_s,
             "spread": self.spread,
             **({"cpu_s_per_gigabyte": self.cpu_s_per_gigabyte} if self.cpu_seconds else {}),
@@ -181,14 +202,15 @@ def process_cpu_s(pid: int) -> float:
 
 @contextmanager
 def pin(cores: Mapping[int, int]) -> Iterator[None]:
-    """Runs this process on its first core, and others on cores of their own; prints which.
+    """Runs this process on its first core, and others on theirs; prints which, once.
 
     Args:
         cores: process id -> which of the cores of this process, as an index of a list.
     """
     allowed = sorted(os.sched_getaffinity(0))
     places = {os.getpid(): allowed[0], **{pid: allowed[at] for pid, at in cores.items()}}
-    print("pinned: " + ", ".join(f"process {pid} to core {core}" for pid, core in places.items()))
+    _say_once(f"this process and its threads run on core {allowed[0]}, "
+              f"{len(cores)} others on {sorted({places[pid] for pid in cores})}")  # fmt: skip
     try:
         for pid, core in places.items():
             _set_affinity(pid, {core})
@@ -196,6 +218,21 @@ def pin(cores: Mapping[int, int]) -> Iterator[None]:
     finally:
         for pid in places:
             _set_affinity(pid, set(allowed))
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line)
+
+
+def pinned(cores: Mapping[int, int], run: Callable[[], int]) -> Callable[[], int]:
+    """A contender that runs inside `pin`."""
+
+    def run_pinned() -> int:
+        with pin(cores):
+            return run()
+
+    return run_pinned
 
 
 def _set_affinity(pid: int, cores: set[int]) -> None:
@@ -258,20 +295,30 @@ def print_table(timings: Mapping[str, Timing]) -> None:
     order = any(timing.order for timing in timings.values())
     width = max(48, *(len(name) for name in timings))
     print(
-        f"{'':{width}} {'M rows/s':>9} {'GB/s':>7} {'spread':>7}"
+        f"{'':{width}} {'M rows/s':>9} {interval_name(timings):>15} {'GB/s':>7} {'spread':>7}"
         + (f" {'CPU s/GB':>9}" if cpu else "")
         + ("  order" if order else "")
     )
     for timing in timings.values():
         rows = timing.rows_per_s / 1e6
+        digits = 2 if rows >= 1 else 4
+        fastest_s, slowest_s, _ = timing.interval_s()
+        ends = (timing.num_rows / each / 1e6 for each in (slowest_s, fastest_s))
+        interval = " - ".join(f"{end:.{digits}f}" for end in ends)
         line = (
-            f"{timing.name:{width}} {rows:9.{2 if rows >= 1 else 4}f} "
+            f"{timing.name:{width}} {rows:9.{digits}f} {interval:>15} "
             f"{timing.gigabytes_per_s:7.{2 if timing.gigabytes_per_s >= 0.1 else 4}f} "
             f"{timing.spread:7.0%}"
         )
         if cpu:
             line += f" {timing.cpu_s_per_gigabyte:9.2f}" if timing.cpu_seconds else f" {'':9}"
         print(f"{line}  {timing.order}" if order else line)
+
+
+def interval_name(timings: Mapping[str, Timing]) -> str:
+    """The least confidence of the intervals of a table, as the head of their column."""
+    least = min((timing.interval_s()[2] for timing in timings.values()), default=0.0)
+    return f"at {least:.0%}"
 
 
 def print_ratios(ratios: Mapping[str, float | None], targets: Mapping[str, float]) -> None:

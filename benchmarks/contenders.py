@@ -8,6 +8,7 @@ other libraries. `epochs_of` serves other benchmarks too.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from benchmarks.common import Contender
+from benchmarks.common import Contender, pinned
 from benchmarks.processes import child_process
 from benchmarks.tables import Table
 from benchmarks.throughput import read_with_pyarrow
@@ -129,13 +130,17 @@ def cached(
 ) -> list[Contender]:
     """Local and over Flight, in source order and shuffled, one rank and two, and first epochs.
 
+    One rank over Flight runs on one core, and all of its nodes on another one.
+
     Args:
         slow_rows: read at most, where strings become lists.
     """
     ways = {"local": (clusters[1].endpoint, True)}
+    on_last_core: dict[str, dict[int, int]] = {}
     for nodes, cluster in clusters.items():
         name = f"Flight {nodes} node{'s' if nodes > 1 else ''}"
         ways[name] = (cluster.endpoint, False)
+        on_last_core[name] = {node.pid: -1 for node in cluster.nodes}
     as_arrow = table.name == "lineitem"
     contenders = []
 
@@ -149,7 +154,8 @@ def cached(
         order = GLOBAL if shuffle else SOURCE_ORDER
         plain = f"cache, {way}, {'shuffled' if shuffle else 'sequential'}"
         name = f"{plain}, as Arrow" if as_arrow else plain
-        add(name, Epochs(reading).run, order)
+        run = Epochs(reading).run
+        add(name, run if local else pinned(on_last_core[way], run), order)
         add(f"{name}, {RANKS} ranks", partial(ranks.run, reading), order)
         if shuffle:
             add(f"{name}, first epoch", partial(first_epoch, reading), order)
@@ -355,7 +361,7 @@ class _BareFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 def _serve_bare_flight(pipe: Connection, packed: str, row_bytes: float) -> None:
     table = pq.read_table(packed).combine_chunks()
     with _BareFlightServer(table, row_bytes) as server:
-        pipe.send(server.port)
+        pipe.send((server.port, os.getpid()))
         try:
             pipe.recv()
         except EOFError:
@@ -363,14 +369,15 @@ def _serve_bare_flight(pipe: Connection, packed: str, row_bytes: float) -> None:
 
 
 @contextmanager
-def serve_bare_flight(table: Table) -> Iterator[str]:
-    """The location of a server in a separate process."""
+def serve_bare_flight(table: Table) -> Iterator[tuple[str, int]]:
+    """The location of a server in a separate process, and the id of that."""
     with child_process(_serve_bare_flight, str(table.packed), table.row_bytes) as pipe:
-        yield f"grpc://127.0.0.1:{pipe.recv()}"
+        port, pid = pipe.recv()
+        yield f"grpc://127.0.0.1:{port}", pid
 
 
-def bare_flight(table: Table, location: str) -> list[Contender]:
-    """A contender for each message size."""
+def bare_flight(table: Table, location: str, server_pid: int) -> list[Contender]:
+    """A contender for each message size; the server runs on another core."""
     client = flight.connect(location)
 
     def read(megabytes: int) -> int:
@@ -380,7 +387,7 @@ def bare_flight(table: Table, location: str) -> list[Contender]:
     return [
         Contender(
             f"bare Flight stream, messages of {megabytes} MB",
-            partial(read, megabytes),
+            pinned({server_pid: -1}, partial(read, megabytes)),
             table.num_rows,
             table.num_bytes,
             SOURCE_ORDER,

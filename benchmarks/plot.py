@@ -1,10 +1,11 @@
-"""Draws `results/shuffle.json`: rows per second of ten contenders, on a logarithmic axis.
+"""Draws `results/shuffle.json` and `results/simulation.json`.
 
-    python benchmarks/plot.py [RESULT.json]        # beside it: RESULT.png
+    python benchmarks/plot.py [RESULT.json ...]        # beside each: RESULT.png
 
 Runs in the environment of the other libraries, which has matplotlib; needs nothing of this
-project. Behind each name is what its order really is. Of each library only its fastest line is
-drawn; the JSON file has all.
+project. Of `shuffle.json` it draws rows per second of ten contenders, on a logarithmic axis; behind
+each name is what its order really is, and of each library only the fastest line is drawn. Of
+`simulation.json` it draws what was predicted beside what was measured, and the rate of a rank.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from matplotlib.ticker import (  # type: ignore[import-not-found]
     NullFormatter,
 )
 
-RESULT = Path(__file__).resolve().parent / "results" / "shuffle.json"
+RESULTS = Path(__file__).resolve().parent / "results"
 CACHE, PLAIN, PEER = "#2f6db5", "#8a8f98", "#d9822b"
 WHO = {
     CACHE: "this cache",
@@ -45,11 +46,21 @@ TITLES = {
 
 
 def main() -> None:
-    """Writes a PNG beside the result."""
+    """Writes a PNG beside each result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("result", type=Path, nargs="?", default=RESULT)
-    path: Path = parser.parse_args().result
-    result = json.loads(path.read_text())
+    parser.add_argument("results", type=Path, nargs="*", help="default: both")
+    paths: list[Path] = parser.parse_args().results
+    both = [RESULTS / "shuffle.json", RESULTS / "simulation.json"]
+    for path in paths or filter(Path.exists, both):
+        result = json.loads(path.read_text())
+        figure = draw_contenders(result) if "tables" in result else draw_simulation(result)
+        target = path.with_suffix(".png")
+        figure.savefig(target, dpi=110)
+        print(f"written to {target}")
+
+
+def draw_contenders(result: dict[str, Any]) -> Any:
+    """A panel a table, a bar a contender."""
     tables = {name: chosen(timings) for name, timings in result["tables"].items()}
     heights = [len(timings) + 2 for timings in tables.values()]
     figure, axes = plt.subplots(
@@ -70,9 +81,40 @@ def main() -> None:
         ncols=len(WHO),
         frameon=False,
     )
-    target = path.with_suffix(".png")
-    figure.savefig(target, dpi=110)
-    print(f"written to {target}")
+    return figure
+
+
+def draw_simulation(result: dict[str, Any]) -> Any:
+    """What was predicted beside what was measured, and steps per second by case."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    checked = result["checked"]
+    places = range(len(checked))
+    for shift, kind, color_ in ((-0.2, "predicted", PEER), (0.2, "measured", CACHE)):
+        rates = [check["pairs"]["M rows/s"][kind] for check in checked]
+        left.bar([place + shift for place in places], rates, 0.38, color=color_, label=kind)
+    left.set_xticks(places, [f"{check['num_nodes']}" for check in checked])
+    left.set_xlabel("nodes, on one core", fontsize=8)
+    left.set_ylabel("million rows/s of one reader", fontsize=8)
+    left.legend(frameon=False, fontsize=8)
+    cases = result["cases"]
+    medians = [case["steps_per_s_a_rank"]["p50"] for case in cases]
+    right.barh(range(len(cases)), medians, color=CACHE, height=0.72)
+    right.set_yticks(range(len(cases)), [case["case"]["name"] for case in cases], fontsize=8)
+    right.invert_yaxis()
+    right.set_xscale("log")
+    right.set_xlim(min(medians) / 2, max(medians) * 4)
+    for place, case in enumerate(cases):
+        label = f"{medians[place]:,.0f}"
+        if case["longest_wait_s"] > 1:
+            label += f", waits up to {case['longest_wait_s']:.0f} s"
+        right.text(medians[place] * 1.05, place, label, va="center", fontsize=8)
+    right.set_xlabel("steps/s of a rank, batches of 1024", fontsize=8)
+    for axis, title in ((left, "Predicted and measured here"), (right, "Simulated")):
+        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    return figure
 
 
 def chosen(timings: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -74,6 +74,36 @@ class Task:
     options: dict[str, Any]
     processes: int
 
+    def run(self, barrier: Barrier) -> tuple[int, float, float]:
+        """Rows that were read, and when that began and ended, by a clock that all share."""
+        dataset = CacheIterableDataset(
+            "table",
+            endpoint=self.endpoint,
+            batch_size=BATCH_SIZE,
+            stack={"features": FEATURES},
+            shuffle=True,
+            seed=self.seed,
+            rank=self.rank,
+            world_size=self.world_size,
+            **self.options,
+        )
+        dataset.set_epoch(self.epoch)
+        barrier.wait(60.0)
+        start = time.monotonic()
+        rows = sum(len(batch["features"]) for batch in dataset)
+        return rows, start, time.monotonic()
+
+
+class Runnable(Protocol):
+    """What a process does: waits for the others at the barrier, then reads; as `Task.run`."""
+
+    @property
+    def processes(self) -> int:
+        """That do it at the same time."""
+
+    def run(self, barrier: Barrier) -> tuple[int, float, float]:
+        """Rows that were read, and when that began and ended."""
+
 
 class Readers:
     """Processes that live as long as the benchmark, so that their start is not measured."""
@@ -86,7 +116,7 @@ class Readers:
             self._processes.enter_context(child_process(_serve, barriers)) for _ in range(count)
         ]
 
-    def run(self, tasks: list[Task]) -> tuple[int, float]:
+    def run(self, tasks: Sequence[Runnable]) -> tuple[int, float]:
         """Rows of all tasks, and seconds from the common start to the last end."""
         pipes = self._pipes[: len(tasks)]
         for pipe, task in zip(pipes, tasks, strict=True):
@@ -188,30 +218,10 @@ def _serve(pipe: Connection, barriers: dict[int, Barrier]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            task: Task = pipe.recv()
+            task: Runnable = pipe.recv()
         except EOFError:
             return
-        pipe.send(_read(task, barriers[task.processes]))
-
-
-def _read(task: Task, barrier: Barrier) -> tuple[int, float, float]:
-    """Rows that were read, and when that began and ended, by a clock that all processes share."""
-    dataset = CacheIterableDataset(
-        "table",
-        endpoint=task.endpoint,
-        batch_size=BATCH_SIZE,
-        stack={"features": FEATURES},
-        shuffle=True,
-        seed=task.seed,
-        rank=task.rank,
-        world_size=task.world_size,
-        **task.options,
-    )
-    dataset.set_epoch(task.epoch)
-    barrier.wait(60.0)
-    start = time.monotonic()
-    rows = sum(len(batch["features"]) for batch in dataset)
-    return rows, start, time.monotonic()
+        pipe.send(task.run(barriers[task.processes]))
 
 
 def counted(number: int, noun: str) -> str:

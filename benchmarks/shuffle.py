@@ -200,7 +200,7 @@ def measure_table(
             contenders += stacked_or_not(table, clusters[1])
         if table.name != "lineitem":
             contenders += in_memory(table, scale.slow_rows)
-            contenders += bare_flight(table, stack.enter_context(serve_bare_flight(table)))
+            contenders += bare_flight(table, *stack.enter_context(serve_bare_flight(table)))
         contenders.append(with_pyarrow(table))
         first, second, others = groups_of(contenders)
         timings = measure(first, repeats=scale.repeats)

@@ -89,6 +89,21 @@ def make_lineitem(rows: int, peer_rows: int | None) -> Table:
     return Table("lineitem", rows, table.nbytes / table.num_rows, path, path, peers, peers)
 
 
+DLRM_READ = {"float": 27, "double": 5, "halffloat": 4, "int8": 4}  # columns of each type
+DLRM_UNREAD = {"float": 33, "double": 42, "halffloat": 48, "int8": 37}
+DLRM_ROW_BYTES = 27 * 4 + 5 * 8 + 4 * 2 + 4  # of the columns that are read
+DLRM_COLUMNS = [f"read_{index:03d}" for index in range(sum(DLRM_READ.values()))]
+
+
+def dlrm(num_rows: int) -> Path:
+    """A folder of files like those of MLPerf Storage's DLRM; written once.
+
+    200 columns of 761 bytes a row, 40 of which with 160 bytes are read; row groups of 6,144 rows,
+    not compressed. Source: mlcommons/storage, configs/dlio/workload/dlrm_b200.yaml, version 3.0.
+    """
+    return write_once(DATA / f"dlrm-{num_rows}", lambda to: write_dlrm(to, num_rows))
+
+
 MAKERS: dict[str, Callable[[int, int | None], Table]] = {
     "floats": make_floats,
     "embeddings": make_embeddings,
@@ -114,6 +129,21 @@ def write_floats(target: Path, num_rows: int) -> None:
         features = {name: rng.standard_normal(count, dtype=np.float32) for name in FEATURES}
         columns = {**features, "label": rng.integers(0, 10, count)}
         pq.write_table(pa.table(columns), target / f"part-{index:03d}.parquet")
+
+
+def write_dlrm(target: Path, num_rows: int) -> None:
+    """Eight files of random numbers."""
+    rng = np.random.default_rng(0)
+    for index in range(FILES):
+        count = num_rows * (index + 1) // FILES - num_rows * index // FILES
+        columns = {}
+        for kind, types in (("read", DLRM_READ), ("other", DLRM_UNREAD)):
+            names = [name for name, number in types.items() for _ in range(number)]
+            for number, name in enumerate(names):
+                values = pa.array(rng.integers(0, 100, count, np.int8))
+                columns[f"{kind}_{number:03d}"] = values.cast(name)
+        path = target / f"part-{index:03d}.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=6_144, compression="none")
 
 
 def pack(columns: Path, target: Path) -> None:
