@@ -27,7 +27,7 @@ from typing import Any
 import pyarrow.dataset
 import torch
 
-from benchmarks.common import Timing, memory_directory, print_table, write_result
+from benchmarks.common import Timing, median_interval, memory_directory, print_table, write_result
 from benchmarks.ranks import reading_processes
 from benchmarks.tables import DLRM_COLUMNS, DLRM_ROW_BYTES, dlrm, files_of
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -151,12 +151,11 @@ def measure(table: Path, rows: int, repeats: int, numbers: tuple[int, ...]) -> d
 def described(timing: Timing) -> dict[str, Any]:
     """For the result file."""
     shares = [timing.notes["computing_s"] / seconds for seconds in timing.seconds]
-    fastest_s, slowest_s, _ = timing.interval_s()
-    ends = [timing.notes["computing_s"] / each for each in (slowest_s, fastest_s)]
+    low, high, _ = median_interval(shares)
     return {
         **timing.summary(),
         "utilisation": statistics.median(shares),
-        "utilisation_interval": ends,
+        "utilisation_interval": [low, high],
     }
 
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import psutil
 
-from benchmarks.common import memory_directory, write_result
+from benchmarks.common import median_interval, memory_directory, write_result
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.local import LocalNode
@@ -181,6 +181,14 @@ def main() -> None:
                     f"{name}_percent": 100 * (statistics.median(
                         b / a for a, b in zip(spent["without"], spent[name], strict=True)
                     ) - 1)
+                    for name in ("again", "tokens")
+                },
+                **{
+                    f"{name}_percent_interval": [
+                        100 * (end - 1) for end in median_interval(
+                            [b / a for a, b in zip(spent["without"], spent[name], strict=True)]
+                        )[:2]
+                    ]
                     for name in ("again", "tokens")
                 },
                 **{

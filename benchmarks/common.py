@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -30,6 +30,30 @@ RESULTS = Path(__file__).resolve().parent / "results"
 DATA = Path(__file__).resolve().parents[1] / ".data" / "benchmarks"
 CONFIDENCE = 0.95  # of intervals, where there are enough repeats: six
 _PACKAGES = ("numpy", "pyarrow", "datafusion", "grpcio", "torch")
+
+
+class Interval(NamedTuple):
+    """Holds a median with this confidence."""
+
+    low: float
+    high: float
+    confidence: float
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The confidence interval of a median.
+
+    Its ends are two of the values. It is exact for independent values of any distribution, by the
+    binomial distribution: the narrowest with `CONFIDENCE`, else the least and the greatest value.
+    """
+    ordered, count = sorted(values), len(values)
+    # Of those without the ``cut`` least and greatest values.
+    confidences = [
+        1 - sum(math.comb(count, each) for each in range(cut + 1)) / 2 ** (count - 1)
+        for cut in range((count + 1) // 2)
+    ]
+    cut = max((at for at, each in enumerate(confidences) if each >= CONFIDENCE), default=0)
+    return Interval(ordered[cut], ordered[count - 1 - cut], confidences[cut])
 
 
 @dataclass(frozen=True)
@@ -76,30 +100,19 @@ class Timing:
         """Processor seconds, of all processes together, for 1e9 bytes; at the median."""
         return statistics.median(self.cpu_seconds) / self.num_bytes * 1e9
 
-    def interval_s(self) -> tuple[float, float, float]:
-        """A confidence interval of the median: its ends, and how sure it is.
-
-        Two of the repeats, in order of size: exact for independent repeats of any distribution
-        (binomial). Those with the least confidence of at least 95%, else the fastest and slowest.
-        """
-        ordered, count = sorted(self.seconds), len(self.seconds)
-        # More than ``left`` repeats lie on each side of the median with this probability.
-        sure = [
-            1 - sum(math.comb(count, each) for each in range(left + 1)) / 2 ** (count - 1)
-            for left in range((count + 1) // 2)
-        ]
-        left = max((at for at, each in enumerate(sure) if each >= CONFIDENCE), default=0)
-        return ordered[left], ordered[count - 1 - left], sure[left]
+    def interval_s(self) -> Interval:
+        """Of the median of the repeats."""
+        return median_interval(self.seconds)
 
     def summary(self) -> dict[str, Any]:
         """For a result file."""
-        fastest_s, slowest_s, confidence = self.interval_s()
+        interval = self.interval_s()
         return {
             **asdict(self),
             "median_s": self.median_s,
             "rows_per_s": self.rows_per_s,
-            "rows_per_s_interval": [self.num_rows / slowest_s, self.num_rows / fastest_s],
-            "interval_confidence": confidence,
+            "rows_per_s_interval": [self.num_rows / interval.high, self.num_rows / interval.low],
+            "interval_confidence": interval.confidence,
             "gigabytes_per_s": self.gigabytes_per_s,
             "spread": self.spread,
             **({"cpu_s_per_gigabyte": self.cpu_s_per_gigabyte} if self.cpu_seconds else {}),
@@ -302,8 +315,8 @@ def print_table(timings: Mapping[str, Timing]) -> None:
     for timing in timings.values():
         rows = timing.rows_per_s / 1e6
         digits = 2 if rows >= 1 else 4
-        fastest_s, slowest_s, _ = timing.interval_s()
-        ends = (timing.num_rows / each / 1e6 for each in (slowest_s, fastest_s))
+        low_s, high_s, _ = timing.interval_s()
+        ends = (timing.num_rows / each / 1e6 for each in (high_s, low_s))
         interval = " - ".join(f"{end:.{digits}f}" for end in ends)
         line = (
             f"{timing.name:{width}} {rows:9.{digits}f} {interval:>15} "
@@ -317,7 +330,7 @@ def print_table(timings: Mapping[str, Timing]) -> None:
 
 def interval_name(timings: Mapping[str, Timing]) -> str:
     """The least confidence of the intervals of a table, as the head of their column."""
-    least = min((timing.interval_s()[2] for timing in timings.values()), default=0.0)
+    least = min((timing.interval_s().confidence for timing in timings.values()), default=0.0)
     return f"at {least:.0%}"
 
 

@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import DATA, Timing, measure_in_turn, memory_directory, write_timings
+from benchmarks.common import (
+    DATA,
+    Timing,
+    interval_name,
+    measure_in_turn,
+    memory_directory,
+    write_timings,
+)
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
@@ -51,13 +58,10 @@ def main() -> None:
         for reader in PEER_READERS:
             timings |= measure_peer(arguments.peers_python, reader, table, rows, peer_repeats)
     print(f"\n{rows:,} rows; milliseconds from making the reader to its first batch\n")
-    print(f"{'':40} {'median':>9} {'fastest':>9} {'slowest':>9}")
+    print(f"{'':40} {'median':>9} {interval_name(timings):>17}")
     for timing in timings.values():
-        fastest, slowest = min(timing.seconds), max(timing.seconds)
-        print(
-            f"{timing.name:40} {timing.median_s * 1e3:9.1f} {fastest * 1e3:9.1f} "
-            f"{slowest * 1e3:9.1f}"
-        )
+        low, high = (end * 1e3 for end in timing.interval_s()[:2])
+        print(f"{timing.name:40} {timing.median_s * 1e3:9.1f} {f'{low:.1f} - {high:.1f}':>17}")
     ratios = late_over_early(timings)
     print()
     for name, value in ratios.items():

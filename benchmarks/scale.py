@@ -291,9 +291,10 @@ def describe(case: Case, permuting: Timing, routing: Timing, fetching: Timing) -
         "num_nodes": case.num_nodes,
         "requests_per_window": case.requests_per_window(),
         "permute_s": permute_s,
-        "permute_spread": permuting.spread,
+        "permute_s_interval": [each / batches for each in permuting.interval_s()[:2]],
         "route_s": route_s,
-        "route_spread": routing.spread,
+        "route_s_interval": [each / batches for each in routing.interval_s()[:2]],
+        "interval_confidence": routing.interval_s().confidence,
         "permute_and_route_s": permute_s + route_s,
         "fetch_without_wire_s": fetching.median_s / batches,
         "info_bytes": case.info_bytes,
@@ -308,14 +309,15 @@ def print_results(results: list[dict[str, Any]]) -> None:
     """A line a case."""
     print(f"\nwindows of {BATCHES} batches of {BATCH_SIZE} rows; microseconds a batch\n")
     print(
-        f"{'':30} {'permute':>8} {'route':>7} {'both':>7} {'spread':>7} {'fetch':>9} "
+        f"{'':30} {'permute':>8} {'route':>7} {'both':>7} {'route at 95%':>15} {'fetch':>9} "
         f"{'requests':>9} {'wire KB':>9} {'make ms':>8} {'read ms':>8} "
         f"{'map KB':>8} {'router KB':>9}"
     )
     for each in results:
+        low, high = (end * 1e6 for end in each["route_s_interval"])
         print(
             f"{each['name']:30} {each['permute_s'] * 1e6:8.1f} {each['route_s'] * 1e6:7.1f} "
-            f"{each['permute_and_route_s'] * 1e6:7.1f} {each['route_spread']:7.0%} "
+            f"{each['permute_and_route_s'] * 1e6:7.1f} {f'{low:.1f} - {high:.1f}':>15} "
             f"{each['fetch_without_wire_s'] * 1e6:9.1f} {each['requests_per_window']:9.1f} "
             f"{each['info_bytes'] / 1e3:9.1f} {each['encode_info_s'] * 1e3:8.1f} "
             f"{each['decode_info_s'] * 1e3:8.1f} "
