@@ -260,7 +260,7 @@ class Simulation:
         self._waiting: list[tuple[int, int, Asked]] = []
         self._open_parts: dict[tuple[int, int], int] = {}
         self._streams: dict[tuple[int, int], float] = {}  # until when they may be used
-        self._opens = False  # the window that is asked for opens its streams
+        self._opening: set[tuple[int, int]] = set()  # windows whose streams are new
         self._ends: list[float] = []  # of windows
         self._marks: list[tuple[float, Counts, Seconds]] = []
         self.sent_rows = np.zeros(case.num_nodes, np.int64)
@@ -313,8 +313,8 @@ class Simulation:
         streams = [until for until in rank.idle_streams if until > now]
         rank.idle_streams = streams[:-1]
         self._streams[number, window] = streams[-1] if streams else now + REQUEST_TIMEOUT_S
-        self._opens = not streams
-        if self._opens:
+        if not streams:
+            self._opening.add((number, window))
             self._work(now, number, len(requests.before.nodes) * self.costs.client_stream)
         if not self.case.lost or now < self.case.lost_at_s:
             self._send(now, number, window, requests.before)
@@ -334,7 +334,7 @@ class Simulation:
             return
         machines, plans = self.case.machines, self.plans
         begin = now + machines.latency_s
-        ends = self._serve(asked, begin)
+        ends = self._serve(asked, begin, opens=(number, window) in self._opening)
         end = float(ends.max())
         late = ends > self.case.lost_at_s
         if now < self.case.lost_at_s < end and plans.is_lost[asked.nodes[late]].any():
@@ -351,11 +351,11 @@ class Simulation:
         end = max(end, float(self._host_free[host])) + machines.latency_s
         self._at(end, self._arrive, number, window)
 
-    def _serve(self, asked: Asked, begin: float) -> Seconds:
+    def _serve(self, asked: Asked, begin: float, *, opens: bool) -> Seconds:
         """When each node has answered."""
         nodes, cores = asked.nodes, self.case.machines.node_cores
         turn_s, work_s = asked.turn_s, asked.work_s
-        if self._opens:
+        if opens:
             opening_s = self.costs.node_stream * self.plans.slowdown[nodes] / 1e9
             turn_s, work_s = turn_s + opening_s, work_s + opening_s
         self._node_cpu_s[nodes] += work_s
@@ -372,6 +372,7 @@ class Simulation:
         if self._open_parts[number, window]:
             return
         del self._open_parts[number, window]
+        self._opening.discard((number, window))
         self._ranks[number].idle_streams.append(self._streams.pop((number, window)))
         costs, parts = self.costs, len(self.plans.requests(number, window).before.nodes)
         work_ns = self._window_rows * costs.client_row + parts * costs.client_request
@@ -501,6 +502,7 @@ class Simulation:
             "node_gigabits_per_s": {"mean": float(per_node.mean()), "max": float(per_node.max())},
             "share_of_0.8_nic": float(per_node.max() / (NIC_BYTES_PER_S * 8e-9 * NIC_SHARE)),
             "requests_per_s_a_node": per_second * requests / case.num_nodes,
+            "streams_of_a_node": case.num_ranks * FETCH_THREADS * requests / case.num_nodes,
             "node_cores_used": float(((cpu_then_s - cpu_s) / duration).mean()),
             "held_over_mean": _imbalance(held),
             "served_over_mean": _imbalance(self.sent_rows[~plans.is_lost].astype(float)),
