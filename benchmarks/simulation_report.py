@@ -94,14 +94,15 @@ Nanoseconds of processor time; `benchmarks.costs` says what each one is.
 
 ## What is assumed
 
-- A node has {machines["node_cores"]} cores, a rank {machines["rank_cores"]}. A node has a network
-  card of 100 Gbit/s; {machines["ranks_per_host"]} ranks share one. A message takes {latency_us:.0f} µs.
+- A node has {machines["node_cores"]} cores and a network card of 100 Gbit/s. A rank has
+  {machines["rank_cores"]} cores; {machines["ranks_per_host"]} ranks share such a card. A message
+  takes {latency_us:.0f} µs.
 - A network costs the processor what the loopback of this machine costs.
 - A node handles requests, messages and new streams one by one, which is the worst case of a lock.
   It gathers rows on all of its cores.
 - Killed nodes refuse connections at once. A frozen machine is found by the timeout of a request.
-- {size["sample_windows"]} windows of each case have all of their real row ids. Other ranks ask each node
-  for as many rows as one of those.
+- {size["sample_windows"]} windows of each case have all of their real row ids. Other ranks ask each
+  node for as many rows as one of those.
 """
 
 

@@ -27,7 +27,9 @@ ADDED = {
     "SECURITY.md": "reporting.md",
     "benchmarks/results/README.md": "results.md",
     "benchmarks/results/history.md": "results-history.md",
+    "benchmarks/results/scale.md": "results-scale.md",
     "benchmarks/results/shuffle.png": "images/shuffle.png",
+    "benchmarks/results/simulation.png": "images/simulation.png",
     "examples/README.md": "examples.md",
     "runtimes/README.md": "runtimes.md",
 }
