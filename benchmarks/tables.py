@@ -98,8 +98,8 @@ DLRM_COLUMNS = [f"read_{index:03d}" for index in range(sum(DLRM_READ.values()))]
 def dlrm(num_rows: int) -> Path:
     """A folder of files like those of MLPerf Storage's DLRM; written once.
 
-    200 columns of 761 bytes a row, 40 of which with 160 bytes are read; row groups of 6,144 rows,
-    not compressed. Source: mlcommons/storage, configs/dlio/workload/dlrm_b200.yaml, version 3.0.
+    A row has 200 columns of 761 bytes. A job reads 40 columns of 160 bytes. Row groups have 6,144
+    rows and are not compressed. Source: mlcommons/storage, configs/dlio/workload/dlrm_b200.yaml, version 3.0.
     """
     return write_once(DATA / f"dlrm-{num_rows}", lambda to: write_dlrm(to, num_rows))
 
