@@ -33,10 +33,15 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server import LocalCluster
 
 SHARD_BYTES = 4 * 1024 * 1024  # small, so that a small table lies on eight nodes
-_ROWS = (128, 1_024, 7_680, 15_360, 30_720, 61_440)  # of a request
+# Rows of a request, messages of its answer, and requests of a stream.
+_REQUESTS = (
+    *((128, 1, 100), (1_024, 1, 100), (7_680, 1, 100), (15_360, 1, 100)),
+    *((61_440, 4, 100), (61_440, 30, 100), (128, 1, 1)),
+)
 _NODES = (1, 2, 4, 8, 100)  # of the client without a wire
-_IDLE_S = 2.0
-_LEAST_S = 0.3  # of processor time, for each point
+_IDLE_TIMES = 4
+_REPEATS = 3  # of which the least counts; the first one warms up
+_LEAST_S = 0.2  # of processor time, for each point
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ def measure_costs(table: Path) -> tuple[Costs, dict[str, float]]:
     Args:
         table: of `benchmarks.tables.floats`.
     """
-    plan, client, client_error = _client_without_wire()
+    plan, client, client_error = client_without_wire()
     with memory_directory("cache-bench-") as directory, LocalCluster(2, directory) as cluster:
         load, copy = _loads(cluster, table)
         idle = _idle(cluster)
@@ -106,7 +111,7 @@ def measure_costs(table: Path) -> tuple[Costs, dict[str, float]]:
     return costs, {"client": client_error, "wire, client": wire_error, "wire, node": node_error}
 
 
-def _client_without_wire() -> tuple[float, list[float], float]:
+def client_without_wire() -> tuple[float, list[float], float]:
     """Nanoseconds of planning a row; of a row, a request and a row in order; the error of the fit.
 
     An epoch of a dataset whose nodes answer at once, beside its permutation and routing alone.
@@ -158,41 +163,40 @@ def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float
     credentials = Credentials(token=cluster.token)
     shards = wait_for_plan(cluster.endpoint, "table", (), 30.0, credentials)
     row_ids = EpochOrder(shards.num_rows, shuffle=True, seed=1).row_ids(np.arange(shards.num_rows))
-    most_rows = WindowSizes(shards, BATCH_SIZE).rows_per_message()
     connection = Connection(cluster.endpoint, credentials)
-    points, client_ns, node_ns = [], [], []
+    points: list[tuple[float, ...]] = []
+    client_ns: list[float] = []
+    node_ns: list[float] = []
 
-    def ask(number: int, rows: int, count: int, requests_per_stream: int) -> None:
-        for at in range(number, count * FETCH_THREADS, FETCH_THREADS):
-            if at // FETCH_THREADS % requests_per_stream == 0:
+    def ask(number: int, count: int, rows: int, messages: int, requests: int) -> None:
+        for at in range(count):
+            if at % requests == 0:
                 stream = connection.open_gather(
-                    "table", shards.fingerprint, (), 60.0, rows_per_message=most_rows
+                    "table", shards.fingerprint, (), 60.0, rows_per_message=-(-rows // messages)
                 )
-            begin = at * rows % (len(row_ids) - rows)
+            begin = (at * FETCH_THREADS + number) * rows % (len(row_ids) - rows)
             stream.send(row_ids[begin : begin + rows])
             stream.receive(rows)
-            if (at // FETCH_THREADS + 1) % requests_per_stream == 0:
+            if (at + 1) % requests == 0:
                 stream.close()
 
-    for rows, requests_per_stream in (*((rows, 100) for rows in _ROWS), (_ROWS[0], 1)):
-        count = max(4, shards.num_rows // rows // FETCH_THREADS)
-        count = min(count, 1_000)
-        for warm_up in (True, False):
-            client_s, node_s = time.process_time(), process_cpu_s(pid)
-            arguments = (rows, count, requests_per_stream)
+    for rows, messages, requests in _REQUESTS:
+        count = min(1_000, max(4, shards.num_rows // rows // FETCH_THREADS))
+        spent = []
+        for _ in range(1 + _REPEATS):
+            before = time.process_time(), process_cpu_s(pid)
             threads = [
-                threading.Thread(target=ask, args=(number, *arguments))
+                threading.Thread(target=ask, args=(number, count, rows, messages, requests))
                 for number in range(FETCH_THREADS)
             ]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            if not warm_up:
-                requests = count * FETCH_THREADS
-                client_ns.append((time.process_time() - client_s) / requests * 1e9)
-                node_ns.append((process_cpu_s(pid) - node_s) / requests * 1e9)
-        points.append((1, -(-rows // most_rows), rows, 1 / min(count, requests_per_stream)))
+            spent.append((time.process_time() - before[0], process_cpu_s(pid) - before[1]))
+        for found, values in zip((client_ns, node_ns), zip(*spent[1:], strict=True), strict=True):
+            found.append(min(values) / count / FETCH_THREADS * 1e9)
+        points.append((1, messages, rows, 1 / min(count, requests)))
     connection.close()
     wire, wire_error = _fit(points, client_ns)
     node, node_error = _fit(points, node_ns)
@@ -200,12 +204,15 @@ def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float
 
 
 def _idle(cluster: LocalCluster) -> float:
-    """Nanoseconds of a second of one node."""
+    """Nanoseconds of a second of one node; the least of several seconds."""
     pids = [node.pid for node in cluster.nodes]
-    begun, before = time.perf_counter(), sum(map(process_cpu_s, pids))
-    time.sleep(_IDLE_S)
-    used = sum(map(process_cpu_s, pids)) - before
-    return used / len(pids) / (time.perf_counter() - begun) * 1e9
+    found = []
+    for _ in range(_IDLE_TIMES):
+        begun, before = time.perf_counter(), sum(map(process_cpu_s, pids))
+        time.sleep(1.0)
+        used = sum(map(process_cpu_s, pids)) - before
+        found.append(used / len(pids) / (time.perf_counter() - begun) * 1e9)
+    return min(found)
 
 
 def _loads(cluster: LocalCluster, table: Path) -> tuple[float, float]:
@@ -221,12 +228,15 @@ def _loads(cluster: LocalCluster, table: Path) -> tuple[float, float]:
 
 
 def _repeated(run: Callable[[], object]) -> float:
-    """Nanoseconds of processor time of one run."""
-    runs, begun = 0, time.process_time()
-    while (used := time.process_time() - begun) < _LEAST_S:
-        run()
-        runs += 1
-    return used / runs * 1e9
+    """Nanoseconds of processor time of one run; the least of some repeats."""
+    found = []
+    for _ in range(_REPEATS):
+        runs, begun = 0, time.process_time()
+        while (used := time.process_time() - begun) < _LEAST_S:
+            run()
+            runs += 1
+        found.append(used / runs * 1e9)
+    return min(found)
 
 
 def _fit(points: Sequence[Sequence[float]], costs: Sequence[float]) -> tuple[list[float], float]:

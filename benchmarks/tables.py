@@ -99,7 +99,8 @@ def dlrm(num_rows: int) -> Path:
     """A folder of files like those of MLPerf Storage's DLRM; written once.
 
     A row has 200 columns of 761 bytes. A job reads 40 columns of 160 bytes. Row groups have 6,144
-    rows and are not compressed. Source: mlcommons/storage, configs/dlio/workload/dlrm_b200.yaml, version 3.0.
+    rows and are not compressed. Source: configs/dlio/workload/dlrm_b200.yaml of version 3.0 of
+    mlcommons/storage.
     """
     return write_once(DATA / f"dlrm-{num_rows}", lambda to: write_dlrm(to, num_rows))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import scale
+from benchmarks import costs, scale
 
 
 def test_the_scale_benchmark_fetches_every_window_without_a_node(
@@ -29,3 +29,13 @@ def test_the_scale_benchmark_fetches_every_window_without_a_node(
 
     (result,) = results
     assert [case["num_nodes"] for case in result["cases"]] == [10, 10]
+
+
+def test_the_cost_of_a_client_is_measured_without_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "_LEAST_S", 0.001)
+    monkeypatch.setattr(costs, "_NODES", (1, 2, 8))
+
+    plan_ns, (row_ns, request_ns, order_ns), _ = costs.client_without_wire()
+
+    assert min(plan_ns, row_ns) > 0
+    assert min(request_ns, order_ns) >= 0
