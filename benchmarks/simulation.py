@@ -126,10 +126,11 @@ def check(num_nodes: int, table: Path, costs: Costs, repeats: int) -> dict[str, 
     predicted = Simulation(replace(case, windows=windows), costs).run()
     rows, rate = info.num_rows, windows * steps * BATCH_SIZE / predicted["took_virtual_s"]
     found = {name: min(values) for name, values in measured.items()}  # as costs are the least
+    idle_ns = idle * found["seconds"] * 1e9  # of the time that really passed
     pairs = {
         "M rows/s": (rate / 1e6, rows / found["seconds"] / 1e6),
         "client, ns a row": (predicted["client_cpu_ns_a_row"], found["client_s"] / rows * 1e9),
-        "nodes, ns a row": (predicted["node_cpu_ns_a_row"] + idle * 1e9 / rate,
+        "nodes, ns a row": (predicted["node_cpu_ns_a_row"] + idle_ns / rows,
                             found["node_s"] / rows * 1e9),
     }  # fmt: skip
     for what, (guess, truth) in pairs.items():
