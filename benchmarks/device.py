@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.common import memory_directory, write_result
+from benchmarks.common import median_interval, memory_directory, write_result
 from benchmarks.tables import FEATURES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_server import LocalCluster
@@ -116,6 +116,7 @@ def measure(
             "of_the_most": best / step_s,
             "share_that_waited": sum(wait > WAITS * best for wait in waits_s) / len(waits_s),
             "median_wait_s": statistics.median(waits_s),
+            "median_wait_s_interval": list(median_interval(waits_s)[:2]),
         }
         for name, (waits_s, step_s) in trained.items()
     }
