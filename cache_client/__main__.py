@@ -181,7 +181,8 @@ def load(
         bool,
         typer.Option(
             "--refresh",
-            help="Load again a source that cannot tell whether it changed, such as a database.",
+            help="Load a source again that cannot tell whether it changed, such as a database. "
+            "Of files and lakes, every load reads only what is new.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -81,6 +81,8 @@ class DatasetInfo:
         replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
         nulls: column of floats -> nulls that became NaN, of the shards loaded so far.
         notes: what the load changed, such as leading zeros; one for each column.
+        shards_reused: shards that the version before had too.
+        files_read: by the loads; a file counts once for each shard that is made of it.
     """
 
     name: str
@@ -96,6 +98,8 @@ class DatasetInfo:
     replicas: int = 1
     nulls: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    shards_reused: int = field(default=0, compare=False)  # not known after a restart
+    files_read: int = field(default=0, compare=False)
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -798,4 +802,6 @@ def _dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.spec.replicas,
         dict(info.nulls),
         tuple(info.notes),
+        info.progress.shards_reused,
+        info.progress.files_read,
     )

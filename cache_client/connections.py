@@ -172,15 +172,26 @@ class Connection:
         self._client.close()
 
     def read_plan(
-        self, dataset: str, fingerprint: str, columns: Sequence[str], timeout_s: float
+        self,
+        dataset: str,
+        fingerprint: str,
+        columns: Sequence[str],
+        timeout_s: float,
+        *,
+        follow: pb.EpochOfJob | None = None,
     ) -> ShardMap:
         """Reads the shard map of a version; an empty ``fingerprint`` means the newest version.
+
+        Args:
+            follow: the version that a job reads in an epoch, instead of a fingerprint.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError, RequestError,
             NodeUnavailableError.
         """
-        request = pb.ReadRequest(dataset=dataset, fingerprint=fingerprint, columns=columns)
+        request = pb.ReadRequest(
+            dataset=dataset, fingerprint=fingerprint, columns=columns, follow=follow
+        )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         asked_at = time.monotonic()
         with self._in_use():

@@ -24,7 +24,7 @@ _NODES: Final = 8
 NODE_ROWS, NODE_BYTES, NODE_WAIT_NS, NODE_FAILURES = range(4)
 _NODE_CELLS: Final = 4
 
-_BY_LOADER, _HEADER = 0, 8
+_BY_LOADER, _VERSION, _HEADER = 0, 1, 8
 
 
 class ReadCounts:
@@ -107,6 +107,15 @@ class SharedCounts:
     @by_loader.setter
     def by_loader(self, value: bool) -> None:
         self._header[_BY_LOADER] = value
+
+    @property
+    def version(self) -> int:
+        """A number for the version that the training process reads; 0: none was told."""
+        return int(self._header[_VERSION])
+
+    @version.setter
+    def version(self, value: int) -> None:
+        self._header[_VERSION] = value
 
     def add(self, worker: int, cells: Cells) -> None:
         """Adds to the counts of a worker."""

@@ -8,25 +8,28 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import torch
+from torch.utils.data import get_worker_info
 
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.audit import AUDIT_MODES, AuditMode
 from cache_client.device import find_device
 from cache_client.images import ImageMode, decode_problems
-from cache_client.order import EpochOrder, StepPlan
+from cache_client.order import EpochOrder, StepPlan, read_state
 from cache_client.parallel_groups import rank_in_group, rank_in_mesh
 from cache_client.plan import wait_for_plan
-from cache_client.rank_batches import RankBatches
+from cache_client.rank_batches import RankBatches, is_epoch
 from cache_client.ranks import (
     find_credentials,
     find_endpoint,
     find_job,
     find_rank,
     find_ready_deadline_s,
+    is_of_one_process,
 )
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
@@ -40,7 +43,8 @@ from cache_client.views.options import (
 )
 from cache_client.views.view import Shuffle
 from cache_client.window_sizes import MESSAGE_BYTES, WindowSizes
-from cache_protocol.errors import ConfigError, checked
+from cache_protocol.errors import CacheError, ConfigError, checked
+from cache_protocol.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,6 +52,21 @@ if TYPE_CHECKING:
 
 _MAX_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MAX_PREFETCHED = 2**31 - 1
+
+
+# What `CacheIterableDataset._open_version` sets.
+_OF_VERSION = ("_source", "_version_name", "_job_view", "_layout", "_sizes", "_observer_of")
+
+
+class _Asked(NamedTuple):
+    """The arguments with which every version is opened."""
+
+    options: ViewOptions
+    columns: tuple[str, ...]
+    ready_deadline_s: float
+    local: bool
+    message_bytes: int
+    prefetch_batches: int | None
 
 
 class CacheIterableDataset(RankBatches):
@@ -112,6 +131,9 @@ class CacheIterableDataset(RankBatches):
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
+        follow: ``epoch``: every epoch reads the newest version of the dataset that is ready when
+            the first rank begins it; see `set_epoch`. All ranks need the same ``job``. Default:
+            the version that is the newest now.
         token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
             ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
             dataset has the token.
@@ -158,6 +180,7 @@ class CacheIterableDataset(RankBatches):
         audit: AuditMode = "off",
         decode: Mapping[str, ImageMode] | None = None,
         skip_steps: Mapping[int, Iterable[int]] | None = None,
+        follow: Literal["epoch"] | None = None,
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
@@ -195,6 +218,13 @@ class CacheIterableDataset(RankBatches):
             who = checked(problems, lambda: rank_in_group(process_group))
         else:
             who = None if refused else checked(problems, lambda: find_rank(numbers[0], numbers[1]))
+        if follow not in (None, "epoch"):
+            problems.append(f"follow must be 'epoch' or None, got {follow!r}")
+        if follow and who and who.world_size > 1 and is_of_one_process((named_job or ("",))[0]):
+            problems.append(
+                "follow='epoch' with several ranks needs a job of one name for all of them: pass "
+                "job, or set CACHE_JOB"
+            )
         where = checked(problems, lambda: find_endpoint(endpoint))
         credentials = checked(
             problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
@@ -229,41 +259,157 @@ class CacheIterableDataset(RankBatches):
         self._transform = transform
         self._device = target
         self._deadline_s = float(deadline_s)
-        ready_deadline_s = find_ready_deadline_s(self._deadline_s)
-        shards, chosen, hidden = read_plan(
-            options,
-            () if columns is None else tuple(columns),
-            lambda names: wait_for_plan(where, dataset, names, ready_deadline_s, credentials),
-        )
-        self._source = Source(
-            where, shards, chosen, credentials, deadline_s=self._deadline_s, local=local
-        )
-        self._version_name = shards.dataset
-        self._job_view = make_view(
-            options,
-            VersionNodes(where, shards, credentials, self._deadline_s, self.rank),
-            Shuffle(shuffle, self.shuffle_block_size, self.seed),
-            batch_format,
-            hidden=hidden,
-            ready_deadline_s=ready_deadline_s,
-        )
-        lookups, self._nodes = self._job_view.lookups, shards.nodes
-        self._layout = shards.layout if lookups is None else lookups.layout
         self._stack, self._stack_dtype, self._batch_format = stack, stack_dtype, batch_format
         self._decode = decode
         # Copies to a device are contiguous anyway.
         self._copy = copy and (target is None or transform is not None)
-        # These refuse bad arguments here.
-        self._job_view.column_names(self._converter().names, pad_mask=pad_mask)
-        self._sizes = WindowSizes(
-            shards,
-            max(1, round(self.batch_size * self._view.rows_per_slot)),
+        self._job, self._job_is_named = named_job
+        self._audit = audit
+        self._follows = follow is not None
+        self._asked: _Asked | None = _Asked(
+            options,
+            () if columns is None else tuple(columns),
+            find_ready_deadline_s(self._deadline_s),
+            local,
             operator.index(message_bytes),
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
-        self._job, self._job_is_named = named_job
-        self._audit = audit
+        self._open_version(epoch=0 if self._follows else None)
+        self._nodes = self._source.shards.nodes
         self._prepare(skip_steps)
+        if not self._follows:
+            self._asked = None  # it may be large
+
+    def _open_version(self, *, epoch: int | None = None, fingerprint: str = "") -> None:
+        """Takes a version: of this fingerprint or epoch, else the newest. Refuses bad arguments."""
+        asked = self._asked
+        assert asked is not None
+        follow = None if epoch is None else pb.EpochOfJob(job=self._job, epoch=epoch)
+        shards, chosen, hidden = read_plan(
+            asked.options,
+            asked.columns,
+            lambda names: wait_for_plan(
+                self.endpoint, self.name, names, asked.ready_deadline_s, self._credentials,
+                fingerprint=fingerprint, follow=follow,
+            ),
+        )  # fmt: skip
+        before = getattr(self, "_source", None)
+        if before is not None and before.shards.fingerprint == shards.fingerprint:
+            return
+        version = VersionNodes(
+            self.endpoint, shards, self._credentials, self._deadline_s, self.rank
+        )
+        job_view = make_view(
+            asked.options,
+            version,
+            Shuffle(self.shuffle, self.shuffle_block_size, self.seed),
+            self._batch_format,
+            hidden=hidden,
+            ready_deadline_s=asked.ready_deadline_s,
+        )
+        self._source = Source(
+            self.endpoint, shards, chosen, self._credentials,
+            deadline_s=self._deadline_s, local=asked.local,
+        )  # fmt: skip
+        self._version_name, self._job_view = shards.dataset, job_view
+        self._layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
+        job_view.column_names(self._converter().names, pad_mask=self._pad_mask)
+        self._sizes = WindowSizes(
+            shards,
+            max(1, round(self.batch_size * self._view.rows_per_slot)),
+            asked.message_bytes,
+            asked.prefetch_batches,
+        )
+        self._observer_of = None  # reports are of one version
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass read ``epoch``; also reaches persistent DataLoader workers.
+
+        Setting the epoch that is set already changes nothing: a loaded state stays. In a loop over
+        epochs, call it before ``iter(loader)`` or a `for` over the loader.
+
+        With ``follow="epoch"`` another epoch also takes the version of that epoch. The cache
+        remembers it for all ranks of the job for the time of a lease, ten minutes by default. So
+        ranks must begin an epoch within this time. Passes that run keep their version.
+
+        Raises:
+            ConfigError: quoting an epoch that is no integer in [0, 2**62]; or DataLoader workers
+                have begun another epoch, and no batch of it is taken yet.
+            NotReadyError, NodeUnavailableError: with ``follow``, no answer at the deadline.
+        """
+        with self._keeping_version():
+            if self._follows and epoch != self._cursor.epoch and is_epoch(epoch):
+                self._open_version(epoch=epoch)
+            super().set_epoch(epoch)
+        self._tell_version()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Makes the next pass start at the position of a state. Takes constant time.
+
+        It holds for one pass; a pass that is given up after one batch does not use it up. After
+        that, passes are over the whole epoch until `set_epoch`. Call this before ``iter(loader)``.
+
+        With ``follow="epoch"``, a state inside an epoch takes its version, if the cache still has
+        it. A state at the end of an epoch takes the version of the next epoch.
+
+        Raises:
+            ConfigError: it is no state, one of another order (seed, shuffle), or a worker's of
+                another number of workers or another size of steps; or DataLoader workers have
+                begun a pass elsewhere, and no batch of it is taken yet.
+            StaleVersionError: it is of another dataset or fingerprint; names both. With
+                ``follow``: the cache does not have the version any more.
+        """
+        with self._keeping_version():
+            super().load_state_dict(self._followed(state_dict) if self._follows else state_dict)
+        self._tell_version()
+
+    def _followed(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Takes the version that a state needs; returns the state, of that version."""
+        try:
+            state = read_state(state_dict)
+        except ValueError as error:
+            raise ConfigError(f"bad state: {error}") from None
+        if state.dataset != self._version_name:
+            return state_dict  # is refused
+        if state.rows_consumed:
+            self._open_version(fingerprint=state.fingerprint.partition("-")[0])
+            return state_dict
+        self._open_version(epoch=state.epoch)
+        return {**state_dict, "fingerprint": self.fingerprint}
+
+    @contextmanager
+    def _keeping_version(self) -> Iterator[None]:
+        """Where the epoch stays, its version stays too."""
+        before = {name: self.__dict__[name] for name in _OF_VERSION}
+        try:
+            yield
+        except CacheError:
+            self.__dict__.update(before)
+            raise
+
+    def _tell_version(self) -> None:
+        if self._follows and get_worker_info() is None:
+            self._shared_counts.version = self._version_number
+
+    @property
+    def _version_number(self) -> int:
+        return int(hashlib.sha256(self.fingerprint.encode()).hexdigest()[:15], 16)
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Takes the version of the training process, in a worker that is older.
+
+        Raises:
+            ConfigError: it is that of a loaded state.
+        """
+        told = self._shared_counts.version
+        if not self._follows or told in (0, self._version_number):
+            return
+        self._open_version(epoch=epoch)
+        if told != self._version_number:
+            raise ConfigError(
+                f"a running DataLoader worker cannot take the version of epoch {epoch}, which a "
+                "loaded state has: make the loader after load_state_dict"
+            )
 
     @property
     def fingerprint(self) -> str:

@@ -57,6 +57,10 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
             shards[node_id] = shards.get(node_id, 0) + 1
     held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
     console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
+    if info.shards_reused:
+        reused = f"{info.shards_reused:,} of {_count(info.num_shards, 'shard')}"
+        read = _count(info.files_read, "file")
+        console.print(f"  reused       {reused}; {read} read", highlight=False)
     if info.nulls:
         console.print(Text(f"  nulls        {_nulls(info.nulls)}, stored as NaN"), soft_wrap=True)
     fields = [
@@ -136,6 +140,9 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     if forecast.guessed_columns:
         names = _column_names(forecast.guessed_columns)
         facts.append(("guessed", f"{names}: the query makes its values, whose length is unknown"))
+    if forecast.shards_reused:
+        shards = f"{forecast.shards_reused:,} of {_count(forecast.num_shards, 'shard')}"
+        facts.append(("reused", f"{shards} that the cache has"))
     nodes = len(forecast.node_bytes)
     fewer = f"; only {nodes} on {_count(nodes, 'node')}" if 0 < nodes < forecast.replicas else ""
     facts.append(("replicas", f"{forecast.replicas}{fewer}"))
@@ -216,6 +223,8 @@ def dataset_json(info: DatasetInfo) -> dict[str, Any]:
         "num_shards": info.num_shards,
         "replicas": info.replicas,
         "nulls": dict(info.nulls),
+        "shards_reused": info.shards_reused,
+        "files_read": info.files_read,
         "columns": {field.name: type_name(field.type) for field in info.schema},
         "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
     }

@@ -62,6 +62,7 @@ class LoadForecast:
         memory_limit_bytes: of each node; None for no limit.
         nodes_needed: for that limit; None if no number of nodes is enough, or if bytes are not
             known: see `bytes_known`.
+        shards_reused: those that a version in the cache has too, so that they are not loaded.
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
         nulls: column of floats -> nulls that become NaN, before any filter, where statistics tell.
@@ -90,6 +91,7 @@ class LoadForecast:
     replicas: int
     memory_limit_bytes: int | None
     nodes_needed: int | None
+    shards_reused: int
     load_s: float | None
     nulls: Mapping[str, int]
     world_size: int
@@ -159,6 +161,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,
+        shards_reused=forecast.shards_reused,
         load_s=forecast.load_s if forecast.HasField("load_s") else None,
         nulls=dict(forecast.nulls),
         world_size=world_size,

@@ -20,6 +20,7 @@ from cache_client.routing import ShardMap
 from cache_client.window_sizes import has_plain
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.storage.layout import Layout
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -39,6 +40,7 @@ def wait_for_plan(
     credentials: Credentials = NO_CREDENTIALS,
     *,
     fingerprint: str = "",
+    follow: pb.EpochOfJob | None = None,
 ) -> ShardMap:
     """Reads the shard map of a version of ``dataset`` as soon as it is ready.
 
@@ -49,6 +51,7 @@ def wait_for_plan(
         deadline_s: how long to wait for a cache that loads or does not answer.
         credentials: of this process.
         fingerprint: of the version; empty for the newest.
+        follow: the version that a job reads in an epoch, instead of a fingerprint.
 
     Raises:
         DatasetNotFoundError, StaleVersionError, LoadError, RequestError: at once.
@@ -87,7 +90,14 @@ def wait_for_plan(
         for attempt in attempts:
             with attempt:
                 return threads.call(
-                    _read_plan, endpoint, dataset, fingerprint, columns, deadline, credentials
+                    _read_plan,
+                    endpoint,
+                    dataset,
+                    fingerprint,
+                    columns,
+                    deadline,
+                    credentials,
+                    follow,
                 )
     raise AssertionError("the last attempt returns or raises")
 
@@ -99,6 +109,7 @@ def _read_plan(
     columns: Sequence[str],
     deadline: float,
     credentials: Credentials,
+    follow: pb.EpochOfJob | None,
 ) -> ShardMap:
     """Reads the shard map; subtracts the fixed-size columns not read from ``num_bytes``."""
 
@@ -106,7 +117,7 @@ def _read_plan(
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
     with Connection(endpoint, credentials) as connection:
-        shards = connection.read_plan(dataset, fingerprint, columns, timeout_s())
+        shards = connection.read_plan(dataset, fingerprint, columns, timeout_s(), follow=follow)
         if not columns or not has_plain(shards.layout):
             return shards
         whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))

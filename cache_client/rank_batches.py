@@ -61,6 +61,15 @@ from cache_protocol.wire.credentials import Credentials
 _LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.cursor`
 
 
+def is_epoch(epoch: object) -> bool:
+    """Whether `RankBatches.set_epoch` takes this epoch."""
+    try:
+        checked_integer("epoch", epoch, 0, _LAST_EPOCH)
+    except ValueError:
+        return False
+    return True
+
+
 class RowReader(Protocol):
     """Fetches rows by the ids of a view. Thread-safe."""
 
@@ -417,16 +426,15 @@ class RankBatches(IterableDataset[Any]):
         """The batches of a pass; changes nothing of this dataset, and may run in any thread."""
         assemble = self._assembler()
         # A worker sends the whole storage of a batch.
-        at_once = 1 if this.in_worker else self._job_view.slots_at_once
+        job_view = self._job_view  # a pass keeps its version
+        at_once = 1 if this.in_worker else job_view.slots_at_once
         transform = self._transform and self._observer.timed(self._transform)
         audits = self._audit != "off"
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
-            lambda window: _fetch_window(
-                reader, this, self._job_view, self.rank, window, audits=audits
-            ),
+            lambda window: _fetch_window(reader, this, job_view, self.rank, window, audits=audits),
             step_windows(steps, per_window),
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
@@ -466,8 +474,12 @@ class RankBatches(IterableDataset[Any]):
         start = self._cursor.begin_in_worker(
             worker.id, worker.seed - worker.id, own, deadline_s=self._deadline_s
         )
+        self._enter_epoch(start.epoch)
         this = Pass(worker=worker.id, num_workers=worker.num_workers, in_worker=True)
         return self._place(this, start)
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Called in a worker that begins a pass."""
 
     def _place(self, this: Pass, start: Start) -> Pass:
         """Makes a pass begin there; returns it."""

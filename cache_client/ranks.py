@@ -37,6 +37,7 @@ _ENDPOINT = re.compile(
 _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as the CRD requires
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+_UNNAMED = "unnamed"
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
@@ -263,8 +264,17 @@ def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -
                 )
             return value, True
     host, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
-    meets = f"{host}:{port}" if host and port else f"{socket.gethostname()}:{os.getpid()}"
-    return (meets if _JOB_NAME.fullmatch(meets) else "unnamed"), False
+    meets = f"{host}:{port}" if host and port else _own_name()
+    return (meets if _JOB_NAME.fullmatch(meets) else _UNNAMED), False
+
+
+def is_of_one_process(job: str) -> bool:
+    """Whether `find_job` found a name that other ranks of the job do not have."""
+    return job in (_own_name(), _UNNAMED)
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None) -> str:

@@ -37,7 +37,8 @@ class FakeNode:
         failing: (dataset, shard) -> the reason why this node cannot load it.
         rows_of: shard -> rows that come out of it, where not those of its footer.
         idle_s: since rows were read here; None: never.
-        loads: how many shards it has loaded so far.
+        loads: how many shards it has loaded or copied so far.
+        shared: how many shards it took over from another version.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class FakeNode:
         self.attempts: dict[VersionKey, int] = {}
         self.failing: dict[tuple[str, int], str] = {}
         self.failed: dict[VersionKey, dict[int, str]] = {}
-        self.loads = 0
+        self.loads = self.shared = 0
         self.rows_of: dict[int, int] = {}
         self.shard_bytes = 100
         self.idle_s: float | None = None
@@ -69,7 +70,8 @@ class FakeNode:
                 id=self.id,
                 flight_location=self.location,
                 memory_limit_bytes=self.limit_bytes,
-                stored_bytes=self.shard_bytes * sum(map(len, self.sealed.values())),
+                stored_bytes=self.shard_bytes
+                * len({id(shard) for held in self.sealed.values() for shard in held.values()}),
             )
         )
         for key in {*self.sealed, *self.failed}:
@@ -117,11 +119,19 @@ class FakeNode:
                     continue
                 if reason := self.failing.get((key.dataset, shard.index)):
                     self.failed.setdefault(key, {})[shard.index] = reason
-                elif shard.index in load and (shard.splits or shard.copy_from):
+                elif shard.index not in load:
+                    continue
+                elif shard.HasField("same_as") and not shard.same_as.copy_from:
+                    other = VersionKey(key.dataset, shard.same_as.fingerprint)
+                    held[shard.index] = self.sealed[other][shard.same_as.index]
+                    self.shared += 1
+                elif shard.splits or shard.copy_from or shard.same_as.copy_from:
                     rows = shard.num_rows or sum(split.num_rows for split in shard.splits)
                     rows = self.rows_of.get(shard.index, rows)
                     held[shard.index] = pb.SealedShard(
-                        num_rows=rows, num_bytes=self.shard_bytes, checksum=f"sum-{shard.index}"
+                        num_rows=rows,
+                        num_bytes=self.shard_bytes,
+                        checksum=shard.checksum or _checksum(shard),
                     )
                     self.loads += 1
             for index in set(held) - indices:
@@ -152,6 +162,11 @@ class FakeNode:
         for of_version in (self.sealed, self.starts, self.failed):
             of_version.pop(key, None)
         self.attempts.pop(key, None)
+
+
+def _checksum(shard: pb.DesiredShard) -> str:
+    """The same for the same file, in any version."""
+    return f"sum-{int(Path(shard.splits[0].file.path).stem.removeprefix('part-'))}"
 
 
 def make_coordinator(directory: Path, clock: Clock) -> Coordinator:

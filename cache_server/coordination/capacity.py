@@ -65,12 +65,19 @@ def _are_lost(node_ids: Set[str]) -> str:
 def _lasting_bytes(
     member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
 ) -> int:
-    """Stored bytes of a node, without the versions that it is about to remove."""
-    going = sum(
-        shard.num_bytes
-        for key, actual in member.actual.items()
-        if will_be_removed(key, actual)
-        for shard in actual.shards
-        if shard.sealed
+    """Stored bytes of a node, without the versions that it is about to remove.
+
+    Versions may share a file. Shards of one version never do, even if they are the same.
+    """
+    staying: set[str] = set()
+    going: Counter[tuple[str, int]] = Counter()
+    for key, actual in member.actual.items():
+        files = Counter((s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
+        if will_be_removed(key, actual):
+            going |= files
+        else:
+            staying.update(checksum for checksum, _ in files)
+    removed = sum(
+        size * count for (checksum, size), count in going.items() if checksum not in staying
     )
-    return max(0, member.node.stored_bytes - going)
+    return max(0, member.node.stored_bytes - removed)

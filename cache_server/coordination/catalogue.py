@@ -28,7 +28,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # of an entry; raise it with every addition
+_FORMAT = 4  # of an entry; raise it with every addition
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class CatalogueEntry:
         was_ready: it was served once, possibly without any shard.
         failure: why its load failed; without secrets.
         owner: the principal that asked for the load; empty: this cache had no authentication.
+        homes: see `VersionRecord`.
     """
 
     pinned: PinnedVersion
@@ -60,6 +61,7 @@ class CatalogueEntry:
     was_ready: bool = False
     failure: CacheError | None = None
     owner: str = ""
+    homes: Sequence[Sequence[str]] = ()
 
 
 class Catalogue:
@@ -99,6 +101,7 @@ class Catalogue:
         was_ready: bool = False,
         failure: CacheError | None = None,
         owner: str = "",
+        homes: Sequence[Sequence[str]] = (),
     ) -> None:
         """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
@@ -116,7 +119,11 @@ class Catalogue:
             owner=owner,
         )
         for shard in pinned.shards or ():
-            entry.shards.add(splits=[split_to_proto(split) for split in shard.splits])
+            entry.shards.add(
+                splits=[split_to_proto(split) for split in shard.splits],
+                content=shard.content,
+                homes=homes[shard.index] if homes else (),
+            )
         for summary in sealed:
             entry.sealed.add(
                 num_rows=summary.num_rows,
@@ -235,6 +242,14 @@ def _read_entry(path: Path) -> CatalogueEntry:
         SealedSummary(s.num_rows, s.num_bytes, s.checksum, dict(s.nulls)) for s in entry.sealed
     )
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
+    homes = tuple(tuple(shard.homes) for shard in entry.shards)
     return CatalogueEntry(
-        pinned, entry.plan.attempt, sealed, entry.created, entry.was_ready, failure, entry.owner
+        pinned,
+        entry.plan.attempt,
+        sealed,
+        entry.created,
+        entry.was_ready,
+        failure,
+        entry.owner,
+        homes if any(homes) else (),
     )

@@ -30,6 +30,7 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
+from cache_server.coordination.epoch_versions import EpochVersions
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holder_checks import (
     Holder,
@@ -45,6 +46,7 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.writes import Chosen, Writes
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
+from cache_server.plan.shard_plan import same_shards
 from cache_server.plan.written_version import write_id_of
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
@@ -105,6 +107,7 @@ class Coordinator:
         self._created = 0
         self._expected: str | None = None
         self._load_rate = LoadRate()
+        self._epochs = EpochVersions(lease_s, clock)
         self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
@@ -158,7 +161,8 @@ class Coordinator:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
                 return self._attach(version, spec, by=by)
-        planned = plan_version(spec)
+            before = self._readable(spec.name, spec.secrets_to_proto(), by.name)
+        planned = plan_version(spec, [version.pinned for version in before])
         with self._changed:
             version = self._versions.get(planned.version.key)
             if version is not None and self._holdings(version).load_failure() is None:
@@ -173,6 +177,8 @@ class Coordinator:
                 asked_at=self._clock(),
                 owner=by.name,
             )
+            if (base := self._base_of(made)) is not None:
+                made.reuse(base, self._holdings(base).placement(base.num_shards or 0))
             try:
                 self._check_capacity(made)
                 made.save(self._catalogue)
@@ -313,6 +319,27 @@ class Coordinator:
             if version.pinned.is_written and not version.was_ready and version.failure is None
         ]
 
+    def _readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
+        """The versions whose shards a new one of this owner may share, the newest first."""
+        readable = [
+            version
+            for key, version in self._versions.items()
+            if key.dataset == dataset
+            and version.was_ready
+            and version.failure is None
+            and version.may_be_read(given, owner)
+        ]
+        return sorted(readable, key=lambda version: version.created, reverse=True)
+
+    def _base_of(self, made: VersionRecord) -> VersionRecord | None:
+        """The newest other version that has some of the shards of a new one."""
+        for version in self._readable(made.pinned.key.dataset, made.secrets, made.owner):
+            if version.pinned.key != made.pinned.key and same_shards(
+                made.pinned.shards or (), version.pinned.shards or ()
+            ):
+                return version
+        return None
+
     def attach(self, spec: DatasetSpec, *, by: Principal = ANYONE) -> pb.DatasetInfo | None:
         """Attaches to a version of this spec that was ready before; reads no source.
 
@@ -335,19 +362,34 @@ class Coordinator:
             return None if version is None else self._attach(version, spec, by=by)
 
     def plan(
-        self, spec: DatasetSpec, *, num_nodes: int = 0, memory_limit_bytes: int = 0
+        self,
+        spec: DatasetSpec,
+        *,
+        num_nodes: int = 0,
+        memory_limit_bytes: int = 0,
+        by: Principal = ANYONE,
     ) -> pb.LoadForecast:
         """Forecasts a load; loads nothing.
 
         Args:
             num_nodes: 0 for the live nodes.
             memory_limit_bytes: of each node; 0 for the smallest limit of the live nodes.
+            by: asks for it.
 
         Raises:
             LoadError: the source cannot be read. RequestError: a bad query.
         """
         self._sources.check_spec(spec)
-        with closing(plan_version(spec)) as planned:
+        full = by.viewer.resolve(spec.name)
+        with self._changed:
+            before = self._readable(full, spec.secrets_to_proto(), by.name)
+            before *= by.viewer.can_read(full, ())
+        with closing(plan_version(spec, [version.pinned for version in before])) as planned:
+            reused = {
+                index
+                for version in before
+                for index in same_shards(planned.version.shards or (), version.pinned.shards or ())
+            }
             with self._changed:
                 alive = [node for node in self._membership.nodes() if node.alive]
             names = [node.id for node in alive]
@@ -355,7 +397,7 @@ class Coordinator:
                 names = [f"node-{index}" for index in range(num_nodes)]
             limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
             limit = memory_limit_bytes or min(limits, default=0)
-            return forecast(planned, names, limit, self._load_rate.node_bytes_per_s)
+            return forecast(planned, names, limit, self._load_rate.node_bytes_per_s, reused)
 
     def _newest_of_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, if its source cannot tell whether it changed."""
@@ -415,6 +457,7 @@ class Coordinator:
         *,
         lease: bool = False,
         viewer: Viewer = EVERYTHING,
+        follow: pb.EpochOfJob | None = None,
     ) -> pb.DatasetInfo:
         """The version with ``fingerprint``, or the newest one of ``name`` that has not failed.
 
@@ -424,6 +467,7 @@ class Coordinator:
         Args:
             lease: its rows are about to be read, so it is kept for a while after it is replaced.
             viewer: who asks; other datasets do not exist for it.
+            follow: the version that a job reads in an epoch, if there is no fingerprint.
 
         Raises:
             DatasetNotFoundError: lists the existing datasets.
@@ -431,10 +475,29 @@ class Coordinator:
             NotReadyError: nodes may hold it, but the catalogue was lost: see `Orphans`.
         """
         with self._changed:
+            if follow is not None and not fingerprint:
+                fingerprint = self._fingerprint_of_epoch(name, follow, viewer)
             version = self._find(name, fingerprint, viewer)
             if lease:
                 version.last_used = self._clock()
             return self._describe(version, viewer)
+
+    def _fingerprint_of_epoch(self, name: str, follow: pb.EpochOfJob, viewer: Viewer) -> str:
+        """The version of an epoch; empty if there is no ready one."""
+        full = viewer.resolve(name)
+        ready = {
+            key.fingerprint: version
+            for key, version in self._versions.items()
+            if key.dataset == full
+            and version.was_ready
+            and version.failure is None
+            and viewer.can_read(full, version.pinned.spec.readers)
+        }
+        newest = self._newest(ready.values())
+        if newest is None:
+            return ""
+        asked = viewer.namespace, follow.job, follow.epoch, full
+        return self._epochs.choose(asked, newest.pinned.key.fingerprint, ready.keys())
 
     def failure(self, name: str, fingerprint: str) -> CacheError | None:
         """Why a version cannot be served; None while it is served or loaded.
@@ -723,8 +786,9 @@ class Coordinator:
                 is_known = shard.checksum == version.sealed[shard.index].checksum
                 said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known)
         recorded |= version.take_put(node_id, said.keys())
+        shared = {s.index for s in actual.shards if s.index in said and view.is_shared(s, node_id)}
         self._checks.apply_report(
-            key, node_id, said, self._clock(), believed=said if believed else recorded
+            key, node_id, said, self._clock(), believed=said if believed else recorded | shared
         )
         return changed
 
@@ -816,7 +880,8 @@ class Coordinator:
                     continue
                 if version.asked_at is not None:
                     elapsed_s = self._clock() - version.asked_at
-                    self._load_rate.record(version.pinned, elapsed_s, len(self._membership.alive()))
+                    nodes = len(self._membership.alive())
+                    self._load_rate.record(version.pinned, elapsed_s, nodes, version.reused)
                 logger.info("dataset ready name=%s rows=%d", version.pinned.spec.name, starts[-1])
             self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
         for version in self._versions.values():
@@ -857,7 +922,9 @@ class Coordinator:
         known = self._views.get(key)
         if known is not None and known[0] == as_of and known[1].version is version:
             return known[1]
-        view = Holdings(version, self._membership.members, alive, self._checks)
+        base = None if version.base is None else self._versions.get(version.base)
+        base_view = None if base is None else self._holdings(base)
+        view = Holdings(version, self._membership.members, alive, self._checks, base_view)
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view
@@ -897,6 +964,8 @@ class Coordinator:
             if version.was_ready:  # readers had no time to report
                 version.last_used = self._clock()
             self._versions[entry.pinned.key] = version
+            if not version.was_ready and (base := self._base_of(version)) is not None:
+                version.reuse(base)
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
 
 

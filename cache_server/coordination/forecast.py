@@ -6,7 +6,7 @@ The source was pinned before; no data is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pyarrow as pa
 
@@ -34,10 +34,20 @@ class LoadRate:
     def __init__(self) -> None:
         self.node_bytes_per_s = 0.0
 
-    def record(self, version: PinnedVersion, elapsed_s: float, num_nodes: int) -> None:
-        """Computes the rate of a finished load, for the nodes that had a shard to read."""
+    def record(
+        self,
+        version: PinnedVersion,
+        elapsed_s: float,
+        num_nodes: int,
+        reused: Collection[int] = (),
+    ) -> None:
+        """Computes the rate of a finished load, for the nodes that had a shard to read.
+
+        Args:
+            reused: the shards that were not loaded.
+        """
         shards = version.shards or ()
-        loaded = sum(shard.estimated_bytes for shard in shards)
+        loaded = sum(shard.estimated_bytes for shard in shards if shard.index not in reused)
         if loaded >= _FEWEST_RATED_BYTES:
             readers = max(1, min(num_nodes, len(shards)))
             self.node_bytes_per_s = loaded / max(elapsed_s, 1e-3) / readers
@@ -48,6 +58,7 @@ def forecast(
     node_ids: Sequence[str],
     memory_limit_bytes: int,
     node_bytes_per_s: float = 0.0,
+    reused: Collection[int] = (),
 ) -> pb.LoadForecast:
     """The forecast of a planned load.
 
@@ -55,6 +66,7 @@ def forecast(
         node_ids: of the nodes that would hold the shards.
         memory_limit_bytes: of each node; 0 for none.
         node_bytes_per_s: see `LoadRate`.
+        reused: the shards that the cache has already.
     """
     version = planned.version
     result = pb.LoadForecast(
@@ -101,10 +113,10 @@ def forecast(
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
     if fits and len(node_ids) in range(version.spec.replicas, result.nodes_needed):
         result.nodes_needed = len(node_ids)  # `nodes_needed` is an upper bound
+    result.shards_reused = len(reused)
+    new = [size for index, size in enumerate(sizes) if index not in reused]
     if node_bytes_per_s and node_ids:
-        result.load_s = (
-            result.num_bytes / node_bytes_per_s / min(len(node_ids), len(version.shards) or 1)
-        )
+        result.load_s = sum(new) / node_bytes_per_s / min(len(node_ids), len(new) or 1)
     result.nulls.update(_nulls(planned))
     filtered = _filtered_rows(planned, rows)
     if filtered is not None:

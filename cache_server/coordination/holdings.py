@@ -41,6 +41,7 @@ class Holdings:
         members: every node that belongs to the cache.
         alive: ids of the nodes that answer.
         checks: which claims count.
+        base: a view of the version's ``base``; None if there is none any more.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Holdings:
         members: Mapping[str, Member],
         alive: Collection[str],
         checks: HolderChecks,
+        base: Holdings | None = None,
     ) -> None:
         self.version = version
+        self._base = base
         self._checks = checks
         self._members = members
         self._alive = alive
@@ -228,10 +231,28 @@ class Holdings:
             return {}
         held = self.holders(serving=False)
         lacking = [
-            tuple(node_id for node_id in homes if node_id not in held.get(index, ()))
-            for index, homes in enumerate(self._placement(len(sizes)))
+            tuple(
+                node_id
+                for node_id in homes
+                if node_id not in held.get(index, ()) and node_id not in self._same_on(index)
+            )
+            for index, homes in enumerate(self.placement(len(sizes)))
         ]
         return bytes_by_node(lacking, sizes)
+
+    def _same_on(self, index: int) -> Set[str]:
+        """The nodes that hold the same shard of the base."""
+        other = self.version.reused.get(index)
+        if self._base is None or other is None:
+            return frozenset()
+        if self.version.sealed.get(index) != self._base.version.sealed.get(other):
+            return frozenset()
+        return self._base._holders.holding.get(other, frozenset())
+
+    def is_shared(self, shard: pb.ActualShard, node_id: str) -> bool:
+        """Whether a node has proven that it holds the file of a shard: the base has it too."""
+        is_known = shard.checksum == self.version.sealed[shard.index].checksum
+        return is_known and node_id in self._same_on(shard.index)
 
     def is_ready(self) -> bool:
         """Whether a live node serves every shard; the first time, whether every replica does."""
@@ -243,13 +264,14 @@ class Holdings:
         if version.was_ready:
             return all(holders.get(index) for index in shards)
         # A ready dataset with replicas survives the loss of a node.
-        placement = self._placement(len(shards))
+        placement = self.placement(len(shards))
         return all(
             placement[index] and set(placement[index]) <= holders.get(index, set())
             for index in shards
         )
 
-    def _placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
+    def placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
+        """The nodes that should hold each shard; see `place`."""
         if num_shards not in self._placements:
             pinned = self.version.pinned
             placement = place(
@@ -258,6 +280,7 @@ class Holdings:
                 self._members,
                 pinned.spec.replicas,
                 alive=self._alive,
+                wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
             if pinned.is_written:
                 held, put = self.holders(serving=False), self._put_on
@@ -271,7 +294,7 @@ class Holdings:
     def loader(self, index: int | None) -> str | None:
         """The node that loads a shard, or the whole query, from its source; None: no live node."""
         num_shards = 1 if index is WHOLE_QUERY else self.version.num_shards or 0
-        return next(iter(self._placement(num_shards)[index or 0]), None)
+        return next(iter(self.placement(num_shards)[index or 0]), None)
 
     def may_load(self, node_id: str, index: int | None) -> bool:
         """Whether a node was asked to load a shard, or the whole query, or would be asked now.
@@ -299,7 +322,7 @@ class Holdings:
             self._ask_for_whole_run(node_id, sealed_on, desired)
             if starts is not None and version.num_shards is not None:
                 desired.num_shards = version.num_shards
-        placement = self._placement(version.num_shards or 0)
+        placement = self.placement(version.num_shards or 0)
         # Rows cannot be read before row ids are known, so extra copies only take room.
         holders = self._holders.holding if starts is None else self._holders.serving
         loading = self._loading(node_id)
@@ -322,10 +345,16 @@ class Holdings:
                 continue
             if is_put and pinned.shards is not None:
                 shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
-            elif held_by:
+                continue
+            same_on = self._same_on(index)
+            if held_by and node_id not in same_on:
                 self._let_copy(shard, held_by)
-            elif (
-                pinned.shards is None
+                continue
+            if same_on:
+                self._let_share(shard, node_id, same_on)
+            if (
+                held_by
+                or pinned.shards is None
                 or version.lacks_secrets
                 or index in loading
                 or index in self._given_up
@@ -366,14 +395,25 @@ class Holdings:
             desired.missing.extend(missing)
 
     def _let_copy(self, shard: pb.DesiredShard, held_by: Set[str]) -> None:
-        version = self.version
-        sealed = version.sealed[shard.index]
+        self._tell_sealed(shard)
+        shard.copy_from.extend(self._locations(held_by))
+
+    def _let_share(self, shard: pb.DesiredShard, node_id: str, same_on: Set[str]) -> None:
+        assert self.version.base is not None
+        self._tell_sealed(shard)
+        shard.same_as.fingerprint = self.version.base.fingerprint
+        shard.same_as.index = self.version.reused[shard.index]
+        if node_id not in same_on:
+            shard.same_as.copy_from.extend(self._locations(same_on))
+
+    def _tell_sealed(self, shard: pb.DesiredShard) -> None:
+        sealed = self.version.sealed[shard.index]
         shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
         shard.checksum = sealed.checksum
         shard.nulls.update(sealed.nulls)
-        shard.copy_from.extend(
-            self._members[node_id].node.flight_location for node_id in sorted(held_by)
-        )
+
+    def _locations(self, node_ids: Set[str]) -> list[str]:
+        return [self._members[node_id].node.flight_location for node_id in sorted(node_ids)]
 
     def describe(self, lease_s: float) -> pb.DatasetInfo:
         """The version for callers."""
@@ -388,7 +428,7 @@ class Holdings:
         info.schema = pinned.logical.serialize().to_pybytes()
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
-        placement = self._placement(num_shards)
+        placement = self.placement(num_shards)
         holders = self._holders.holding if starts is None else self._holders.serving
         named: set[str] = set()
         for index in range(num_shards):
@@ -441,10 +481,11 @@ class Holdings:
     def _progress(self) -> pb.LoadProgress:
         version = self.version
         partial: dict[int, int] = {}
-        whole, waits = 0, ""
+        whole, files, waits = 0, 0, ""
         for node_id in self._alive:
             actual = self.last_report(node_id)
             whole += actual.rows_loaded
+            files += actual.files_read
             waits = max(waits, actual.waits)
             for shard in actual.shards:
                 if not shard.sealed:
@@ -458,6 +499,8 @@ class Holdings:
             estimated_rows=version.pinned.max_rows,
             bytes_done=sum(s.num_bytes for s in version.sealed.values()),
             waits=waits,
+            shards_reused=len(version.reused),
+            files_read=files,
         )
 
 

@@ -4,6 +4,8 @@ Placement is rendezvous hashing (Thaler and Ravishankar, 1998) with bounded load
 and Zadimoghaddam, 2018). Each member gets a score for each shard. The `replicas` members with the
 best scores that still have room in their even share hold it. The result depends on names only: a
 restarted coordinator reaches the same answer, and a lost node moves only its own shards.
+
+Shards that an earlier version also has stay on its nodes, as far as their even share allows.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def place(
     replicas: int,
     *,
     alive: Collection[str] | None = None,
+    wanted: Sequence[Sequence[str]] = (),
 ) -> tuple[tuple[str, ...], ...]:
     """The nodes that should hold each shard, in order of preference.
 
@@ -39,13 +42,14 @@ def place(
         members: every node that belongs to the cache, in any order.
         replicas: wanted copies; fewer if there are fewer nodes.
         alive: the members that answer; None for all.
+        wanted: for each shard, nodes that are better than any other; empty: none are.
 
     Returns:
         ``num_shards`` tuples of ``min(replicas, live nodes)`` distinct node ids.
     """
     nodes = tuple(sorted(set(members)))
     living = frozenset(nodes if alive is None else alive)
-    return _place(fingerprint, num_shards, nodes, replicas, living)
+    return _place(fingerprint, num_shards, nodes, replicas, living, tuple(map(tuple, wanted)))
 
 
 # Both are needed for every heartbeat and caller: the homes stay as they are until a node joins or
@@ -57,8 +61,9 @@ def _place(
     nodes: tuple[str, ...],
     replicas: int,
     living: frozenset[str],
+    wanted: tuple[tuple[str, ...], ...],
 ) -> tuple[tuple[str, ...], ...]:
-    homes = _homes(fingerprint, num_shards, nodes, replicas)
+    homes = _homes(fingerprint, num_shards, nodes, replicas, wanted)
     if living.issuperset(nodes):
         return homes
     scores = _Scores(fingerprint, nodes)
@@ -80,27 +85,62 @@ def _replaced(
 
 @lru_cache(maxsize=64)
 def _homes(
-    fingerprint: str, num_shards: int, nodes: tuple[str, ...], replicas: int
+    fingerprint: str,
+    num_shards: int,
+    nodes: tuple[str, ...],
+    replicas: int,
+    wanted: tuple[tuple[str, ...], ...],
 ) -> tuple[tuple[str, ...], ...]:
     """The homes of each shard while all nodes are alive."""
     if not nodes:
         return ((),) * num_shards
-    replicas = min(replicas, len(nodes))
-    share = -(-num_shards * replicas // len(nodes))
+    copies = min(replicas, len(nodes))
+    share = -(-num_shards * copies // len(nodes))
     room = np.full(len(nodes), share)
     scores = _Scores(fingerprint, nodes)
-    placement = []
-    for shard in range(num_shards):
-        # First the nodes that need every remaining shard to reach their share: otherwise the last
-        # shards could find too few nodes with room. Then the best nodes with room.
+    place_of = {node: place for place, node in enumerate(nodes)}
+    placement: dict[int, tuple[str, ...]] = {}
+    wanted = wanted or ((),) * num_shards
+    # Shards without a wish take the room that is left.
+    for shard in sorted(range(num_shards), key=lambda shard: not wanted[shard]):
+        left = num_shards - len(placement)
         order = scores.of(shard) >> np.uint64(2)
-        order[room > 0] |= _HAS_ROOM
-        order[room >= num_shards - shard] |= _NEEDS_ALL
-        best = np.argpartition(order, -replicas)[-replicas:]
-        best = best[np.argsort(order[best])[::-1]]
+        there = [place_of[node] for node in wanted[shard] if node in place_of]
+        best = _wished(order, there, room, copies, left) if there else None
+        if best is None:
+            # First the nodes that need every remaining shard to reach their share: otherwise the
+            # last shards could find too few nodes with room. Then the best nodes with room.
+            order[room > 0] |= _HAS_ROOM
+            order[room >= left] |= _NEEDS_ALL
+            best = _best(order, copies)
         room[best] -= 1
-        placement.append(tuple(nodes[index] for index in best.tolist()))
-    return tuple(placement)
+        placement[shard] = tuple(nodes[place] for place in best.tolist())
+    return tuple(placement[shard] for shard in range(num_shards))
+
+
+def _best(order: _Words, copies: int) -> NDArray[np.intp]:
+    """The places of the largest numbers, the largest first."""
+    best = np.argpartition(order, -copies)[-copies:]
+    return best[np.argsort(order[best])[::-1]]
+
+
+def _wished(
+    order: _Words, there: Sequence[int], room: NDArray[np.int64], copies: int, left: int
+) -> NDArray[np.intp] | None:
+    """The nodes that a shard is on, then the best ones with room.
+
+    Returns:
+        None if too few nodes have room, or would have for the shards after it.
+    """
+    order = np.where(room > 0, order, np.uint64(0))
+    for rank, place in enumerate(there):
+        if room[place] > 0:
+            order[place] = _HAS_ROOM - np.uint64(rank)
+    best = _best(order, copies)
+    after = room.copy()
+    after[best] -= 1
+    fits = after.min() >= 0 and np.minimum(after, left - 1).sum() >= copies * (left - 1)
+    return best if fits else None
 
 
 _HAS_ROOM, _NEEDS_ALL = np.uint64(1 << 62), np.uint64(1 << 63)  # above all scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, Seale
 from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
 from cache_server.coordination.writes import ChosenRows
 from cache_server.plan.pinned_version import PinnedVersion
+from cache_server.plan.shard_plan import same_shards
+from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,9 @@ class VersionRecord:
         is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
+        base: an earlier version that has some of its shards too; it may be forgotten meanwhile.
+        reused: shard -> the shard of ``base`` with the same content.
+        homes: the nodes that had the content of each shard before; empty: none had any.
     """
 
     pinned: PinnedVersion
@@ -70,6 +75,9 @@ class VersionRecord:
     waiting: set[str] = field(default_factory=set)
     contradicted: set[str] = field(default_factory=set)
     put_by: dict[int, str] = field(default_factory=dict)
+    base: VersionKey | None = None
+    reused: Mapping[int, int] = field(default_factory=dict)
+    homes: Sequence[Sequence[str]] = ()
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
 
     @classmethod
@@ -86,6 +94,7 @@ class VersionRecord:
             result_shards=len(entry.sealed) if has_run else None,
             is_failure_saved=entry.failure is not None,
             owner=entry.owner,
+            homes=entry.homes,
         )
 
     @classmethod
@@ -107,6 +116,22 @@ class VersionRecord:
             put_by=dict(enumerate(rows.node_ids)),
         )
 
+    def reuse(self, base: VersionRecord, placement: Sequence[Sequence[str]] = ()) -> None:
+        """Takes over the shards that an earlier version has too: they are known to be sealed.
+
+        Args:
+            placement: of ``base``; empty: `homes` stay.
+        """
+        self.base = base.pinned.key
+        self.reused = same_shards(self.pinned.shards or (), base.pinned.shards or ())
+        for index, other in self.reused.items():
+            self.sealed.setdefault(index, base.sealed[other])
+        if placement:
+            self.homes = tuple(
+                placement[self.reused[index]] if index in self.reused else ()
+                for index in range(self.num_shards or 0)
+            )
+
     def save(self, catalogue: Catalogue) -> None:
         """Writes the version to the catalogue.
 
@@ -125,6 +150,7 @@ class VersionRecord:
                 was_ready=self.was_ready,
                 failure=self.failure,
                 owner=self.owner,
+                homes=self.homes,
             )
         except OSError as error:
             raise LoadError(
@@ -157,13 +183,17 @@ class VersionRecord:
         Raises:
             PermissionDeniedError: names the dataset and its owner.
         """
-        is_own = by.name == self.owner or Role.ADMIN in by.roles
-        if not self.pinned.has_secrets or is_own or (given.tables and given == self.secrets):
+        if Role.ADMIN in by.roles or self.may_be_read(given, by.name):
             return
         raise PermissionDeniedError(
             f"dataset {self.pinned.spec.name!r} of {self.owner or 'its node'!r} was loaded with "
             "other credentials: give the same ones, or load it under another name"
         )
+
+    def may_be_read(self, given: pb.Secrets, name: str) -> bool:
+        """Whether a principal may have the rows for another version: it could load them too."""
+        is_own = name == self.owner or (bool(given.tables) and given == self.secrets)
+        return is_own or not self.pinned.has_secrets
 
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard, and the total; None until every shard was sealed once."""

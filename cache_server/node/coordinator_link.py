@@ -84,10 +84,15 @@ class RemoteCoordinator:
         *,
         lease: bool = False,
         viewer: Viewer = EVERYTHING,
+        follow: pb.EpochOfJob | None = None,
     ) -> pb.DatasetInfo:
-        """One dataset: the given version, or the newest one that has not failed."""
+        """One dataset: the given version, that of an epoch, or the newest that has not failed."""
         request = pb.GetDatasetRequest(
-            name=name, fingerprint=fingerprint, lease=lease, viewer=_viewer_to_proto(viewer)
+            name=name,
+            fingerprint=fingerprint,
+            lease=lease,
+            viewer=_viewer_to_proto(viewer),
+            follow=follow,
         )
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         return response.dataset

@@ -55,12 +55,22 @@ class LoadPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SameShard:
+    """A sealed shard of another version with the same rows."""
+
+    key: VersionKey
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardCopy:
     """A sealed shard on other nodes.
 
     Attributes:
-        locations: Flight locations of the nodes that hold it; at least one.
+        locations: Flight locations of the nodes that hold it; none if this node has it as
+            ``same_as``.
         nulls: see `SealedShard`.
+        same_as: the shard is of this version, and its file can be shared.
     """
 
     locations: tuple[str, ...]
@@ -68,6 +78,12 @@ class ShardCopy:
     num_bytes: int
     checksum: str
     nulls: Mapping[str, int] = field(default_factory=dict)
+    same_as: SameShard | None = None
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes that it takes on this node."""
+        return self.num_bytes if self.locations else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class DesiredShard:
     Attributes:
         row_start: its first row id, once `DesiredVersion.rows_fixed`.
         splits: to read it from the source.
-        copy: to copy it from another node instead.
+        copy: to copy it instead, from another node or another version.
     """
 
     index: int
@@ -117,7 +133,7 @@ class DesiredVersion:
     def estimated_bytes(self) -> int:
         """Bytes of the shards that this node can load or copy now."""
         return sum(
-            shard.copy.num_bytes
+            shard.copy.new_bytes
             if shard.copy
             else sum(split.estimated_bytes for split in shard.splits)
             for shard in self.obtainable

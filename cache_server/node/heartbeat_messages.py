@@ -16,6 +16,7 @@ from cache_server.node.desired import (
     DesiredVersion,
     LoadPlan,
     OpenWrite,
+    SameShard,
     ShardCopy,
 )
 from cache_server.node.reconcile import ActualVersion
@@ -37,9 +38,8 @@ def encode_report(
         sealed: the shards of these versions.
     """
     request = pb.HeartbeatRequest(node=description)
-    request.node.stored_bytes = sum(
-        shard.sealed.num_bytes for shards in sealed.values() for shard in shards.values()
-    )
+    files = {shard.inode: shard for shards in sealed.values() for shard in shards.values()}
+    request.node.stored_bytes = sum(shard.sealed.num_bytes for shard in files.values())
     request.node.stored_shards = sum(map(len, sealed.values()))
     for key, version in actual.items():
         if not version.is_retired:  # a later version of this name has not begun
@@ -80,6 +80,7 @@ def _encode_version(
             message.shards.add(index=job, failure=reason)
     message.waits = max(version.waits.values(), default="")
     message.notes.extend(sorted(version.notes))
+    message.files_read = version.files_read
     if version.idle_s is not None:
         message.idle_s = version.idle_s
 
@@ -182,7 +183,7 @@ def decode_plan(plan: pb.LoadPlan, secrets: pb.Secrets) -> LoadPlan:
 def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersion:
     return DesiredVersion(
         plan=plan,
-        shards={shard.index: _decode_shard(shard) for shard in message.shards},
+        shards={shard.index: _decode_shard(shard, plan.key) for shard in message.shards},
         rows_fixed=message.rows_fixed,
         num_rows=message.num_rows,
         run_whole=message.run_whole,
@@ -193,21 +194,26 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
     )
 
 
-def _decode_shard(shard: pb.DesiredShard) -> DesiredShard:
+def _decode_shard(shard: pb.DesiredShard, key: VersionKey) -> DesiredShard:
     index = told_names.shard_index(shard.index)
-    if shard.copy_from:
+    splits = tuple(split_from_proto(split) for split in shard.splits)
+    same_as = None
+    if shard.HasField("same_as"):
+        same_as = SameShard(
+            told_names.version_key(key.dataset, shard.same_as.fingerprint),
+            told_names.shard_index(shard.same_as.index),
+        )
+    copy = None
+    if shard.copy_from or same_as is not None:
         copy = ShardCopy(
-            tuple(map(told_names.location, shard.copy_from)),
+            tuple(map(told_names.location, shard.copy_from or shard.same_as.copy_from)),
             shard.num_rows,
             shard.num_bytes,
             told_names.token(shard.checksum, "checksum"),
             dict(shard.nulls),
+            same_as,
         )
-        return DesiredShard(index, shard.row_start, copy=copy)
-    if shard.splits:
-        splits = tuple(split_from_proto(split) for split in shard.splits)
-        return DesiredShard(index, shard.row_start, splits)
-    return DesiredShard(index, shard.row_start)
+    return DesiredShard(index, shard.row_start, splits, copy)
 
 
 def encode_secrets(secrets: Mapping[str, Mapping[str, str]]) -> pb.Secrets:

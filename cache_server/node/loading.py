@@ -23,7 +23,7 @@ from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
 from cache_protocol.wire.credentials import Credentials
 from cache_server.node import peer_files, staging
-from cache_server.node.desired import DesiredShard, LoadPlan
+from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 from cache_server.plan.written_version import put_of
 from cache_server.shards.packing import ShardBuilder
@@ -236,31 +236,44 @@ def run_whole(store: ShardStore, job: Job) -> int:
 
 
 def copy_shard(store: ShardStore, job: Job, credentials: Credentials) -> None:
-    """Copies the file of a sealed shard from another node.
+    """Shares the file of the same shard of another version, or copies it from another node.
 
     Args:
         credentials: of this node.
 
     Raises:
-        NodeUnavailableError: no node gave it.
+        NodeUnavailableError: it is not here any more, and no node gave it.
         LoadError: it does not fit here. CancelledError.
     """
     assert job.shard is not None and job.shard.copy is not None
     copy = job.shard.copy
     sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum, copy.nulls)
+    source = copy.same_as or SameShard(job.key, sealed.index)
+    if copy.same_as is not None:
+        try:
+            store.share(job.key, sealed, source.key, source.index)
+            return
+        except NodeUnavailableError:
+            if not copy.locations:
+                raise
     for location in copy.locations[:-1]:
         try:
-            _copy(store, job, sealed, location, credentials)
+            _copy(store, job, sealed, source, location, credentials)
             return
         except NodeUnavailableError as error:
             logger.warning("copy failed dataset=%s %s", job.key.dataset, error)
-    _copy(store, job, sealed, copy.locations[-1], credentials)
+    _copy(store, job, sealed, source, copy.locations[-1], credentials)
 
 
 def _copy(
-    store: ShardStore, job: Job, sealed: SealedShard, location: str, credentials: Credentials
+    store: ShardStore,
+    job: Job,
+    sealed: SealedShard,
+    source: SameShard,
+    location: str,
+    credentials: Credentials,
 ) -> None:
-    file = peer_files.shard_file(location, job.key, sealed.index, credentials=credentials)
+    file = peer_files.shard_file(location, source.key, source.index, credentials=credentials)
     with closing(file) as chunks:
         store.receive(job.key, sealed, _while_wanted(job, chunks))
 

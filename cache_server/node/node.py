@@ -94,8 +94,9 @@ class CoordinatorLink(Protocol):
         *,
         lease: bool = False,
         viewer: Viewer = EVERYTHING,
+        follow: pb.EpochOfJob | None = None,
     ) -> pb.DatasetInfo:
-        """One dataset: the given version, or the newest one that has not failed."""
+        """One dataset: the given version, that of an epoch, or the newest that has not failed."""
 
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Every dataset that a viewer sees."""
@@ -308,10 +309,14 @@ class Node:
         return dropped
 
     def describe(
-        self, dataset: str, fingerprint: str = "", viewer: Viewer = EVERYTHING
+        self,
+        dataset: str,
+        fingerprint: str = "",
+        viewer: Viewer = EVERYTHING,
+        follow: pb.EpochOfJob | None = None,
     ) -> pb.DatasetInfo:
         """One dataset, from the coordinator, leased because its rows are about to be read."""
-        return self._link.get(dataset, fingerprint, lease=True, viewer=viewer)
+        return self._link.get(dataset, fingerprint, lease=True, viewer=viewer, follow=follow)
 
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Every dataset that a viewer sees, from the coordinator."""
@@ -586,20 +591,27 @@ class Node:
             self._wake.set()
 
     def _load(self, state: VersionState, job: Job) -> None:
-        if job.plan.is_written and not (job.shard is not None and job.shard.copy):
+        if job.shard is not None and job.shard.copy:
+            try:
+                loading.copy_shard(self._store, job, self._credentials)
+                return
+            except NodeUnavailableError as error:
+                if not job.splits:
+                    raise
+                logger.warning("read again dataset=%s %s", job.key.dataset, error)
+        if job.plan.is_written:
             loading.move_put(self._store, job)
             return
-        if job.shard is None or not job.shard.copy:
-            splits = (*job.splits, *job.whole_splits)
-            self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
+        splits = (*job.splits, *job.whole_splits)
+        self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
         if job.shard is None:
             num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
             with self._lock:
                 state.num_shards = num_shards
-        elif job.shard.copy:
-            loading.copy_shard(self._store, job, self._credentials)
         else:
             self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+        with self._lock:
+            state.files_read += len({split.file.path for split in splits})
 
     def _wait_for_room(
         self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool

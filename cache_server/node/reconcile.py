@@ -25,6 +25,7 @@ class ActualVersion:
         failures: the reason of each failed load.
         waits: why a load is tried again later.
         notes: what the loads changed, for people.
+        files_read: by the loads.
         may_copy_again: enough time has passed since the last failure.
         num_shards: of the result of a whole query, once it is known.
         idle_s: since rows were last read; None if they never were.
@@ -41,6 +42,7 @@ class ActualVersion:
     failures: Mapping[int | None, str] = field(default_factory=dict)
     waits: Mapping[int | None, str] = field(default_factory=dict)
     notes: Set[str] = frozenset()
+    files_read: int = 0
     may_copy_again: bool = False
     num_shards: int | None = None
     idle_s: float | None = None

@@ -40,6 +40,7 @@ class VersionState:
         num_shards: of the result of a whole query, once it is known.
         last_read: monotonic seconds; None if no row was read.
         notes: what the loads changed, for people; load threads add to it.
+        files_read: by the loads; a file counts once for each shard that is made of it.
         is_retired: it is served no more, and its last loads have yet to end.
     """
 
@@ -55,6 +56,7 @@ class VersionState:
     num_shards: int | None = None
     last_read: float | None = None
     notes: set[str] = field(default_factory=set)
+    files_read: int = 0
     is_retired: bool = False
 
     def is_seen_by(self, viewer: Viewer) -> bool:
@@ -111,6 +113,7 @@ class VersionState:
             failures=dict(self.failures),
             waits=dict(self.waits),
             notes=frozenset(self.notes),
+            files_read=self.files_read,
             may_copy_again=now >= self.copy_again_at,
             num_shards=self.num_shards,
             idle_s=None if self.last_read is None else now - self.last_read,

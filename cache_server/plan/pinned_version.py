@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +18,14 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables
-from cache_server.plan.shard_plan import ShardPlan, cut_shards, max_rows, varying_bytes
+from cache_server.plan.shard_plan import (
+    ShardPlan,
+    cut_shards,
+    cuts_hash,
+    max_rows,
+    varying_bytes,
+    with_contents,
+)
 from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import WRITTEN, Pin, PinnedTable, SourceFile, Split, with_lineage
@@ -29,6 +36,8 @@ _STORAGE_FORMAT = 9  # part of every fingerprint; raise it when the stored bytes
 _SMALL_BYTES = 256 * 1024 * 1024
 # Estimated bytes of strings and lists in a shard that may outgrow 32-bit offsets, with some room.
 _LARGE_BYTES = 1 << 30
+# Each refresh adds a shard. With so many more than needed, all are cut anew.
+_MOST_EXTRA_SHARDS = 1000
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class PinnedVersion:
     def from_catalogue(cls, entry: pb.CatalogueEntry) -> PinnedVersion:
         """The version of a catalogue entry."""
         shards = tuple(
-            ShardPlan(index, tuple(split_from_proto(split) for split in shard.splits))
+            ShardPlan(index, tuple(map(split_from_proto, shard.splits)), shard.content)
             for index, shard in enumerate(entry.shards)
         )
         return cls(
@@ -144,8 +153,12 @@ class OpenPlan:
             pin.close()
 
 
-def plan_version(spec: DatasetSpec) -> OpenPlan:
+def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> OpenPlan:
     """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
+
+    Args:
+        before: earlier versions, the newest first: the first with rows of the same kind gives the
+            cuts of the shards that did not change.
 
     Raises:
         LoadError: a source cannot be read.
@@ -158,7 +171,7 @@ def plan_version(spec: DatasetSpec) -> OpenPlan:
             for table in spec.tables:
                 formats[table.name], pins[table.name] = tables.pin(table)
                 stack.callback(pins[table.name].close)
-            planned = _plan(spec, formats, pins)
+            planned = _plan(spec, formats, pins, before)
         except pa.ArrowException as error:  # of a type that a library lacks, or of damage
             sources = ", ".join(source for table in spec.tables for source in table.source)
             raise LoadError(f"cannot read {sources}: {error}") from None
@@ -166,7 +179,12 @@ def plan_version(spec: DatasetSpec) -> OpenPlan:
         return planned
 
 
-def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]) -> OpenPlan:
+def _plan(
+    spec: DatasetSpec,
+    formats: Mapping[str, str],
+    pins: Mapping[str, Pin],
+    before: Sequence[PinnedVersion],
+) -> OpenPlan:
     text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
     schemas = {name: pin.schema for name, pin in pins.items()}
     query = queries.check_query(
@@ -214,8 +232,7 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
             )
         )
     shards = cut_shards(splits[driver], spec.target_shard_bytes) if driver is not None else None
-    if shards and varying_bytes(shards, Layout(logical).fixed_row_bytes) > _LARGE_BYTES:
-        logical = with_large_offsets(logical)
+    logical = _with_offsets(logical, shards)
     version = PinnedVersion(
         spec,
         VersionKey(spec.name, _fingerprint(spec, formats, pins, text, driver)),
@@ -230,7 +247,59 @@ def _plan(spec: DatasetSpec, formats: Mapping[str, str], pins: Mapping[str, Pin]
         explanation,
         _unsized_columns(logical, query, driver),
     )
+    version = _sharing(version, pins, before)
     return OpenPlan(version, dict(pins), splits, query, rows_before)
+
+
+def _with_offsets(logical: pa.Schema, shards: Sequence[ShardPlan] | None) -> pa.Schema:
+    """``logical`` with large offsets, if a shard may need them."""
+    if shards and varying_bytes(shards, Layout(logical).fixed_row_bytes) > _LARGE_BYTES:
+        return with_large_offsets(logical)
+    return logical
+
+
+def _sharing(
+    version: PinnedVersion, pins: Mapping[str, Pin], before: Sequence[PinnedVersion]
+) -> PinnedVersion:
+    """The version with the content of each shard, and with the cuts of an earlier version.
+
+    A fingerprint has one set of shards: other cuts change it.
+    """
+    if version.shards is None or not version.comparable:
+        return version
+    content = _table_content(version, pins)
+    plain = with_contents(version.shards, content)
+    for earlier in before:
+        is_cut_alike = earlier.spec.target_shard_bytes == version.spec.target_shard_bytes
+        if not (is_cut_alike and earlier.shards):
+            continue
+        if with_contents(earlier.shards, content) != earlier.shards:
+            continue  # other rows come of the same splits
+        splits = [split for shard in plain for split in shard.splits]
+        cut = cut_shards(splits, version.spec.target_shard_bytes, earlier.shards)
+        if _with_offsets(version.logical, cut) != version.logical:
+            break
+        shards = with_contents(cut, content)
+        if shards == plain or len(shards) > len(plain) + _MOST_EXTRA_SHARDS:
+            break
+        text = f"{version.key.fingerprint}/{cuts_hash(shards)}"
+        fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return replace(version, shards=shards, key=replace(version.key, fingerprint=fingerprint))
+    return replace(version, shards=plain)
+
+
+def _table_content(version: PinnedVersion, pins: Mapping[str, Pin]) -> bytes:
+    """What decides the rows of a shard apart from its splits: the plan from which it is made."""
+    plan = version.to_load_plan(0)
+    for name in ("dataset", "fingerprint", "readers", "has_secrets", "target_shard_bytes"):
+        plan.ClearField(name)
+    plan.keeps_every_row = False  # decides how the file is written, not what is in it
+    driver = pins[plan.tables[0].name]
+    if driver.split_content is not None:
+        plan.tables[0].snapshot = driver.split_content
+    for table in plan.tables[1:]:
+        table.snapshot = json.dumps(pins[table.name].content, default=list)
+    return str(_STORAGE_FORMAT).encode() + plan.SerializeToString(deterministic=True)
 
 
 def _driver(

@@ -183,6 +183,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
                 memory_limit_bytes=request.memory_limit_bytes,
+                by=caller_of(context).principal,
             )
             return pb.PlanDatasetResponse(forecast=forecast)
 
@@ -193,7 +194,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         with _error_statuses(context):
             viewer = _viewer(caller_of(context), request.viewer)
             info = self._coordinator.get(
-                request.name, request.fingerprint, lease=request.lease, viewer=viewer
+                request.name,
+                request.fingerprint,
+                lease=request.lease,
+                viewer=viewer,
+                follow=request.follow if request.HasField("follow") else None,
             )
             return pb.GetDatasetResponse(dataset=info)
 

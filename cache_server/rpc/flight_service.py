@@ -332,7 +332,8 @@ class FlightService(flight.FlightServerBase):
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
-            info = node.describe(request.dataset, request.fingerprint, viewer)
+            follow = request.follow if request.HasField("follow") else None
+            info = node.describe(request.dataset, request.fingerprint, viewer, follow)
             return info, list(request.columns), None
         if descriptor.descriptor_type != flight.DescriptorType.PATH:
             raise InvalidTicketError("the descriptor has neither a command nor a path")

@@ -1,6 +1,7 @@
 """Writes, seals, adopts, maps and drops shard files.
 
-    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
+    <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch;
+                                                              versions may share it by a hard link
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
     <cache_dir>/.lock, .node-id                               one process, one lasting name
     <cache_dir>/.scratch/                                     temporary files
@@ -21,6 +22,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +89,7 @@ class ShardStore:
         self._manifests = threading.Lock()  # taken before the other one
         self._shards: dict[VersionKey, dict[int, MappedShard]] = {}
         self._stored_bytes = 0  # of `_shards`: added up for each shard, 10,000 would cost 10**8
+        self._names: Counter[tuple[int, int]] = Counter()  # of each file: versions may share it
         self._reserved: dict[Path, int] = {}  # of files being written
         self._removals: list[threading.Thread] = []
         try:
@@ -104,7 +107,8 @@ class ShardStore:
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
-            self._stored_bytes = sum(_bytes_of(each.values()) for each in self._shards.values())
+            for shards in self._shards.values():
+                self._count(shards.values())
         except BaseException:
             self.close()
             raise
@@ -119,6 +123,7 @@ class ShardStore:
         """Drops the maps and releases the directory; the files stay."""
         with self._lock:
             self._shards.clear()
+            self._names.clear()
             self._stored_bytes = 0
         self._lock_file.close()
 
@@ -146,9 +151,10 @@ class ShardStore:
             return {key: dict(shards) for key, shards in self._shards.items()}
 
     def sealed(self) -> list[MappedShard]:
-        """All shards of all versions."""
+        """One shard of each file of all versions."""
         with self._lock:
-            return [shard for shards in self._shards.values() for shard in shards.values()]
+            shards = [shard for shards in self._shards.values() for shard in shards.values()]
+        return [*{shard.inode: shard for shard in shards}.values()]
 
     def shards(self, key: VersionKey) -> dict[int, MappedShard]:
         """The sealed shards of one version, a copy, by shard index."""
@@ -281,6 +287,35 @@ class ShardStore:
         self._remove_empty(self._directory(source))
         return shard
 
+    def share(
+        self, key: VersionKey, sealed: SealedShard, other: VersionKey, index: int
+    ) -> MappedShard:
+        """Gives the file of another version's shard a second name: no byte is copied.
+
+        Args:
+            sealed: the shard to store, with the checksum of the other one.
+
+        Raises:
+            NodeUnavailableError: the other one is not here, or the file system has no hard links.
+            LoadError: it cannot be written.
+        """
+        temporary = self._directory(key) / _temporary_name(sealed.index)
+
+        def link() -> SealedShard:
+            shard = self.shards(other).get(index)
+            if shard is None or shard.sealed.checksum != sealed.checksum:
+                raise NodeUnavailableError(f"shard {index} of {other} is not on this node")
+            temporary.unlink()
+            try:
+                os.link(shard.path, temporary)
+            except OSError as error:
+                raise NodeUnavailableError(
+                    f"the file of shard {index} of {other} cannot be shared: {error.strerror}"
+                ) from None
+            return replace(shard.sealed, index=sealed.index)
+
+        return self._keep(key, sealed.index, temporary, 0, link)
+
     def _keep(
         self,
         key: VersionKey,
@@ -292,7 +327,8 @@ class ShardStore:
         """Writes a file under a temporary name, and seals it."""
         directory = self._directory(key)
         final = directory / shard_file_name(index)
-        self._reserve(temporary, size)
+        if size:  # a shared file takes no room
+            self._reserve(temporary, size)
         try:
             self._create(temporary)
             sealed = write()
@@ -325,8 +361,8 @@ class ShardStore:
             shards = self._shards.setdefault(key, {})
             replaced = shards.get(shard.sealed.index)
             shards[shard.sealed.index] = shard
-            before = 0 if replaced is None else replaced.sealed.num_bytes
-            self._stored_bytes += shard.sealed.num_bytes - before
+            self._count([shard])
+            self._uncount([replaced] if replaced is not None else [])
 
     def drop(self, key: VersionKey, *indices: int) -> None:
         """Removes some shards. Readers that have them mapped keep their rows.
@@ -338,12 +374,17 @@ class ShardStore:
         self._remove_empty(self._directory(key))
 
     def drop_this(self, key: VersionKey, shard: MappedShard) -> bool:
-        """Removes one shard, unless another one has replaced it; returns whether it did."""
+        """Removes one shard, unless another one has replaced it; returns whether it did.
+
+        Also removes it from the versions that share its file.
+        """
         with self._manifests:  # needed to replace a shard
             if self.shards(key).get(shard.sealed.index) is not shard:
                 return False
-            self._drop(key, [shard.sealed.index])
-        self._remove_empty(self._directory(key))
+            for name, shards in self.versions().items():
+                same = [i for i, other in shards.items() if other.inode == shard.inode]
+                self._drop(name, same)
+                self._remove_empty(self._directory(name))
         return True
 
     def _drop(self, key: VersionKey, indices: Iterable[int]) -> None:
@@ -352,7 +393,7 @@ class ShardStore:
         with self._lock:
             shards = self._shards.get(key, {})
             dropped = [shards.pop(index) for index in indices if index in shards]
-            self._stored_bytes -= _bytes_of(dropped)
+            self._uncount(dropped)
             kept = [shard.sealed for shard in shards.values()]
             if not shards:
                 self._shards.pop(key, None)
@@ -370,7 +411,7 @@ class ShardStore:
         """Removes all files of one version."""
         with self._lock:
             shards = self._shards.pop(key, {})
-            self._stored_bytes -= _bytes_of(shards.values())
+            self._uncount(shards.values())
         directory = self._directory(key)
         if directory.exists():
             self._discard([directory], _bytes_of(shards.values()))
@@ -445,6 +486,20 @@ class ShardStore:
             return shutil.disk_usage(self.cache_dir).free
         except OSError as error:  # it was removed, such as /dev/shm when its owner logs out
             raise LoadError(f"cannot use cache_dir {self.cache_dir}: {error.strerror}") from None
+
+    def _count(self, shards: Iterable[MappedShard]) -> None:
+        """Adds the bytes of files that have no other name. Needs the lock."""
+        for shard in shards:
+            self._names[shard.inode] += 1
+            self._stored_bytes += shard.sealed.num_bytes * (self._names[shard.inode] == 1)
+
+    def _uncount(self, shards: Iterable[MappedShard]) -> None:
+        """Like `_count`, for names that were removed."""
+        for shard in shards:
+            self._names[shard.inode] -= 1
+            if not self._names[shard.inode]:
+                del self._names[shard.inode]
+                self._stored_bytes -= shard.sealed.num_bytes
 
     def _release(self, path: Path) -> None:
         with self._lock:

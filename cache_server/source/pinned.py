@@ -141,6 +141,8 @@ class Pin:
         with_groups: splits of this pin and the columns to read -> the same splits with their
             ``group_bytes``. None for a format without row groups.
         snapshot: see `PinnedTable`.
+        split_content: decides, with the file and the ``piece`` of a split, its rows; for a table
+            whose ``snapshot`` also covers other splits. None: ``snapshot``.
         exact_rows: every split knows exactly how many rows it holds.
         guessed: the bytes of the splits are guesses, so a single split may be of any size.
         comparable: an unchanged source has the same ``content``. If false, as for a database, a
@@ -158,6 +160,7 @@ class Pin:
     content: Sequence[object]
     cut: Callable[[pa.Schema, int], tuple[Split, ...]]
     snapshot: str = ""
+    split_content: str | None = None
     exact_rows: bool = False
     guessed: bool = False
     comparable: bool = True

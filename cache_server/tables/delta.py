@@ -7,6 +7,7 @@ column mapping, are refused by name before a row is read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,7 @@ class _File:
     Attributes:
         path: relative to the root of the table, as in the store.
         num_rows: before any deletion vector; None if the log does not tell.
+        written: milliseconds since 1970.
         partition: the value of each partition column, with its type.
         keep: a mask of live rows, in order; rows past its end are live. None: all are live.
     """
@@ -108,8 +110,16 @@ class _File:
     path: str
     size: int
     num_rows: int | None
+    written: int
     partition: Mapping[str, pa.Scalar]
     keep: pa.BooleanArray | None
+
+    @property
+    def deletes(self) -> str:
+        """Identifies the rows that are not live; empty if all are."""
+        if self.keep is None:
+            return ""
+        return hashlib.sha256(self.keep.to_numpy(zero_copy_only=False).tobytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,10 @@ _VERSIONS = lake.OpenedSnapshots[_Version]()
 
 
 def pin(table: TableSpec) -> Pin:
-    """The version that ``table`` names, or the current one; splits are ordered by file path.
+    """The version that ``table`` names, or the current one.
+
+    Splits are ordered by the time that their file was written, then by path. So rows that are added
+    come last.
 
     Raises:
         LoadError: there is no table, or its log cannot be read.
@@ -165,6 +178,7 @@ def pin(table: TableSpec) -> Pin:
         content=_content(state, version),
         cut=cut,
         snapshot=state.to_json(),
+        split_content=json.dumps([state.table_id, *_columns(version)]),
         bytes_by=lake.bytes_by(len(files)),
         exact_rows=all(file.keep is None for file in version.files.values()),
     )
@@ -298,6 +312,7 @@ def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
                 path,
                 add.column("size_bytes")[i].as_py(),
                 add.column("num_records")[i].as_py(),
+                add.column("modification_time")[i].as_py(),
                 {name: values[name] for name in partition_columns},
                 vectors.pop(uri, None),
             )
@@ -305,7 +320,8 @@ def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:
         raise LoadError(f"{what} has a deletion vector for an unknown file: {min(vectors)}")
     sizes = {file.path: file.size for file in files.values()}
     store = DeltaStorageHandler(table.table_uri, storage, sizes)
-    return _Version(schema, dict(sorted(files.items())), pa.fs.PyFileSystem(store))
+    as_written = sorted(files.items(), key=lambda item: (item[1].written, item[0]))
+    return _Version(schema, dict(as_written), pa.fs.PyFileSystem(store))
 
 
 def _deletion_vectors(table: DeltaTable) -> dict[str, pa.BooleanArray]:
@@ -353,6 +369,7 @@ def _counted(version: _Version) -> list[lake.DataFile]:
                 SourceFile(uri, file.size, 0),
                 count,
                 0 if file.keep is not None else min(file.size, lake.MOST_GROUP_BYTES),
+                deletes=file.deletes,
             )
             for (uri, file), count in zip(version.files.items(), counts, strict=True)
         ]
@@ -360,8 +377,11 @@ def _counted(version: _Version) -> list[lake.DataFile]:
 
 def _content(state: _State, version: _Version) -> list[object]:
     files = [[file.path, file.size, file.keep is not None] for file in version.files.values()]
-    columns = [[field.name, str(field.type)] for field in version.schema]
-    return ["delta", state.table_id, state.version, columns, files]
+    return ["delta", state.table_id, state.version, _columns(version), files]
+
+
+def _columns(version: _Version) -> list[list[str]]:
+    return [[field.name, str(field.type)] for field in version.schema]
 
 
 def _loaded(state: _State, options: Mapping[str, str], secrets: Mapping[str, str]) -> _Version:

@@ -47,6 +47,7 @@ from cache_server.tables.synthetic import rows_like
 _THREADS = 32  # mostly waiting for stores
 _FOOTERS_AT_ONCE = 256  # in memory as bytes
 _TAIL_BYTES = 64 * 1024  # of an Arrow file, which hold its footer
+_KNOWN = footers.KnownFooters(64 * 1024 * 1024)
 _HEAD_BYTES = 4 * 1024 * 1024  # of a CSV, to infer its columns
 _JSON_BYTES = 4 * 1024 * 1024  # of a table of JSON, to infer its columns
 _FEWEST_JSON_BYTES = 32 * 1024  # of each of its files
@@ -237,17 +238,25 @@ def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.File
             return footers.parsed(tail)
         return None
 
-    found: list[pq.FileMetaData] = []
+    store = hash((tuple(sorted(table.options.items())), tuple(sorted(table.secrets.items()))))
+    known = {file: _KNOWN.get((file, store)) for file in files}
+    found: dict[SourceFile, pq.FileMetaData] = {
+        file: footers.parsed(end) for file, end in known.items() if end is not None
+    }
+    new = [file for file, end in known.items() if end is None]
     with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-        for start in range(0, len(files), _FOOTERS_AT_ONCE):
-            some = files[start : start + _FOOTERS_AT_ONCE]
+        for start in range(0, len(new), _FOOTERS_AT_ONCE):
+            some = new[start : start + _FOOTERS_AT_ONCE]
             tails = list(pool.map(tail, some))
             footers_of_some = pool.map(parsed, tails)  # meanwhile
             if (fault := footers.first_fault(tails)) is not None:
                 index, reason = fault
                 raise _bad_footer(some[index], tails[index], reason)
-            found += footers_of_some
-    return tuple(found)
+            found.update(zip(some, footers_of_some, strict=True))
+            for file, end in zip(some, map(footers.end_of, tails), strict=True):
+                if file.mtime_ns or file.etag:
+                    _KNOWN.add((file, store), end)
+    return tuple(found[file] for file in files)
 
 
 def read_remote_footer(file: SourceFile, last: Callable[[int], bytes]) -> pq.FileMetaData:

@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -28,6 +30,7 @@ from cache_server.tables.size_statistics import encrypted_columns
 _MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 _TAIL_BYTES = 64 * 1024  # read from the end of a file; most footers are shorter
 _CHECK_S = 60.0  # for one footer
+_KEEP_S = 3600.0
 _ENCRYPTED = "encrypted, which is not read: write the file without encryption"
 
 
@@ -93,12 +96,54 @@ def first_fault(tails: Sequence[bytes]) -> tuple[int, str] | None:
         if tail[-4:] == b"PARE":
             return index, f"it is {_ENCRYPTED}"
     # Only the footers themselves: a signature after the footer is a sign of encryption.
-    ends = [tail[-_footer_bytes(tail) - _MAGIC_BYTES :] for tail in tails]
-    if (fault := _CHECKER.first_fault(ends)) is None:
+    if (fault := _CHECKER.first_fault(list(map(end_of, tails)))) is None:
         return None
     if names := encrypted_columns(tails[fault[0]]):
         return fault[0], f"column {', '.join(map(repr, names))} is {_ENCRYPTED}"
     return fault
+
+
+def end_of(tail: bytes) -> bytes:
+    """The footer alone, with its length."""
+    return tail[-_footer_bytes(tail) - _MAGIC_BYTES :]
+
+
+class KnownFooters:
+    """Footers that were read and checked, by any key; keeps those of the last hour. Thread-safe.
+
+    A table that grew is planned without reading the old footers again.
+
+    Args:
+        max_bytes: of all; then further ones are not kept.
+    """
+
+    def __init__(self, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Hashable, tuple[bytes, float]] = OrderedDict()  # the oldest first
+        self._num_bytes = 0
+
+    def get(self, key: Hashable) -> bytes | None:
+        """The footer that was added under this key."""
+        with self._lock:
+            if (found := self._known.pop(key, None)) is None:
+                return None
+            self._known[key] = found[0], self._clock()
+            return found[0]
+
+    def add(self, key: Hashable, footer: bytes) -> None:
+        """Keeps a footer, if there is room beside those that were used lately."""
+        with self._lock:
+            while self._known and self._num_bytes + len(footer) > self._max_bytes:
+                oldest, (old, used_s) = next(iter(self._known.items()))
+                if self._clock() - used_s < _KEEP_S:
+                    return
+                del self._known[oldest]
+                self._num_bytes -= len(old)
+            if key not in self._known and len(footer) <= self._max_bytes:
+                self._known[key] = footer, self._clock()
+                self._num_bytes += len(footer)
 
 
 def _footer_bytes(tail: bytes) -> int:

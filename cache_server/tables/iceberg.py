@@ -24,9 +24,15 @@ from pyiceberg.expressions import (
     LessThanOrEqual,
 )
 from pyiceberg.io.pyarrow import PyArrowFileIO, pyarrow_to_schema, schema_to_pyarrow
-from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent
+from pyiceberg.manifest import (
+    DataFile,
+    DataFileContent,
+    FileFormat,
+    ManifestContent,
+    ManifestEntry,
+)
 from pyiceberg.schema import Schema
-from pyiceberg.table import FileScanTask, StaticTable
+from pyiceberg.table import FileScanTask, ManifestGroupPlanner, StaticTable
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
@@ -92,7 +98,10 @@ _PLANS = lake.OpenedSnapshots[_Plan](max_age_s=_PLAN_AGE_S)
 
 
 def pin(table: TableSpec) -> Pin:
-    """The snapshot that ``table`` names, or the current one; splits are ordered by file path.
+    """The snapshot that ``table`` names, or the current one.
+
+    Splits are ordered by the time that their file was added, then by path. So rows that are added
+    come last, except in tables of format 1, which does not tell.
 
     A snapshot id or a tag gives the columns of that snapshot. The current snapshot or a branch has
     the current columns of the table. Iceberg's Java library does the same.
@@ -135,6 +144,7 @@ def pin(table: TableSpec) -> Pin:
         content=_content(metadata, state, schema, tasks),
         cut=lambda stored_schema, _: cut_files(by_path, stored_schema),
         snapshot=state.to_json(),
+        split_content=_split_content(metadata, schema),
         bytes_by=lake.bytes_by(len(tasks)),
         exact_rows=not any(task.delete_files for task in tasks),
     )
@@ -323,11 +333,20 @@ def _schema_by_id(metadata: TableMetadata, schema_id: int, what: str) -> Schema:
 
 
 def _tasks(table: StaticTable, snapshot_id: int | None, what: str) -> tuple[FileScanTask, ...]:
-    """The data files of a snapshot by path, each with its deletes."""
+    """The data files of a snapshot as they were added, each with its deletes."""
     if snapshot_id is None:
         return ()
+    added: dict[str, int] = {}
+
+    def note(entry: ManifestEntry) -> bool:
+        added[entry.data_file.file_path] = entry.file_sequence_number or 0
+        return True
+
     try:
-        planned = list(table.scan(snapshot_id=snapshot_id).plan_files())
+        snapshot = table.scan(snapshot_id=snapshot_id).snapshot()
+        manifests = snapshot.manifests(table.io) if snapshot is not None else ()
+        planner = ManifestGroupPlanner(table.metadata, table.io)
+        planned = list(planner.plan_files(manifests, note))
     except ValueError:
         deletes = _equality_deletes(table, snapshot_id)
         if deletes is None:
@@ -336,17 +355,17 @@ def _tasks(table: StaticTable, snapshot_id: int | None, what: str) -> tuple[File
             f"{what}: snapshot {snapshot_id} has equality deletes ({deletes}), which cannot be "
             "honoured here; rewrite the table's data files to apply them"
         ) from None
-    tasks = tuple(sorted(planned, key=lambda task: str(task.file.file_path)))
-    for task in tasks:
+    by_path = sorted(planned, key=lambda task: str(task.file.file_path))
+    for task in by_path:
         _check_readable(task, what)
-    for task, following in itertools.pairwise(tasks):
+    for task, following in itertools.pairwise(by_path):
         if task.file.file_path == following.file.file_path and (
             task.delete_files != following.delete_files
         ):
             raise RequestError(
                 f"{what} lists data file {task.file.file_path} twice, with different deletes"
             )
-    return tasks
+    return tuple(sorted(by_path, key=lambda task: added[task.file.file_path]))
 
 
 def _equality_deletes(table: StaticTable, snapshot_id: int) -> str | None:
@@ -383,7 +402,7 @@ def _data_file(task: FileScanTask) -> lake.DataFile:
     size, groups = task.file.file_size_in_bytes, len(task.file.split_offsets or ())
     file = SourceFile(task.file.file_path, size, 0)
     if task.delete_files or task.file.file_format != FileFormat.PARQUET:
-        return lake.DataFile(file, task.file.record_count)
+        return lake.DataFile(file, task.file.record_count, deletes="\n".join(_deletes(task)))
     # Groups are of one size; the last one is smaller.
     group_bytes = min(size // max(1, groups - 1), lake.MOST_GROUP_BYTES)
     return lake.DataFile(file, task.file.record_count, group_bytes)
@@ -416,23 +435,40 @@ def _footer(table: StaticTable, schema: Schema, file: DataFile) -> lake.Footer |
     return footer, place
 
 
+def _deletes(task: FileScanTask) -> list[str]:
+    """The files of the deletes of a data file."""
+    return sorted(str(delete.file_path) for delete in task.delete_files)
+
+
+def _identity(metadata: TableMetadata) -> str:
+    # Metadata without a uuid gets a new one at each read.
+    given = "table_uuid" in metadata.model_fields_set
+    return str(metadata.table_uuid) if given else metadata.location
+
+
+def _split_content(metadata: TableMetadata, schema: Schema) -> str:
+    """What decides the rows of a data file, apart from its deletes."""
+    names = metadata.name_mapping()
+    specs = {number: spec.model_dump_json() for number, spec in metadata.specs().items()}
+    mapping = names.model_dump_json() if names is not None else None
+    return json.dumps([_identity(metadata), schema.model_dump_json(), mapping, specs])
+
+
 def _content(
     metadata: TableMetadata, state: _State, schema: Schema, tasks: tuple[FileScanTask, ...]
 ) -> list[object]:
-    # Metadata without a uuid gets a new one at each read.
-    given = "table_uuid" in metadata.model_fields_set
     names: NameMapping | None = metadata.name_mapping()
     files = [
         [
             task.file.file_path,
             task.file.file_size_in_bytes,
-            sorted(str(delete.file_path) for delete in task.delete_files),
+            _deletes(task),
         ]
         for task in tasks
     ]
     return [
         "iceberg",
-        str(metadata.table_uuid) if given else metadata.location,
+        _identity(metadata),
         state.snapshot_id,
         [[field.field_id, field.name, str(field.field_type)] for field in schema.fields],
         names.model_dump_json() if names is not None else None,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Generic, TypeVar
 
 import pyarrow as pa
@@ -178,11 +178,14 @@ class DataFile:
         num_rows: before any deletes.
         group_bytes: about the size of a row group, at most `MOST_GROUP_BYTES`; 0 if the file is
             not read as a `plain_files.PlainFile`.
+        deletes: identifies them; empty if there are none.
     """
 
     file: SourceFile
     num_rows: int
     group_bytes: int = 0
+    _: KW_ONLY
+    deletes: str = ""
 
 
 Footer = tuple[pq.FileMetaData, Callable[[pa.Field], Place]]
@@ -223,6 +226,7 @@ def cut(
             data.num_rows,
             data.num_rows * layout.fixed_row_bytes + known.get(index, round(data.num_rows * mean)),
             group_bytes=data.group_bytes,
+            piece=data.deletes,
         )
         for index, data in enumerate(files)
     )

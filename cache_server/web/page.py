@@ -80,7 +80,7 @@ def _of_cache(cache: CacheStatus, job: str) -> list[str]:
             if info.state == pb.DATASET_STATE_FAILED
             else state_name(info.state),
             f"{info.num_rows or info.progress.rows_done:,}",
-            f"{info.progress.shards_done:,} of {info.progress.shards_total:,}",
+            _shards(info.progress),
             size(info.num_bytes),
             _loaded(info),
         ]
@@ -175,6 +175,11 @@ def _rank_row(rank: pb.RankInfo) -> list[object]:
         f"{rank.rows_per_s:,.0f}",
         f"{rank.step:,}",
     ]
+
+
+def _shards(progress: pb.LoadProgress) -> str:
+    reused = f" ({progress.shards_reused:,} reused)" if progress.shards_reused else ""
+    return f"{progress.shards_done:,} of {progress.shards_total:,}{reused}"
 
 
 def _loaded(info: pb.DatasetInfo) -> object:

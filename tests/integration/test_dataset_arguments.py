@@ -201,9 +201,11 @@ def test_a_time_limit_may_be_a_number_of_numpy(
     """A float32 of seconds, added to a time of day, is wrong by a minute."""
     limits: list[object] = []
 
-    def noting(self: Connection, name: str, fingerprint: str, columns: Any, limit: float) -> Any:
+    def noting(
+        self: Connection, name: str, fingerprint: str, columns: Any, limit: float, **options: Any
+    ) -> Any:
         limits.append(limit)
-        return read_plan(self, name, fingerprint, columns, limit)
+        return read_plan(self, name, fingerprint, columns, limit, **options)
 
     read_plan = Connection.read_plan
     monkeypatch.setattr(Connection, "read_plan", noting)
@@ -297,9 +299,9 @@ def test_no_attempt_to_read_the_plan_goes_past_the_deadline(
     ends: list[float] = []
     read_plan = Connection.read_plan
 
-    def noting(self: Connection, *arguments: Any) -> Any:
+    def noting(self: Connection, *arguments: Any, **options: Any) -> Any:
         ends.append(time.monotonic() + arguments[-1])
-        return read_plan(self, *arguments)
+        return read_plan(self, *arguments, **options)
 
     monkeypatch.setattr(Connection, "read_plan", noting)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
@@ -316,7 +318,7 @@ def test_a_dataset_that_is_not_ready_is_asked_for_until_just_before_the_deadline
 ) -> None:
     starts: list[float] = []
 
-    def not_ready(self: Connection, *arguments: Any) -> Any:
+    def not_ready(self: Connection, *arguments: Any, **options: Any) -> Any:
         starts.append(time.monotonic())
         raise NotReadyError("3 of 7 shards")
 

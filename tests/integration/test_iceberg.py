@@ -292,13 +292,17 @@ def test_a_pinned_table_stays_as_it_was(catalog: SqlCatalog) -> None:
     assert json.dumps(newer.content)
 
 
-def test_splits_are_the_data_files_by_path(catalog: SqlCatalog) -> None:
+def test_splits_are_the_data_files_as_they_were_added(catalog: SqlCatalog) -> None:
     table = _evolve(catalog)
     spec = _spec(table.metadata_location)
     stored = pa.schema([("id", pa.int64()), ("points", pa.float64()), ("part", pa.string())])
     splits = iceberg.pin(spec).cut(stored, 1)
     files = {task.file.file_path: task.file for task in table.scan().plan_files()}
-    assert [split.file.path for split in splits] == sorted(files)
+    entries = table.inspect.entries().to_pylist()
+    added = {entry["data_file"]["file_path"]: entry["file_sequence_number"] for entry in entries}
+    in_order = sorted(files, key=lambda path: (added[path], path))
+    assert [split.file.path for split in splits] == in_order
+    assert len({added[path] for path in in_order}) > 2
     for split in splits:
         file = files[split.file.path]
         assert (split.file.size, split.num_rows) == (file.file_size_in_bytes, file.record_count)

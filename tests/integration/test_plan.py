@@ -179,6 +179,7 @@ def test_the_time_of_a_load_is_foretold_by_the_last_one_that_took_any(
 
         before = client.plan(spec).load_s
         client.load(spec)
+        spec = DatasetSpec("not-loaded", large, target_shard_bytes="4MiB")
         two, four = client.plan(spec), client.plan(spec, num_nodes=4)
 
     assert before is None

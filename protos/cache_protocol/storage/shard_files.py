@@ -94,6 +94,11 @@ class MappedShard:
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
 
+    @property
+    def inode(self) -> tuple[int, int]:
+        """Device and inode: versions that share a file have the same."""
+        return self._stamp[:2]
+
     def is_unchanged(self) -> bool:
         """Whether the file has not been written to since it was mapped.
 

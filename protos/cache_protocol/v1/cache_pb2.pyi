@@ -483,6 +483,8 @@ class LoadProgress(google.protobuf.message.Message):
     BYTES_DONE_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
     ELAPSED_S_FIELD_NUMBER: builtins.int
+    SHARDS_REUSED_FIELD_NUMBER: builtins.int
+    FILES_READ_FIELD_NUMBER: builtins.int
     shards_done: builtins.int
     shards_total: builtins.int
     rows_done: builtins.int
@@ -493,6 +495,10 @@ class LoadProgress(google.protobuf.message.Message):
     """why a part of the load has to wait; empty: none has to"""
     elapsed_s: builtins.float
     """since the load was requested; 0 if that is not known"""
+    shards_reused: builtins.int
+    """of shards_done: those that the version before has too"""
+    files_read: builtins.int
+    """by loads; a file counts once for each shard that is made of it"""
     def __init__(
         self,
         *,
@@ -503,8 +509,10 @@ class LoadProgress(google.protobuf.message.Message):
         bytes_done: builtins.int = ...,
         waits: builtins.str = ...,
         elapsed_s: builtins.float = ...,
+        shards_reused: builtins.int = ...,
+        files_read: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "elapsed_s", b"elapsed_s", "estimated_rows", b"estimated_rows", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_total", b"shards_total", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "elapsed_s", b"elapsed_s", "estimated_rows", b"estimated_rows", "files_read", b"files_read", "rows_done", b"rows_done", "shards_done", b"shards_done", "shards_reused", b"shards_reused", "shards_total", b"shards_total", "waits", b"waits"]) -> None: ...
 
 Global___LoadProgress: typing_extensions.TypeAlias = LoadProgress
 
@@ -573,11 +581,16 @@ class ReadRequest(google.protobuf.message.Message):
     DATASET_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
+
+    @property
+    def follow(self) -> Global___EpochOfJob:
+        """the version of this epoch, instead of a fingerprint"""
 
     def __init__(
         self,
@@ -585,10 +598,34 @@ class ReadRequest(google.protobuf.message.Message):
         dataset: builtins.str = ...,
         fingerprint: builtins.str = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
+        follow: Global___EpochOfJob | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["follow", b"follow"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "follow", b"follow"]) -> None: ...
 
 Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
+
+@typing.final
+class EpochOfJob(google.protobuf.message.Message):
+    """All ranks of a job read one version in an epoch: the newest ready one when the first of them asks.
+    It is kept as long as a lease lasts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    epoch: builtins.int
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        epoch: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job"]) -> None: ...
+
+Global___EpochOfJob: typing_extensions.TypeAlias = EpochOfJob
 
 @typing.final
 class ReadPlan(google.protobuf.message.Message):
@@ -933,6 +970,7 @@ class LoadForecast(google.protobuf.message.Message):
     GUESSED_COLUMNS_FIELD_NUMBER: builtins.int
     LOAD_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
+    SHARDS_REUSED_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """logical columns, storage types"""
@@ -963,6 +1001,8 @@ class LoadForecast(google.protobuf.message.Message):
     """an unnest or a join makes any number of rows from one; bytes count one"""
     load_memory_bytes: builtins.int
     """of one load, besides the shards; the largest load"""
+    shards_reused: builtins.int
+    """of num_shards: those that the cache has already; not in load_s"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -1003,9 +1043,10 @@ class LoadForecast(google.protobuf.message.Message):
         guessed_columns: collections.abc.Iterable[builtins.str] | None = ...,
         load_memory_bytes: builtins.int = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        shards_reused: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_filtered_rows", b"_filtered_rows"]) -> typing.Literal["filtered_rows"] | None: ...
     @typing.overload
@@ -1073,6 +1114,7 @@ class GetDatasetRequest(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
     VIEWER_FIELD_NUMBER: builtins.int
+    FOLLOW_FIELD_NUMBER: builtins.int
     name: builtins.str
     fingerprint: builtins.str
     """empty: the newest"""
@@ -1080,6 +1122,10 @@ class GetDatasetRequest(google.protobuf.message.Message):
     """to read rows: keeps the version for a while, even if it is replaced"""
     @property
     def viewer(self) -> Global___Viewer: ...
+    @property
+    def follow(self) -> Global___EpochOfJob:
+        """see ReadRequest"""
+
     def __init__(
         self,
         *,
@@ -1087,9 +1133,10 @@ class GetDatasetRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         lease: builtins.bool = ...,
         viewer: Global___Viewer | None = ...,
+        follow: Global___EpochOfJob | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["follow", b"follow", "viewer", b"viewer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "follow", b"follow", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
 
 Global___GetDatasetRequest: typing_extensions.TypeAlias = GetDatasetRequest
 
@@ -1470,6 +1517,7 @@ class DesiredShard(google.protobuf.message.Message):
     NUM_ROWS_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
+    SAME_AS_FIELD_NUMBER: builtins.int
     index: builtins.int
     row_start: builtins.int
     """if rows_fixed of the dataset"""
@@ -1487,6 +1535,12 @@ class DesiredShard(google.protobuf.message.Message):
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """of the file to copy; see DatasetInfo"""
 
+    @property
+    def same_as(self) -> Global___SameShard:
+        """Another version of the dataset has the same rows in a file: share it. If that is not possible any
+        more, the splits, if there are any, are read.
+        """
+
     def __init__(
         self,
         *,
@@ -1498,10 +1552,38 @@ class DesiredShard(google.protobuf.message.Message):
         num_rows: builtins.int = ...,
         checksum: builtins.str = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        same_as: Global___SameShard | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "splits", b"splits"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["same_as", b"same_as"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "same_as", b"same_as", "splits", b"splits"]) -> None: ...
 
 Global___DesiredShard: typing_extensions.TypeAlias = DesiredShard
+
+@typing.final
+class SameShard(google.protobuf.message.Message):
+    """A sealed shard of another version of the same dataset."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    COPY_FROM_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    index: builtins.int
+    @property
+    def copy_from(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Flight locations of its nodes; empty: this node has it"""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: builtins.str = ...,
+        index: builtins.int = ...,
+        copy_from: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copy_from", b"copy_from", "fingerprint", b"fingerprint", "index", b"index"]) -> None: ...
+
+Global___SameShard: typing_extensions.TypeAlias = SameShard
 
 @typing.final
 class ActualShard(google.protobuf.message.Message):
@@ -1632,6 +1714,7 @@ class ActualDataset(google.protobuf.message.Message):
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
+    FILES_READ_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
@@ -1647,6 +1730,8 @@ class ActualDataset(google.protobuf.message.Message):
     """since the last read of rows on this node; unset: never"""
     waits: builtins.str
     """why one of its loads has to wait"""
+    files_read: builtins.int
+    """see LoadProgress; since the node was told of the version"""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     @property
@@ -1665,10 +1750,11 @@ class ActualDataset(google.protobuf.message.Message):
         rows_loaded: builtins.int = ...,
         idle_s: builtins.float | None = ...,
         waits: builtins.str = ...,
+        files_read: builtins.int = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
     @typing.overload
@@ -2504,14 +2590,24 @@ class ShardSplits(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SPLITS_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    HOMES_FIELD_NUMBER: builtins.int
+    content: builtins.str
+    """hash of all that decides its rows; empty: unknown"""
     @property
     def splits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Split]: ...
+    @property
+    def homes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """nodes that had its rows when the version was planned"""
+
     def __init__(
         self,
         *,
         splits: collections.abc.Iterable[Global___Split] | None = ...,
+        content: builtins.str = ...,
+        homes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["splits", b"splits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "homes", b"homes", "splits", b"splits"]) -> None: ...
 
 Global___ShardSplits: typing_extensions.TypeAlias = ShardSplits
 

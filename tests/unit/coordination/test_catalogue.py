@@ -170,7 +170,7 @@ def test_a_write_that_a_crash_cut_short_changes_nothing(
         (b"\xff\xfe", "codec can't decode"),
         (b"[]", "'list' object"),
         (b'{"newField": 3}', 'no field named "newField"'),
-        (b'{"format": 4, "newField": 3}', "a newer release wrote it, in format 4"),
+        (b'{"format": 5, "newField": 3}', "a newer release wrote it, in format 5"),
         (b'{"format": "new"}', "not supported"),
         (b'{"plan": {"dataset": "x"}}', "bad dataset spec"),
     ],
@@ -194,7 +194,7 @@ def test_an_entry_that_names_no_format_is_read(
     catalogue.write(plan, 0, [])
     (path,) = (tmp_path / "cache" / ".catalogue").iterdir()
     content = json.loads(path.read_text())
-    assert content.pop("format") == 3
+    assert content.pop("format") == 4
     path.write_text(json.dumps(content))
 
     assert read_one(tmp_path / "cache").pinned == plan

@@ -233,3 +233,40 @@ def test_the_nodes_of_many_shards_are_known_at_once() -> None:
 
     assert nodes_needed(many, 2, 64 * 1024**2 + 1) == 40_000
     assert time.monotonic() - begun < 5
+
+
+# -- shards that another version has ---------------------------------------------------------------
+
+
+@quick
+@given(fingerprints, st.integers(1, 30), st.integers(0, 10), clusters, replicas, st.data())
+def test_shards_of_the_version_before_stay_within_the_even_share(
+    fingerprint: str,
+    num_shards: int,
+    added: int,
+    nodes: list[str],
+    copies: int,
+    data: st.DataObject,
+) -> None:
+    before = place("before", num_shards, nodes, copies)
+    wanted: list[Sequence[str]] = list(before)
+    for _ in range(added):
+        wanted.insert(data.draw(st.integers(0, len(wanted))), ())
+
+    after = place(fingerprint, len(wanted), nodes, copies, wanted=wanted)
+
+    total = len(wanted) * min(copies, len(nodes))
+    assert max(loads(after).values(), default=0) <= -(-total // len(nodes))
+    assert all(len(set(homes)) == min(copies, len(nodes)) for homes in after)
+    moved = sum(bool(wish) and homes != wish for homes, wish in zip(after, wanted, strict=True))
+    # At worst the last shards move, to let each shard have distinct nodes.
+    assert moved <= len(nodes)
+    if added == 0 or min(copies, len(nodes)) == 1:
+        assert moved == 0
+
+
+def test_wishes_for_nodes_that_left_or_are_full_are_no_rule() -> None:
+    placed = place("f", 4, ["a", "b"], 1, wanted=[("a",), ("a",), ("a",), ("gone",)])
+
+    assert placed[:2] == (("a",), ("a",))
+    assert loads(placed) == {"a": 2, "b": 2}

@@ -101,7 +101,7 @@ def test_the_rate_of_a_load_is_that_of_the_nodes_that_had_something_to_read(
         settle(*nodes)
 
         assert state(coordinator) == "ready"
-        foretold = coordinator.plan(spec(source, filter=filter))
+        foretold = coordinator.plan(spec(source, "another", filter=filter))
         assert foretold.load_s == pytest.approx(4.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role, Viewer
 from cache_server.coordination import coordinator as coordinator_module
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.plan.pinned_version import OpenPlan, plan_version
+from cache_server.plan.pinned_version import OpenPlan, PinnedVersion, plan_version
 from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import (
     FILES,
@@ -277,8 +278,10 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables whose pins were let go."""
     names: list[str] = []
 
-    def plan_with_counted_pins(wanted: DatasetSpec) -> OpenPlan:
-        planned = plan_version(wanted)
+    def plan_with_counted_pins(
+        wanted: DatasetSpec, before: Sequence[PinnedVersion] = ()
+    ) -> OpenPlan:
+        planned = plan_version(wanted, before)
         pins = {
             name: replace(pin, close=lambda: names.append(wanted.name))
             for name, pin in planned.pins.items()

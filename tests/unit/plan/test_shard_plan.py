@@ -1,9 +1,10 @@
 import itertools
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.plan.shard_plan import ShardPlan, cut_shards
+from cache_server.plan.shard_plan import ShardPlan, cut_shards, same_shards, with_contents
 from cache_server.source.pinned import SourceFile, Split
 
 quick = settings(max_examples=100)
@@ -58,3 +59,61 @@ def test_a_split_is_named_by_its_file_and_its_part() -> None:
 
     assert str(Split(file, 0, 1, 5, 100)) == "/data/a.parquet"
     assert str(Split(file, 1, 3, 5, 100)) == "/data/a.parquet (split 2 of 3)"
+
+
+# -- the cuts of an earlier version ----------------------------------------------------------------
+
+files = st.lists(st.integers(0, 30), max_size=25, unique=True)
+
+
+def of_files(names: list[int]) -> list[Split]:
+    return [Split(SourceFile(f"/data/{name}", 9, 0), 0, 1, 1, 10 + name) for name in names]
+
+
+@quick
+@given(files, files, st.integers(1, 120))
+def test_a_version_keeps_the_shards_whose_splits_are_still_side_by_side(
+    old: list[int], new: list[int], target: int
+) -> None:
+    before = cut_shards(of_files(old), target)
+    splits = of_files(new)
+
+    after = cut_shards(splits, target, before)
+
+    assert [s for shard in after for s in shard.splits] == splits
+    runs = {shard.splits for shard in after}
+    where = {split: index for index, split in enumerate(splits)}
+    for shard in before:
+        places = [where.get(split) for split in shard.splits]
+        stays = None not in places and places == list(range(places[0], places[0] + len(places)))
+        assert (shard.splits in runs) or not stays
+    known = {split for shard in before if shard.splits in runs for split in shard.splits}
+    for shard in after:  # what is cut anew obeys the target
+        if not known.issuperset(shard.splits):
+            assert shard.estimated_bytes <= target or len(shard.splits) == 1
+    assert cut_shards(splits, target, after) == after
+
+
+@quick
+@given(files.filter(bool), st.integers(1, 120), st.data())
+def test_shards_have_the_same_content_if_their_splits_are_of_the_same_files(
+    names: list[int], target: int, data: st.DataObject
+) -> None:
+    before = with_contents(cut_shards(of_files(names), target), b"query")
+    splits = of_files(names)
+    changed = data.draw(st.integers(0, len(splits) - 1))
+    field = data.draw(st.sampled_from(["path", "size", "mtime_ns", "etag", "part", "piece"]))
+    split = splits[changed]
+    other = {"path": "/else", "size": 8, "mtime_ns": 1, "etag": "e", "part": 1, "piece": "p"}[field]
+    if field in ("part", "piece"):
+        splits[changed] = replace(split, **{field: other})
+    else:
+        splits[changed] = replace(split, file=replace(split.file, **{field: other}))
+
+    after = with_contents(cut_shards(splits, target), b"query")
+
+    holds = [i for i, shard in enumerate(after) if splits[changed] in shard.splits]
+    assert same_shards(after, before) == {
+        index: index for index in range(len(after)) if index not in holds
+    }
+    assert same_shards(with_contents(after, b"another query"), before) == {}

@@ -4,6 +4,7 @@ import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -871,3 +872,68 @@ def test_readers_keep_the_rows_they_have(
 
     assert gather(rows, [9, 0, 9]) == expected([9, 0, 9])
     assert view.equals(stored(range(10)))
+
+
+# -- files that versions share ---------------------------------------------------------------------
+
+
+def test_a_shared_file_takes_room_once_and_lasts_as_long_as_a_version_has_it(
+    store: ShardStore, cache_dir: Path
+) -> None:
+    sealed = store.seal(KEY, 0, stored(range(10))).sealed
+    size = store.stored_bytes
+
+    shared = store.share(OTHER, replace(sealed, index=4), KEY, 0)
+
+    assert os.path.samefile(shared.path, shard_path(cache_dir, 0))
+    assert read_manifest(shard_path(cache_dir, 4, OTHER).parent / "manifest.jsonl") == [
+        replace(sealed, index=4)
+    ]
+    assert (store.stored_bytes, len(store.sealed())) == (size, 1)
+    store.drop_version(KEY)
+    assert (store.stored_bytes, indices(store), indices(store, OTHER)) == (size, [], [4])
+    assert store.shards(OTHER)[4].batch.equals(stored(range(10)))
+    store.close()
+    with ShardStore(cache_dir) as again:
+        assert (again.stored_bytes, indices(again, OTHER)) == (size, [4])
+        again.drop(OTHER, 4)
+        assert (again.stored_bytes, files_of(again)) == (0, [])
+
+
+def test_a_shared_file_fits_where_a_copy_would_not(cache_dir: Path) -> None:
+    with ShardStore(cache_dir, 6_000) as store:
+        sealed = store.seal(KEY, 0, stored(range(100))).sealed
+        assert sealed.num_bytes > 6_000  # with its schema
+
+        store.share(OTHER, sealed, KEY, 0)
+
+        assert store.stored_bytes == sealed.num_bytes
+
+
+def test_a_file_that_is_not_the_wanted_one_is_not_shared(
+    store: ShardStore, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = store.seal(KEY, 0, stored(range(10))).sealed
+    with pytest.raises(NodeUnavailableError, match="not on this node"):
+        store.share(OTHER, sealed, KEY, 1)
+    with pytest.raises(NodeUnavailableError, match="not on this node"):
+        store.share(OTHER, replace(sealed, checksum="another"), KEY, 0)
+
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(NodeUnavailableError, match="cannot be shared: Operation not permitted"):
+        store.share(OTHER, sealed, KEY, 0)
+    assert indices(store, OTHER) == []
+    assert not shard_path(cache_dir, 0, OTHER).parent.exists()
+
+
+def test_a_damaged_file_is_dropped_from_every_version_that_shares_it(store: ShardStore) -> None:
+    first = store.seal(KEY, 0, stored(range(10)))
+    store.seal(OTHER, 1, stored(range(20)))
+    store.share(OTHER, first.sealed, KEY, 0)
+
+    assert store.drop_this(KEY, first)
+
+    assert (indices(store), indices(store, OTHER)) == ([], [1])

@@ -148,3 +148,43 @@ def test_a_column_name_that_is_not_utf8_is_refused_with_its_file(
             read(path)
     else:
         assert len(read(path)) == 1
+
+
+def test_footers_that_were_checked_lately_are_known_and_older_ones_make_room() -> None:
+    now = 0.0
+    known = footers.KnownFooters(10, clock=lambda: now)
+    known.add("a", b"12345")
+    known.add("b", b"12345")
+    known.add("c", b"1")  # no room beside those of the last hour
+    assert [known.get(key) for key in "abc"] == [b"12345", b"12345", None]
+    now = 3000.0
+    assert known.get("a") == b"12345"
+    now = 4000.0
+    known.add("c", b"1234")
+    assert [known.get(key) for key in "abc"] == [b"12345", None, b"1234"]
+    known.add("d", b"more than there is room for")
+    assert known.get("d") is None
+
+
+def test_a_file_that_changed_or_is_in_another_store_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[int] = []
+    first_fault = footers.first_fault
+    monkeypatch.setattr(
+        footers, "first_fault", lambda tails: checked.append(len(tails)) or first_fault(tails)
+    )
+    for name in ("a", "b"):
+        pq.write_table(pa.table({"n": [1, 2]}), tmp_path / f"{name}.parquet")
+    table = DatasetSpec("t", tmp_path).tables[0]
+    _, first = files.pin(table)
+    assert checked == [2]
+    pq.write_table(pa.table({"n": [1, 2, 3]}), tmp_path / "b.parquet")
+
+    _, second = files.pin(table)
+
+    assert checked == [2, 1]
+    rows = [
+        [s.num_rows for s in pin.cut(pa.schema([("n", pa.int64())]), 1)] for pin in (first, second)
+    ]
+    assert rows == [[2, 2], [2, 3]]
