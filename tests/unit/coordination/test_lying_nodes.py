@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from cache_server.auth.principals import Principal, Role
 from cache_server.coordination import membership
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holder_checks import Outcome
+from cache_server.coordination.placement import place
 from cache_server.plan.pinned_version import plan_version
 from tests.fake_nodes import (
     FILES,
@@ -197,14 +199,13 @@ def test_a_node_that_was_asked_for_nothing_says_no_number_of_shards(
 ) -> None:
     query = spec(source, sql="SELECT row FROM source ORDER BY row")
     fingerprint = plan_version(query).version.key.fingerprint
-    names = iter(f"node-{number}" for number in range(100))
-    nodes = [FakeNode(coordinator, "one", by=HONEST)]
-    nodes[0].beat()
+    names = (f"node-{number}" for number in itertools.count())
+    best = next(name for name in names if place(fingerprint, 1, [name, "evil"], 1) == ((name,),))
+    honest = FakeNode(coordinator, best, by=HONEST)
+    honest.beat()
     claim(coordinator, fingerprint, {})
     coordinator.create(query)
-    while not told(coordinator, nodes[-1]).run_whole:  # until it runs on an honest node
-        nodes.append(FakeNode(coordinator, next(names), by=HONEST))
-        nodes[-1].beat()
+    assert told(coordinator, honest).run_whole
     claim(coordinator, fingerprint, {0: "false"}, num_shards=1)
     assert coordinator.get("table").progress.shards_total == 0
 
