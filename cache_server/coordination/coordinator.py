@@ -652,7 +652,7 @@ class Coordinator:
             self._distrust_liar(node_id)
             self._settle()
             response = pb.HeartbeatResponse(
-                interval_s=self._interval_s,
+                interval_s=self._membership.interval_s(self._interval_s),
                 coordinator=self._endpoints,
                 room_may_come=not self._membership.is_stable(),
                 writes=self._writes.messages(self._moving()),

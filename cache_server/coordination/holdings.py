@@ -5,7 +5,8 @@ Everything follows from the version, the members and which of them are alive. No
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+import hashlib
+from collections.abc import Collection, Mapping, Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.holder_checks import HolderChecks
 from cache_server.coordination.membership import Member
-from cache_server.coordination.placement import bytes_by_node, desired_shards, place
+from cache_server.coordination.placement import bytes_by_node, desired_shards, place, shards_by_node
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
 from cache_server.plan.written_version import put_of
@@ -291,6 +292,11 @@ class Holdings:
             self._placements[num_shards] = placement
         return self._placements[num_shards]
 
+    @cached_property
+    def _assigned(self) -> Mapping[str, Sequence[int]]:
+        """The shards of each node."""
+        return shards_by_node(self.placement(self.version.num_shards or 0))
+
     def loader(self, index: int | None) -> str | None:
         """The node that loads a shard, or the whole query, from its source; None: no live node."""
         num_shards = 1 if index is WHOLE_QUERY else self.version.num_shards or 0
@@ -326,14 +332,15 @@ class Holdings:
         # Rows cannot be read before row ids are known, so extra copies only take room.
         holders = self._holders.holding if starts is None else self._holders.serving
         loading = self._loading(node_id)
-        mine = {index for index, nodes in sealed_on.items() if node_id in nodes}
         reported = self.last_report(node_id).shards
+        mine = {each.index for each in reported if node_id in sealed_on.get(each.index, ())}
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
         odd = self._checks.hopeless(pinned.key, node_id)
         put = self._put_on
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
-        for index in sorted(desired_shards(node_id, placement, holders, mine)):
+        assigned = self._assigned.get(node_id, ())
+        for index in sorted(desired_shards(assigned, mine, placement, holders)):
             held_by = self._sources(index, node_id)
             if index in odd or (index in wrong and held_by):
                 continue  # dropped first, made again after the next heartbeat
@@ -445,6 +452,8 @@ class Holdings:
                 node_ids=ordered,
             )
         info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        content = info.SerializeToString(deterministic=True)
+        info.tag = hashlib.blake2b(content, digest_size=16).hexdigest()
         return info
 
     def summarize(self) -> pb.DatasetInfo:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 MAX_MEMBERS = 1000
 MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
+_HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
+_HEARTBEATS_PER_TIMEOUT = 3
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
@@ -96,6 +98,14 @@ class Membership:
                 self._alive = frozenset(seen)
             self._alive_until = min(seen.values(), default=-math.inf) + self._timeout_s
         return self._alive
+
+    def interval_s(self, wanted_s: float) -> float:
+        """The time between two heartbeats of a node, longer with many nodes.
+
+        A node that misses one heartbeat is not lost.
+        """
+        longest_s = self._timeout_s / _HEARTBEATS_PER_TIMEOUT
+        return max(wanted_s, min(longest_s, len(self._members) / _HEARTBEATS_PER_S))
 
     def distrust(self, node_id: str, reason: str) -> None:
         """Ignores the reports of a node until its process changes."""

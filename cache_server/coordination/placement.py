@@ -14,7 +14,7 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,28 +168,35 @@ class _Scores:
         return words
 
 
+def shards_by_node(placement: Sequence[Sequence[str]]) -> dict[str, list[int]]:
+    """The shards that `place` assigns to each node, in their order."""
+    shards: dict[str, list[int]] = {}
+    for shard, homes in enumerate(placement):
+        for node in homes:
+            shards.setdefault(node, []).append(shard)
+    return shards
+
+
 def desired_shards(
-    node_id: str,
+    assigned: Iterable[int],
+    held: Iterable[int],
     placement: Sequence[Sequence[str]],
     holders: Mapping[int, Set[str]],
-    sealed: Collection[int] = (),
 ) -> frozenset[int]:
-    """The shards that ``node_id`` should hold.
+    """The shards that one node should hold.
 
-    Those that `place` assigns to it, and those that it holds until all new homes hold them.
+    Those that are assigned to it, and those that it holds until all new homes hold them.
 
     Args:
+        assigned: to the node, by `shards_by_node`.
+        held: by the node, served or not.
         placement: from `place`.
         holders: the nodes that serve each shard now.
-        sealed: the shards that the node holds, served or not.
     """
-    wanted = set()
-    for shard, homes in enumerate(placement):
-        held_by = holders.get(shard, frozenset())
-        held = node_id in held_by or shard in sealed
-        if node_id in homes or (held and not set(homes) <= held_by):
-            wanted.add(shard)
-    return frozenset(wanted)
+    kept = (
+        shard for shard in held if not holders.get(shard, frozenset()).issuperset(placement[shard])
+    )
+    return frozenset(chain(assigned, kept))
 
 
 def bytes_by_node(placement: Sequence[Sequence[str]], sizes: Sequence[int]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from cache_protocol.wire.load_watch import wait_for_load
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0
+_MOST_KNOWN = 8  # answers: that of 100,000 shards takes tens of megabytes
 _RECONNECT_S = 5.0  # between new channels, while heartbeats fail
 _PLAN_TIMEOUT_S = 600.0  # reads many footers
 
@@ -42,6 +43,7 @@ class RemoteCoordinator:
         self._location = location
         self._credentials = credentials
         self._lock = threading.Lock()
+        self._known: dict[bytes, pb.DatasetInfo] = {}  # the latest answers, by their requests
         self._connect()
 
     def _connect(self) -> None:
@@ -86,7 +88,10 @@ class RemoteCoordinator:
         viewer: Viewer = EVERYTHING,
         follow: pb.EpochOfJob | None = None,
     ) -> pb.DatasetInfo:
-        """One dataset: the given version, that of an epoch, or the newest that has not failed."""
+        """One dataset: the given version, that of an epoch, or the newest that has not failed.
+
+        It is the same object as before while it does not change: do not change it.
+        """
         request = pb.GetDatasetRequest(
             name=name,
             fingerprint=fingerprint,
@@ -94,7 +99,17 @@ class RemoteCoordinator:
             viewer=_viewer_to_proto(viewer),
             follow=follow,
         )
+        asked = request.SerializeToString(deterministic=True)
+        known = self._known.get(asked)
+        if known is not None:
+            request.known_tag = known.tag
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
+        if known is not None and not response.HasField("dataset"):
+            return known
+        with self._lock:
+            self._known[asked] = response.dataset
+            while len(self._known) > _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
         return response.dataset
 
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:

@@ -200,7 +200,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
                 viewer=viewer,
                 follow=request.follow if request.HasField("follow") else None,
             )
-            return pb.GetDatasetResponse(dataset=info)
+            is_known = request.known_tag and request.known_tag == info.tag
+            return pb.GetDatasetResponse(dataset=None if is_known else info)
 
     def WatchDataset(
         self, request: pb.WatchDatasetRequest, context: grpc.ServicerContext

@@ -1,4 +1,4 @@
-"""A node's way to a coordinator whose name is not known yet: a DNS server that learns it later."""
+"""A node's way to its coordinator, also by a name that a DNS server learns later."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
@@ -62,13 +66,17 @@ class NameServer:
 
 
 @pytest.fixture
-def control(tmp_path) -> Iterator[ControlService]:
-    coordinator = Coordinator(
+def coordinator(tmp_path: Path) -> Coordinator:
+    return Coordinator(
         Catalogue(tmp_path),
         endpoints=pb.CoordinatorEndpoints(),
         heartbeat_interval_s=1.0,
         node_timeout_s=10.0,
     )
+
+
+@pytest.fixture
+def control(coordinator: Coordinator) -> Iterator[ControlService]:
     service = ControlService("127.0.0.1", 0)
     service.start(coordinator)
     yield service
@@ -97,3 +105,24 @@ def test_a_coordinator_whose_name_comes_late_is_found_soon_after(
         wait_until(lambda: answered() or names.questions >= 6, 6.0, "six questions")
         names.learn()
         wait_until(answered, 3.0, "the coordinator answers")
+
+
+def test_a_description_travels_again_only_after_a_change(
+    control: ControlService, coordinator: Coordinator, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "x.parquet")
+    coordinator.create(DatasetSpec("x", tmp_path / "x.parquet"))
+    with RemoteCoordinator(f"127.0.0.1:{control.port}") as link:
+        first = link.get("x")
+        assert first == coordinator.get("x")
+        assert link.get("x") is first
+        assert link.get("x", first.fingerprint) is not first
+        link.heartbeat(pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1")))
+        coordinator.create(DatasetSpec("x", tmp_path / "x.parquet", replicas=2))
+        changed = link.get("x")
+        assert changed.spec.replicas == 2
+        assert link.get("x") is changed
+        for number in range(20):
+            coordinator.create(DatasetSpec(f"other-{number}", tmp_path / "x.parquet"))
+            link.get(f"other-{number}")
+        assert link.get("x") == changed

@@ -419,6 +419,7 @@ class DatasetInfo(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
+    TAG_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -428,6 +429,8 @@ class DatasetInfo(google.protobuf.message.Message):
     schema: builtins.bytes
     """Arrow IPC schema message: logical columns, storage types"""
     lease_s: builtins.float
+    tag: builtins.str
+    """a hash of the rest, before it has the name that a viewer sees"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -466,9 +469,10 @@ class DatasetInfo(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
+        tag: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
@@ -1115,11 +1119,14 @@ class GetDatasetRequest(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     VIEWER_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
+    KNOWN_TAG_FIELD_NUMBER: builtins.int
     name: builtins.str
     fingerprint: builtins.str
     """empty: the newest"""
     lease: builtins.bool
     """to read rows: keeps the version for a while, even if it is replaced"""
+    known_tag: builtins.str
+    """of the DatasetInfo that the caller has"""
     @property
     def viewer(self) -> Global___Viewer: ...
     @property
@@ -1134,9 +1141,10 @@ class GetDatasetRequest(google.protobuf.message.Message):
         lease: builtins.bool = ...,
         viewer: Global___Viewer | None = ...,
         follow: Global___EpochOfJob | None = ...,
+        known_tag: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["follow", b"follow", "viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "follow", b"follow", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "follow", b"follow", "known_tag", b"known_tag", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
 
 Global___GetDatasetRequest: typing_extensions.TypeAlias = GetDatasetRequest
 
@@ -1146,7 +1154,9 @@ class GetDatasetResponse(google.protobuf.message.Message):
 
     DATASET_FIELD_NUMBER: builtins.int
     @property
-    def dataset(self) -> Global___DatasetInfo: ...
+    def dataset(self) -> Global___DatasetInfo:
+        """unset: that of known_tag is still true"""
+
     def __init__(
         self,
         *,

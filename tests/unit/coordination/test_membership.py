@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from cache_protocol.errors import ConfigError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE
+from cache_server.coordination import membership
+from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from tests.fake_nodes import (
     FILES,
@@ -127,3 +130,14 @@ def test_two_nodes_of_one_id_are_told_from_one_that_moved(
             node.beat()
     node.beat()
     assert [found.flight_location for found in coordinator.nodes()] == ["grpc://one:1"]
+
+
+def test_nodes_report_less_often_as_they_get_more(tmp_path: Path, clock: Clock) -> None:
+    members = membership.Membership(Catalogue(tmp_path), TIMEOUT_S, clock)
+    assert members.interval_s(0.5) == 0.5
+    for number, interval_s in ((200, 1.0), (600, 3.0), (1_000, TIMEOUT_S / 3)):
+        for node in range(len(members.members), number):
+            request = pb.HeartbeatRequest(node=pb.Node(id=f"node-{node}"))
+            members.apply_heartbeat(request, "", is_own=False)
+        assert members.interval_s(0.5) == interval_s
+    assert members.interval_s(60.0) == 60.0

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_server.coordination.placement import bytes_by_node, desired_shards, nodes_needed, place
+from cache_server.coordination.placement import (
+    bytes_by_node,
+    desired_shards,
+    nodes_needed,
+    place,
+    shards_by_node,
+)
 
 quick = settings(deadline=None, max_examples=100)
 
@@ -132,6 +138,16 @@ def test_without_nodes_a_shard_has_no_home() -> None:
 # -- what a node should hold ---------------------------------------------------------------------
 
 
+def desired(
+    node: str, placement: Sequence[Sequence[str]], holders: Mapping[int, Collection[str]]
+) -> frozenset[int]:
+    """What a node should hold that serves what it holds."""
+    held = [shard for shard, nodes in holders.items() if node in nodes]
+    assigned = shards_by_node(placement).get(node, ())
+    serving = {shard: frozenset(nodes) for shard, nodes in holders.items()}
+    return desired_shards(assigned, held, placement, serving)
+
+
 @quick
 @given(st.data())
 def test_no_shard_is_dropped_before_all_its_new_homes_hold_it(data: st.DataObject) -> None:
@@ -142,7 +158,7 @@ def test_no_shard_is_dropped_before_all_its_new_homes_hold_it(data: st.DataObjec
     holders = {shard: data.draw(some) for shard in range(num_shards)}
 
     for node in nodes:
-        wanted = desired_shards(node, placement, holders)
+        wanted = desired(node, placement, holders)
         for shard, homes in enumerate(placement):
             moved = set(homes) <= holders[shard]
             held = node in holders[shard]
@@ -152,18 +168,18 @@ def test_no_shard_is_dropped_before_all_its_new_homes_hold_it(data: st.DataObjec
 def test_a_move_passes_through_both_nodes() -> None:
     placement = [("new",)]
 
-    assert desired_shards("old", placement, {0: {"old"}}) == {0}
-    assert desired_shards("new", placement, {0: {"old"}}) == {0}
-    assert desired_shards("old", placement, {0: {"old", "new"}}) == frozenset()
-    assert desired_shards("new", placement, {0: {"old", "new"}}) == {0}
+    assert desired("old", placement, {0: {"old"}}) == {0}
+    assert desired("new", placement, {0: {"old"}}) == {0}
+    assert desired("old", placement, {0: {"old", "new"}}) == frozenset()
+    assert desired("new", placement, {0: {"old", "new"}}) == {0}
 
 
 def test_a_shard_that_no_node_holds_is_loaded_only_by_its_homes() -> None:
     placement = [("a", "b"), ("b",)]
 
-    assert desired_shards("a", placement, {}) == {0}
-    assert desired_shards("b", placement, {}) == {0, 1}
-    assert desired_shards("c", placement, {}) == frozenset()
+    assert desired("a", placement, {}) == {0}
+    assert desired("b", placement, {}) == {0, 1}
+    assert desired("c", placement, {}) == frozenset()
 
 
 # -- bytes -----------------------------------------------------------------------------------------
