@@ -193,9 +193,7 @@ def desired_shards(
         placement: from `place`.
         holders: the nodes that serve each shard now.
     """
-    kept = (
-        shard for shard in held if not holders.get(shard, frozenset()).issuperset(placement[shard])
-    )
+    kept = (shard for shard in held if not set(placement[shard]) <= holders.get(shard, frozenset()))
     return frozenset(chain(assigned, kept))
 
 
