@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from cache_protocol.errors import RequestError
+from cache_protocol.spec.dataset_names import namespace_of
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
@@ -25,7 +26,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-MAX_OPEN = 200  # writes; each is in every answer to a heartbeat
+MAX_OPEN, MAX_OPEN_OF_NAMESPACE = 200, 50  # writes; each is in every answer to a heartbeat
 _REMEMBERED = 1000  # committed writes
 _MAX_SECONDS = 7 * 24 * 3600.0
 _MAX_NAMED = 1000
@@ -112,10 +113,18 @@ class Writes:
             if not 0 <= seconds <= _MAX_SECONDS:
                 raise RequestError(f"{name} must be from 0 to {_MAX_SECONDS:.0f}, got {seconds}")
         self.end_old()
-        if len(self._open) >= MAX_OPEN:
-            raise RequestError(
-                f"a cache has at most {MAX_OPEN} open writes: commit or abort some of them"
-            )
+        namespace = namespace_of(spec.name)
+        of_namespace = [
+            other for other in self._open.values() if namespace_of(other.spec.name) == namespace
+        ]
+        for whose, limit, number in (
+            (f"namespace {namespace!r}", MAX_OPEN_OF_NAMESPACE, len(of_namespace)),
+            ("a cache", MAX_OPEN, len(self._open)),
+        ):
+            if number >= limit:
+                raise RequestError(
+                    f"{whose} has at most {limit} open writes: commit or abort some of them"
+                )
         write = Write(
             write_id,
             spec,

@@ -11,7 +11,7 @@ from cache_protocol.errors import DatasetNotFoundError, NotReadyError, RequestEr
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.writes import MAX_OPEN, Chosen
+from cache_server.coordination.writes import MAX_OPEN, MAX_OPEN_OF_NAMESPACE, Chosen
 from cache_server.shards.put_key import PutKey
 from tests.fake_nodes import Clock, make_coordinator
 
@@ -172,10 +172,14 @@ def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
         coordinator.get(NAME)
 
     node.beat()
-    for _ in range(MAX_OPEN):
+    for _ in range(MAX_OPEN_OF_NAMESPACE):
         begin(coordinator)
-    with pytest.raises(RequestError, match=f"at most {MAX_OPEN}"):
+    with pytest.raises(RequestError, match=f"'default' has at most {MAX_OPEN_OF_NAMESPACE}"):
         begin(coordinator)
+    for number in range(MAX_OPEN - MAX_OPEN_OF_NAMESPACE):
+        begin(coordinator, f"team-{number}/{NAME}")
+    with pytest.raises(RequestError, match=f"a cache has at most {MAX_OPEN}"):
+        begin(coordinator, f"team/{NAME}")
     with pytest.raises(RequestError, match="no source and no query"):
         request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=NAME, sql="SELECT 1"))
         coordinator.begin_write(request, SCHEMA)
