@@ -47,6 +47,7 @@ LOST = 10
 REPORTS_PER_S = 50  # of all ranks of a job
 BEGIN_S, STEADY_S = 30.0, 30.0
 NODE_TIMEOUT_S = 10.0
+LIMIT_S = 1200.0  # of the whole run
 TARGETS = {"steady": 0.2, "map_bytes": 8e6, "lost_s": 2.0}
 _SERVICE = "/cache.v1.Coordinator/"
 
@@ -322,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="20 nodes, 1,000 shards, 100 readers")
     quick = parser.parse_args(arguments).quick
     sizes = (20, 1_000, 100) if quick else (NODES, SHARDS, READERS)
-    result = asyncio.run(measure(*sizes, quick=quick))
+    result = asyncio.run(asyncio.wait_for(measure(*sizes, quick=quick), LIMIT_S))
     for name, value in result.items():
         print(name, value, file=sys.stderr)
     result["targets"] = TARGETS
