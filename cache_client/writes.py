@@ -7,19 +7,20 @@ only through `Connection`, and the coordinator only through the client.
 from __future__ import annotations
 
 import itertools
-import time
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from cache_client.arrow_sources import ArrowSource, arrow_source, plain_batch, slices
 from cache_client.connections import Connection, PutStream
-from cache_client.grpc_guard.calls import Call
+from cache_client.fetch_ahead import fetch_ahead
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -29,9 +30,11 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import pause_s
+from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.load_progress import LoadReport
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DEFAULT_TTL_S, DEFAULT_FULL_WAIT_S = 3600.0, 60.0
@@ -183,14 +186,16 @@ class Write:
         """Drops everything that was put. A write that has ended stays as it is."""
         self.client.abort_write(self)
 
+    def give_up(self) -> None:
+        """Aborts after an error; logs why a cache did not: it drops the rows later."""
+        try:
+            self.abort()
+        except CacheError as error:
+            logger.warning("write not aborted write=%s reason=%s", self.write_id, error)
+
     def _groups(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
         """The rows of each shard."""
-        layout = Layout(self.stored)
-
-        def stored_bytes(batch: pa.RecordBatch) -> int:
-            plain = sum(int(batch.column(field.name).nbytes) for field in layout.plain_fields)
-            return int(batch.num_rows) * layout.fixed_row_bytes + plain
-
+        stored_bytes = Layout(self.stored).stored_bytes
         return slices(map(self.fitted, batches), stored_bytes, self.target_shard_bytes)
 
     def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -348,11 +353,10 @@ def write_rows(
         As `Write.put` and `Write.commit`.
     """
     try:
-        with _Connections(write.credentials) as connections, _Pool(_STREAMS) as pool:
-            return _Rows(write, connections, pool, on_progress).write(source, commit)
+        with _Connections(write.credentials) as connections:
+            return _Rows(write, connections, on_progress).write(source, commit)
     except BaseException:
-        with suppress(CacheError):  # a cache that does not answer drops the rows later
-            write.abort()
+        write.give_up()
         raise
 
 
@@ -363,82 +367,71 @@ class _Rows:
         self,
         write: Write,
         connections: _Connections,
-        pool: _Pool,
         on_progress: Callable[[pb.LoadProgress], None],
     ) -> None:
         self._write = write
         self._connections = connections
-        self._pool = pool
         self._on_progress = on_progress
         self._progress = pb.LoadProgress()
-        self._running: deque[Call[PartitionAck]] = deque()
         self._acks: dict[int, PartitionAck] = {}
 
     def write(self, source: ArrowSource, commit: Callable[[Mapping[int, PartitionAck]], T]) -> T:
         """Puts and commits."""
         self._progress.estimated_rows = source.num_rows or 0
         kept: dict[int, list[pa.RecordBatch]] = {}
-        for partition, group in enumerate(self._write._groups(source.batches)):
-            if source.is_resident:
-                kept[partition] = group
-            self._begin(partition, group, 0)
-        self._finish()
+
+        def groups() -> Iterator[tuple[int, list[pa.RecordBatch]]]:
+            for partition, group in enumerate(self._write._groups(source.batches)):
+                if source.is_resident:
+                    kept[partition] = group
+                yield partition, group
+
+        self._put_all(groups(), 0)
         for first_attempt in range(_MOST_TRIES, _MOST_COMMITS * _MOST_TRIES, _MOST_TRIES):
             try:
                 return commit(self._acks)
             except LostPartitionsError as error:
                 if not kept.keys() >= set(error.partitions):
                     raise
-                for partition in error.partitions:
-                    self._begin(partition, kept[partition], first_attempt)
-                self._finish()
+                lost = [(partition, kept[partition]) for partition in error.partitions]
+                self._put_all(lost, first_attempt)
         return commit(self._acks)
 
-    def _begin(self, partition: int, group: list[pa.RecordBatch], attempt: int) -> None:
-        self._running.append(self._pool.begin(self._put, partition, group, attempt))
-        if len(self._running) > _STREAMS:
-            self._take()
+    def _put_all(
+        self, groups: Iterable[tuple[int, list[pa.RecordBatch]]], first_attempt: int
+    ) -> None:
+        put = partial(self._put, first_attempt)
+        with closing(fetch_ahead(put, groups, depth=_STREAMS + 1, threads=_STREAMS)) as acks:
+            for ack in acks:
+                if ack.partition not in self._acks:
+                    self._progress.rows_done += ack.num_rows
+                    self._progress.bytes_done += ack.num_bytes
+                    self._progress.shards_done += len(ack.shards)
+                self._acks[ack.partition] = ack
+                self._on_progress(self._progress)
 
-    def _finish(self) -> None:
-        while self._running:
-            self._take()
-
-    def _take(self) -> None:
-        ack = self._running.popleft().wait()
-        if ack.partition not in self._acks:
-            self._progress.rows_done += ack.num_rows
-            self._progress.bytes_done += ack.num_bytes
-            self._progress.shards_done += len(ack.shards)
-        self._acks[ack.partition] = ack
-        self._on_progress(self._progress)
-
-    def _put(self, partition: int, group: list[pa.RecordBatch], attempt: int) -> PartitionAck:
-        for number in range(_MOST_TRIES - 1):
-            try:
-                return self._write._put(
-                    self._connections, partition, attempt + number, iter([group])
-                )
-            except NodeUnavailableError:
-                time.sleep(pause_s(number + 1, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-        return self._write._put(
-            self._connections, partition, attempt + _MOST_TRIES - 1, iter([group])
+    def _put(self, first_attempt: int, numbered: tuple[int, list[pa.RecordBatch]]) -> PartitionAck:
+        partition, group = numbered
+        return until_sealed(
+            lambda number: self._write._put(
+                self._connections, partition, first_attempt + number, iter([group])
+            )
         )
 
 
-class _Pool:
-    """Threads for puts; an interrupt of the main thread ends only its wait."""
+def until_sealed(put: Callable[[int], T]) -> T:
+    """Calls ``put`` with 0, then with 1 and so on while nodes stop; returns its result.
 
-    def __init__(self, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="cache-put")
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def begin(self, function: Callable[..., PartitionAck], *args: Any) -> Call[PartitionAck]:
-        """Starts a call; wait for each."""
-        call = Call(function, *args)
-        self._threads.submit(call.run)
-        return call
+    Raises:
+        NodeUnavailableError: of the last of a few tries. Other errors of ``put``: at once.
+    """
+    tries = Retrying(
+        retry=retry_if_exception_type(NodeUnavailableError),
+        stop=stop_after_attempt(_MOST_TRIES),
+        wait=backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+        reraise=True,
+    )
+    for attempt in tries:
+        with attempt:
+            return put(attempt.retry_state.attempt_number - 1)
+    raise AssertionError("the last try returns or raises")

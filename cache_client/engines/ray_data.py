@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,7 +18,7 @@ import pyarrow as pa
 from cache_client.client import CacheClient
 from cache_client.engines.tasks import PARTITION_BYTES, RowParts, chosen, put_again
 from cache_client.writes import PartitionAck, Write
-from cache_protocol.errors import CacheError, ConfigError, RequestError, missing_package
+from cache_protocol.errors import ConfigError, RequestError, missing_package
 
 try:
     from ray.data.block import Block, BlockAccessor, BlockMetadata
@@ -112,8 +111,7 @@ class CacheDatasink(Datasink[PartitionAck | None]):
         """Aborts. Called on the driver."""
         write, self._write = self._write, None
         if write is not None:
-            with suppress(CacheError):  # a cache that does not answer drops the rows later
-                write.abort()
+            write.give_up()
 
 
 class CacheDatasource(Datasource):

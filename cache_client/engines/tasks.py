@@ -6,7 +6,6 @@ Knows no engine. An engine gives partitions their numbers, and says which attemp
 from __future__ import annotations
 
 import itertools
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,10 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from cache_client.client import CacheClient
-from cache_client.writes import PartitionAck, Write
-from cache_protocol.errors import LoadError, NodeUnavailableError, NotReadyError
-from cache_protocol.wire.backoff import pause_s
+from cache_client.writes import PartitionAck, Write, until_sealed
+from cache_protocol.errors import LoadError, NotReadyError
 
 PARTITION_BYTES = 64 * 1024 * 1024  # about the size of a shard
-_TRIES = 5
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 
 
 def put_batches(
@@ -52,12 +48,7 @@ def put_again(
     Raises:
         As `Write.put`.
     """
-    for number in range(1, _TRIES):
-        try:
-            return put_batches(write, partition, new_attempt(), batches)
-        except NodeUnavailableError:
-            time.sleep(pause_s(number, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-    return put_batches(write, partition, new_attempt(), batches)
+    return until_sealed(lambda _: put_batches(write, partition, new_attempt(), batches))
 
 
 def new_attempt() -> int:

@@ -24,7 +24,6 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
-from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
@@ -334,7 +333,7 @@ class _PutStream:
         kept_bytes, taken = 0, (batch, 0)
         while True:
             for piece in _pieces(taken[0], self._write):
-                num_bytes = stored_bytes(piece, self._write.layout)
+                num_bytes = self._write.layout.stored_bytes(piece)
                 if kept and kept_bytes + num_bytes > self._write.target_shard_bytes:
                     yield sum(one.num_rows for one in kept), kept
                     kept, kept_bytes = [], 0
@@ -370,15 +369,9 @@ class _PutStream:
         raise RequestError("the put ended without a PutEnd: its writer stopped")
 
 
-def stored_bytes(batch: pa.RecordBatch, layout: Layout) -> int:
-    """About the bytes of a batch once it is stored."""
-    plain = sum(int(batch.column(field.name).nbytes) for field in layout.plain_fields)
-    return int(batch.num_rows) * layout.fixed_row_bytes + plain
-
-
 def _pieces(batch: pa.RecordBatch, write: OpenWrite) -> Iterator[pa.RecordBatch]:
     """The batch in runs of rows, each at most a sixteenth of a shard."""
-    row_bytes = max(1, stored_bytes(batch, write.layout) // batch.num_rows)
+    row_bytes = max(1, write.layout.stored_bytes(batch) // batch.num_rows)
     step = max(1, write.target_shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)

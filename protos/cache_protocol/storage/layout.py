@@ -129,6 +129,11 @@ class Layout:
             return self
         return Layout(pa.schema([self.logical.field(name) for name in names]))
 
+    def stored_bytes(self, batch: pa.RecordBatch) -> int:
+        """About the bytes of a batch of logical columns, once it is stored."""
+        plain = sum(int(batch.column(field.name).nbytes) for field in self.plain_fields)
+        return int(batch.num_rows) * self.fixed_row_bytes + plain
+
     def unpack(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The logical columns of a stored batch; copies packed ones."""
         arrays: dict[str, pa.Array] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cache_client import NodeUnavailableError
+from cache_client import NodeUnavailableError, writes
 from cache_client.arrow_sources import plain_batch
 from cache_client.client import CacheClient
 from cache_client.engines import tasks
@@ -52,7 +52,7 @@ def test_a_task_puts_batches_of_other_types_and_nothing_without_rows(
 
 
 def test_rows_in_memory_are_put_again_by_other_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(writes, "_LONGEST_PAUSE_S", 0.0)
     write = FakeWrite(failures=4)
     put_again(write, 0, batches([7]))
     puts = write.__dict__["puts"]
