@@ -286,6 +286,7 @@ class Coordinator:
                     asked_at=self._clock(),
                     owner=by.name,
                 )
+                self._check_capacity(made)
                 made.save(self._catalogue)
                 info = self._add(made, by)
             self._writes.end_committed(write, key)

@@ -230,12 +230,14 @@ class Holdings:
         sizes = self.shard_bytes()
         if sizes is None or self.failure() is not None:
             return {}
-        held = self.holders(serving=False)
+        held, put = self.holders(serving=False), self._put_on
         lacking = [
             tuple(
                 node_id
                 for node_id in homes
-                if node_id not in held.get(index, ()) and node_id not in self._same_on(index)
+                if node_id not in held.get(index, ())
+                and node_id not in put.get(index, ())
+                and node_id not in self._same_on(index)
             )
             for index, homes in enumerate(self.placement(len(sizes)))
         ]

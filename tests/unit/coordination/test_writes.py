@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache_protocol.errors import DatasetNotFoundError, NotReadyError, RequestError
+from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError, RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
@@ -23,15 +23,21 @@ NAME = "t"
 class PuttingNode:
     """A remote node that takes puts and moves their shards, in messages only."""
 
-    def __init__(self, coordinator: Coordinator, node_id: str) -> None:
-        self.coordinator, self.id = coordinator, node_id
+    def __init__(self, coordinator: Coordinator, node_id: str, limit_bytes: int = 0) -> None:
+        self.coordinator, self.id, self.limit_bytes = coordinator, node_id, limit_bytes
         self.puts: dict[str, int] = {}  # name -> number of shards
         self.moved: dict[str, dict[int, str]] = {}  # fingerprint -> shard -> checksum
         self.starts: dict[int, int] = {}
 
     def beat(self) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(
-            node=pb.Node(id=self.id, flight_location=f"grpc://{self.id}:1", process=self.id)
+            node=pb.Node(
+                id=self.id,
+                flight_location=f"grpc://{self.id}:1",
+                process=self.id,
+                memory_limit_bytes=self.limit_bytes,
+                stored_bytes=100 * sum(self.puts.values()),
+            )
         )
         for name, num_shards in self.puts.items():
             actual = request.datasets.add(dataset=NAME, fingerprint=name, num_shards=num_shards)
@@ -69,8 +75,9 @@ class PuttingNode:
         return moved
 
 
-def begin(coordinator: Coordinator, name: str = NAME) -> str:
-    request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=name), ttl_s=TTL_S, full_wait_s=1.0)
+def begin(coordinator: Coordinator, name: str = NAME, replicas: int = 1) -> str:
+    spec = pb.DatasetSpec(name=name, replicas=replicas)
+    request = pb.BeginWriteRequest(spec=spec, ttl_s=TTL_S, full_wait_s=1.0)
     return coordinator.begin_write(request, SCHEMA).write_id
 
 
@@ -111,6 +118,22 @@ def test_chosen_puts_become_a_version_on_the_nodes_that_have_them_without_a_seco
     assert [list(shard.node_ids) for shard in ready.shards] == [["b"], ["b"], ["a"], ["a"]]
     assert coordinator.next_check(0.0) is None
     assert open_writes(nodes[0]) == {}
+
+
+def test_copies_that_do_not_fit_are_refused_and_the_write_stays_open(tmp_path: Path) -> None:
+    coordinator = make_coordinator(tmp_path, Clock())
+    nodes = [PuttingNode(coordinator, name, limit_bytes=500) for name in ("a", "b")]
+    for node in nodes:
+        node.beat()
+    other, twice, once = (begin(coordinator, replicas=replicas) for replicas in (1, 2, 1))
+    nodes[0].put(twice, 0)
+    nodes[0].put(once, 1)
+    nodes[1].put(other, 0, shards=4)
+    with pytest.raises(LoadError, match="200 bytes on node b, which holds 400 .* limit of 500"):
+        coordinator.commit_write(twice, [Chosen(0, 0)])
+    assert isinstance(coordinator.commit_write(once, [Chosen(1, 0)]), pb.DatasetInfo)
+    coordinator.abort_write(other)
+    assert isinstance(coordinator.commit_write(twice, [Chosen(0, 0)]), pb.DatasetInfo)
 
 
 def test_a_commit_goes_on_after_a_restart_and_an_open_write_does_not(tmp_path: Path) -> None:
