@@ -129,7 +129,7 @@ def test_copies_that_do_not_fit_are_refused_and_the_write_stays_open(tmp_path: P
     nodes[0].put(twice, 0)
     nodes[0].put(once, 1)
     nodes[1].put(other, 0, shards=4)
-    with pytest.raises(LoadError, match="200 bytes on node b, which holds 400 .* limit of 500"):
+    with pytest.raises(LoadError, match=r"200 bytes on node b, which holds 400 .* limit of 500"):
         coordinator.commit_write(twice, [Chosen(0, 0)])
     assert isinstance(coordinator.commit_write(once, [Chosen(1, 0)]), pb.DatasetInfo)
     coordinator.abort_write(other)
