@@ -22,7 +22,7 @@ from cache_server.object_stores.client import Location, RangesNotServedError
 from cache_server.object_stores.connections import check_names, client_for
 from cache_server.object_stores.hub import SCHEME, SETTINGS, HubClient, hub_location
 from cache_server.object_stores.options import setting_name
-from cache_server.source import lake_folders
+from cache_server.source import byte_ranges, lake_folders
 from cache_server.source.pinned import SourceFile
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _MAGIC = re.compile(r"[*?\[]")
 _FOLDER = "_$folder$"  # Hadoop's suffix for empty objects that stand for directories
-_GAP_BYTES = 1024 * 1024  # reading a gap of this size costs less than another request
 _WHOLE_BYTES = 64 * 1024 * 1024  # an object up to this size is one request
 _PART_BYTES = 32 * 1024 * 1024
 _THREADS = 4
@@ -227,21 +226,10 @@ def _spans(size: int, ranges: Sequence[tuple[int, int]] | None) -> list[tuple[in
         if size <= _WHOLE_BYTES:
             return [(0, size)]
         ranges = [(0, size)]
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
+    for start, stop in ranges:
         if not 0 <= start <= stop <= size:
             raise ValueError(f"ranges must be within 0 and {size}, got {(start, stop)}")
-        if start == stop:
-            continue
-        if joined and start <= joined[-1][1] + _GAP_BYTES:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return [
-        (part, min(part + _PART_BYTES, stop))
-        for start, stop in joined
-        for part in range(start, stop, _PART_BYTES)
-    ]
+    return byte_ranges.requests(ranges, _PART_BYTES)
 
 
 def _location(uri: str, options: Mapping[str, str]) -> Location:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
+from cache_server.source.byte_ranges import Range
 from cache_server.source.pinned import (
     BY_ARROW,
     UNDER_NULLS,
@@ -36,8 +37,6 @@ from cache_server.tables.common_types import common_type, may_lose, storage_sche
 ARROW_SCHEMA = b"ARROW:schema"  # in the metadata of a file that Arrow wrote
 
 _SMALL_BYTES = 8 << 20  # of a file too small to matter for the memory of a load
-
-Range = tuple[int, int]
 
 
 def common_schema(

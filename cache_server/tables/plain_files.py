@@ -7,7 +7,7 @@ their rows are written once more. Knows neither snapshots nor deletes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_server.source import byte_ranges
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.tables import arrow_reader, footers, parquet
 from cache_server.tables.column_sizes import row_bytes
@@ -23,7 +24,6 @@ from cache_server.tables.common_types import common_type, may_lose
 
 _PIECE_BYTES = 8 * 1024 * 1024  # of one request
 _REQUESTS = 4  # at once for one file
-_MOST_GAP_BYTES = 1024 * 1024  # fetched too, because another request costs more
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PlainFile:
             file = replace(split.file, size=source.size())  # which metadata may tell wrongly
             wanted = parquet.ranges(self.footer, replace(split, file=file), table.columns)
 
-            def fetch(piece: parquet.Range) -> None:
+            def fetch(piece: byte_ranges.Range) -> None:
                 start, stop = piece
                 while start < stop:
                     data = source.read_at(stop - start, start)
@@ -69,7 +69,7 @@ class PlainFile:
                     start += os.pwrite(sink.fileno(), data, start)
 
             with ThreadPoolExecutor(_REQUESTS) as pool:
-                list(pool.map(fetch, _pieces(wanted)))
+                list(pool.map(fetch, byte_ranges.requests(wanted, _PIECE_BYTES)))
         return target
 
 
@@ -102,20 +102,3 @@ def footer_of(open_file: Callable[[], pa.NativeFile]) -> pq.FileMetaData:
     """The checked footer of a file."""
     with open_file() as opened:
         return footers.of_file(opened)
-
-
-def _pieces(ranges: Iterable[parquet.Range]) -> Iterator[parquet.Range]:
-    """The same bytes in requests: near ranges together, long ones in pieces.
-
-    Args:
-        ranges: in order.
-    """
-    joined: list[list[int]] = []
-    for start, stop in ranges:
-        if joined and start - joined[-1][1] <= _MOST_GAP_BYTES:
-            joined[-1][1] = max(stop, joined[-1][1])
-        else:
-            joined.append([start, stop])
-    for start, stop in joined:
-        for at in range(start, stop, _PIECE_BYTES):
-            yield at, min(at + _PIECE_BYTES, stop)

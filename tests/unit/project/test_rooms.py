@@ -62,6 +62,7 @@ PURE_MODULES = (
     "cache_server/shards/told_names.py",
     "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",
+    "cache_server/source/byte_ranges.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
     "cache_server/sql/nested_types.py",
