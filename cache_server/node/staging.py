@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from cache_protocol.errors import LoadError
 from cache_server import object_stores, tables
+from cache_server.source import byte_ranges
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql.loader import LocalFile
 from cache_server.tables import arrow_reader, files, parquet
@@ -212,7 +213,7 @@ def _decoded(table: PinnedTable, split: Split, path: Path, target: Path) -> Loca
 
 def _wanted_ranges(
     table: PinnedTable, split: Split, secrets: Mapping[str, str]
-) -> tuple[list[parquet.Range] | None, bytes]:
+) -> tuple[list[byte_ranges.Range] | None, bytes]:
     """The needed bytes of a Parquet object (None: all of them), and its tail if it was read."""
     if split.parts == 1 and (split.file.size <= _MAX_WHOLE_BYTES or table.columns is None):
         return None, b""
