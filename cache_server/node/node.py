@@ -604,14 +604,20 @@ class Node:
             return
         splits = (*job.splits, *job.whole_splits)
         self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
-        if job.shard is None:
-            num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+        num_files = len({split.file.path for split in splits})
+        with self._lock:  # before the shard is sealed: a report has both or none
+            state.files_read += num_files
+        try:
+            if job.shard is None:
+                num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+                with self._lock:
+                    state.num_shards = num_shards
+            else:
+                self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+        except BaseException:
             with self._lock:
-                state.num_shards = num_shards
-        else:
-            self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
-        with self._lock:
-            state.files_read += len({split.file.path for split in splits})
+                state.files_read -= num_files
+            raise
 
     def _wait_for_room(
         self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool

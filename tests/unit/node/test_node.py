@@ -466,6 +466,37 @@ def test_a_load_begins_at_once_however_many_wait_for_a_thread(
     wait_until(lambda: len(begun) >= shards, WAIT_S, "every load has begun")
 
 
+def test_a_report_of_a_sealed_shard_counts_its_files(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat, load = harness.coordinator.heartbeat, loading.load_shard
+    reports: list[pb.ActualDataset] = []
+
+    def heartbeat(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        for actual in request.datasets:
+            reports.append(pb.ActualDataset())
+            reports[-1].CopyFrom(actual)
+        return beat(request)
+
+    def load_and_wait(store: ShardStore, job: loading.Job, tables: loading.SpooledTables) -> None:
+        load(store, job, tables)
+        assert job.shard is not None
+        index = job.shard.index
+        wait_until(
+            lambda: any(shard.index == index for shard in sealed(reports[-1])), WAIT_S, "a report"
+        )
+
+    def sealed(actual: pb.ActualDataset) -> list[pb.ActualShard]:
+        return [shard for shard in actual.shards if shard.sealed]
+
+    monkeypatch.setattr(harness.coordinator, "heartbeat", heartbeat)
+    monkeypatch.setattr(loading, "load_shard", load_and_wait)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    assert harness.wait(pb.DATASET_STATE_READY).progress.files_read == FILES
+    assert all(len(sealed(report)) <= report.files_read for report in reports)
+
+
 # -- cancelled loads -------------------------------------------------------------------------------
 
 
