@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import signal
 import threading
 import time
 import weakref
@@ -56,7 +58,8 @@ class ForkGate:
         self._forking = 0
         # gRPC threads that were there before this package used gRPC: of other libraries.
         self._of_others: set[int] | None = None
-        self._grpc_at_fork = False  # some gRPC was alive when this process was forked
+        self._grpc_at_fork = False  # some gRPC is alive while this process forks
+        self._in_doubt = False  # some gRPC was alive when this process was forked
         self._probing = threading.Lock()
 
     def use(self) -> None:
@@ -69,25 +72,23 @@ class ForkGate:
         """Raises an error if gRPC answers nothing in this process, because of a fork.
 
         Most libraries that use gRPC have a copy of it. Their forks do no harm to Arrow's copy, but
-        one beside another user of Arrow Flight does. Only a call can tell. Costs nothing in a
-        process that was not forked beside any gRPC.
+        one beside another user of Arrow Flight does. Only a call can tell. It may hang or abort its
+        process, so a child of this process makes it. Costs nothing in a process that was not forked
+        beside any gRPC.
 
         Args:
             probe: makes a call that ends in milliseconds where gRPC works.
 
         Raises:
-            ConfigError: the call did not end; says what to do.
+            ConfigError: the call did not end, or ended its process; says what to do.
         """
-        if not self._grpc_at_fork:
+        if not self._in_doubt:
             return
         with self._probing:
-            if not self._grpc_at_fork:
+            if not self._in_doubt:
                 return
-            # Python waits for no such thread at its end.
-            thread = threading.Thread(target=probe, name="cache-probe", daemon=True)
-            thread.start()
-            thread.join(_PROBE_S)
-            if thread.is_alive():
+            self._in_doubt = not _ends_in_a_child(probe, _PROBE_S)
+            if self._in_doubt:
                 raise ConfigError(
                     f"process {os.getpid()} was forked from one that used Arrow Flight elsewhere, "
                     "too, and gRPC does not survive that: Flight answers nothing here. Start "
@@ -95,7 +96,6 @@ class ForkGate:
                     "dataset.loader(num_workers=2, multiprocessing_context='spawn'), or close the "
                     "other Flight client or server before workers start"
                 )
-            self._grpc_at_fork = False
 
     def add(self, user: Closable, *, last: bool = False) -> None:
         """Registers what to close before a fork; ``last``: after everything that uses it."""
@@ -179,14 +179,34 @@ class ForkGate:
         """Lets calls start again."""
         with self._lock:
             self._forking = max(0, self._forking - 1)
-            self._grpc_at_fork = False
             self._changed.notify_all()
 
     def after_fork_in_child(self) -> None:
         """Starts anew: the calling threads of the parent do not exist here."""
-        grpc_at_fork = self._grpc_at_fork
+        in_doubt = self._in_doubt or self._grpc_at_fork
         self.__init__()  # type: ignore[misc]  # as new
-        self._grpc_at_fork = grpc_at_fork
+        self._in_doubt = in_doubt
+
+
+def _ends_in_a_child(call: Callable[[], None], timeout_s: float) -> bool:
+    """Whether ``call`` ends within ``timeout_s`` in a child of this process."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+        finally:
+            os.write(write_end, b"1")
+            os._exit(0)
+    try:
+        os.close(write_end)
+        poll = select.poll()
+        poll.register(read_end, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000) and os.read(read_end, 1))
+    finally:
+        os.close(read_end)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _grpc_threads(*, young: bool = True) -> set[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -103,31 +106,38 @@ def in_a_child(gate: ForkGate) -> ForkGate:
 
 
 def test_a_child_probes_grpc_once_if_another_user_of_it_was_forked_too(
-    gate: ForkGate, monkeypatch: pytest.MonkeyPatch
+    gate: ForkGate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    probes: list[int] = []
-    in_a_child(gate).require_answers(lambda: probes.append(0))
-    assert probes == []
+    probes = tmp_path / "probes"  # a probe runs in another process
+    probes.touch()
+
+    def probe(name: str) -> Callable[[], None]:
+        return lambda: probes.open("a").write(name) and None
+
+    in_a_child(gate).require_answers(probe("0"))
+    assert probes.read_text() == ""
     monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: {1})
     gate.before_fork()
     gate.after_fork_in_parent()
-    gate.require_answers(lambda: probes.append(1))
-    assert probes == []
+    gate.require_answers(probe("1"))
+    assert probes.read_text() == ""
     for _ in range(2):
-        in_a_child(gate).require_answers(lambda: probes.append(2))
-        gate.require_answers(lambda: probes.append(3))
-    assert probes == [2, 2]
+        in_a_child(gate).require_answers(probe("2"))
+        gate.require_answers(probe("3"))
+    assert probes.read_text() == "22"
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("probe", [signal.pause, die])
 def test_a_child_in_which_grpc_answers_nothing_says_what_to_do(
-    gate: ForkGate, monkeypatch: pytest.MonkeyPatch
+    gate: ForkGate, monkeypatch: pytest.MonkeyPatch, probe: Callable[[], None]
 ) -> None:
     monkeypatch.setattr(forks, "_grpc_threads", lambda young=True: {1})
-    monkeypatch.setattr(forks, "_PROBE_S", 0.01)
-    end = threading.Event()
-    try:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match=r"forked .* multiprocessing_context='spawn'"):
-                in_a_child(gate).require_answers(lambda: end.wait(WAIT_S) and None)
-    finally:
-        end.set()
+    monkeypatch.setattr(forks, "_PROBE_S", 0.1)
+    child = in_a_child(gate)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"forked .* multiprocessing_context='spawn'"):
+            child.require_answers(probe)
