@@ -39,7 +39,7 @@ _MAX_LENGTH = 2**31 - 1
 _MAX_TOKEN = 2**63 - 1
 _DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
 _DEFAULT_BUCKET_ROWS = 1024
-_TOKENS_AT_ONCE = 2**16  # few calls a token, in the processor's cache
+_TOKENS_AT_ONCE = 2**18  # few calls a token
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -244,7 +244,7 @@ def make_sequences(
 
 
 def sequences_at_once(sequence_length: int) -> int:
-    """How many packed sequences are best made at once: tokens of 512 KiB, at least one sequence."""
+    """How many packed sequences are best made at once: tokens of 2 MiB, at least one sequence."""
     return max(1, _TOKENS_AT_ONCE // sequence_length)
 
 
