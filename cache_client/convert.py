@@ -33,6 +33,8 @@ _Getter = Callable[[Rows], Any]
 _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 _MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
+# `to_pylist` takes 0.5 us a string before pyarrow 26, NumPy 0.03 us in every version.
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _ROWS_A_TIME = 256  # of a copy of many columns, so that what is read stays in the processor's cache
 
 
@@ -408,18 +410,17 @@ def _values_of(name: str, array: pa.Array, as_torch: bool) -> list[Any]:
     """
     try:
         return _values(array, as_torch)
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, pa.ArrowException):
         for row in range(len(array)):
             try:
                 array[row].as_py()
-            except UnicodeDecodeError as bad:
-                error = bad
-                break
-        raise InvalidTextError(
-            f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
-            f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
-            f"arrow_cast({name}, 'Binary')"
-        ) from None
+            except UnicodeDecodeError as error:
+                raise InvalidTextError(
+                    f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
+                    f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
+                    f"arrow_cast({name}, 'Binary')"
+                ) from None
+        raise
 
 
 def _values(array: pa.Array, as_torch: bool) -> list[Any]:
@@ -430,12 +431,20 @@ def _values(array: pa.Array, as_torch: bool) -> list[Any]:
     A list of numbers with a null is a Python list. In a DataLoader worker, a column of lists is a
     `ListColumn`.
     """
-    if not (pa.types.is_list(array.type) or pa.types.is_large_list(array.type)):
-        return list(array.to_pylist())
-    if not is_scalar(array.type.value_type):
-        return list(array.to_pylist())
-    found = _number_lists(array, as_torch)
-    return ListColumn(found) if get_worker_info() is not None else found
+    found: list[Any]
+    if array.type in _TEXTS:
+        found = array.to_numpy(zero_copy_only=False).tolist()
+    elif _has_number_lists(array.type):
+        found = _number_lists(array, as_torch)
+        return ListColumn(found) if get_worker_info() is not None else found
+    else:
+        found = array.to_pylist()
+    return found
+
+
+def _has_number_lists(dtype: pa.DataType) -> bool:
+    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype)
+    return bool(is_list and is_scalar(dtype.value_type))
 
 
 def _number_lists(array: pa.Array, as_torch: bool) -> list[Any]:

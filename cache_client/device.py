@@ -36,6 +36,7 @@ from cache_protocol.errors import CacheError, ConfigError
 _NUM_SLOTS = 2  # one is filled while the other is copied
 _ALIGNMENT = 256  # bytes; of each tensor in a slot, as in CUDA's allocator
 _MIN_SLOT_BYTES = 4096
+_NO_TENSORS = frozenset((str, bytes, type(None)))
 _EXIT_WAIT_S = 3.0  # how long a program that ends waits for the threads of open iterators
 
 
@@ -324,6 +325,8 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         clone.update({key: _map_tensors(item, change) for key, item in value.items()})
         return clone
     if isinstance(value, list):
+        if _NO_TENSORS.issuperset(map(type, value)):  # a twentieth of the time for strings
+            return value
         return [_map_tensors(item, change) for item in value]
     if isinstance(value, tuple):
         items = [_map_tensors(item, change) for item in value]

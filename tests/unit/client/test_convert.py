@@ -196,10 +196,29 @@ def test_a_dtype_that_cannot_hold_a_column_is_refused() -> None:
             Converter(Layout(LOGICAL), {"x": ["n", "c"]}, stack_dtype=bad)
 
 
-def test_invalid_utf_8_names_column_and_row() -> None:
-    layout = Layout(pa.schema([("name", pa.string())]))
-    offsets, data = pa.array([0, 2, 4], pa.int32()).buffers()[1], pa.py_buffer(b"ok\xff\xfe")
-    array = pa.StringArray.from_buffers(2, offsets, data)
+@pytest.mark.parametrize(
+    "dtype",
+    [pa.string(), pa.large_string(), pa.binary(), pa.large_binary(), pa.list_(pa.string())],
+    ids=str,
+)
+def test_strings_and_bytes_are_python_objects_in_lists(dtype: pa.DataType) -> None:
+    texts = ["", "a", None, "é" * 300, "a\0b", "\N{SNOWMAN}"]
+    layout = Layout(pa.schema([("some", dtype)]))
+    array = pa.array(texts, getattr(dtype, "value_type", dtype))
+    if pa.types.is_list(dtype):
+        array = pa.array([[text, None] for text in texts], dtype)
+    batch = Converter(layout)(Rows(layout, {}, {0: array}, 6).slice(1, 6))["some"]
+    assert type(batch) is list and batch == array.to_pylist()[1:]
+    assert [type(value) for value in batch] == [type(value) for value in array.to_pylist()[1:]]
+
+
+@pytest.mark.parametrize("dtype", [pa.string(), pa.list_(pa.string())], ids=str)
+def test_invalid_utf_8_names_column_and_row(dtype: pa.DataType) -> None:
+    layout = Layout(pa.schema([("name", dtype)]))
+    offsets, data = pa.array([0, 2, 4], pa.int32()), pa.py_buffer(b"ok\xff\xfe")
+    array = pa.StringArray.from_buffers(2, offsets.buffers()[1], data)
+    if pa.types.is_list(dtype):
+        array = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), array)
     with pytest.raises(
         InvalidTextError, match="column 'name' holds no valid UTF-8 in row 1"
     ) as bad:
