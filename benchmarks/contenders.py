@@ -125,15 +125,10 @@ def first_epoch(reading: Reading) -> int:
     return Epochs(reading).run()
 
 
-def cached(
-    table: Table, clusters: Mapping[int, LocalCluster], ranks: Ranks, slow_rows: int
-) -> list[Contender]:
+def cached(table: Table, clusters: Mapping[int, LocalCluster], ranks: Ranks) -> list[Contender]:
     """Local and over Flight, in source order and shuffled, one rank and two, and first epochs.
 
     One rank over Flight runs on one core, and all of its nodes on another one.
-
-    Args:
-        slow_rows: read at most, where strings become lists.
     """
     ways = {"local": (clusters[1].endpoint, True)}
     on_last_core: dict[str, dict[int, int]] = {}
@@ -144,8 +139,8 @@ def cached(
     as_arrow = table.name == "lineitem"
     contenders = []
 
-    def add(name: str, run: Callable[[], int], order: str, rows: int = table.num_rows) -> None:
-        contenders.append(Contender(name, run, rows, round(rows * table.row_bytes), order))
+    def add(name: str, run: Callable[[], int], order: str) -> None:
+        contenders.append(Contender(name, run, table.num_rows, table.num_bytes, order))
 
     for (way, (endpoint, local)), shuffle in itertools.product(ways.items(), (False, True)):
         reading = Reading(
@@ -162,9 +157,8 @@ def cached(
         if way == "local" and not as_arrow:
             add(f"{name}, read", Epochs(replace(reading, read=True)).run, order)
         if as_arrow and shuffle:
-            rows = min(slow_rows, table.num_rows)
-            listed = replace(reading, batch_format="torch", max_rows=rows)
-            add(f"{plain}, strings as lists", Epochs(listed).run, order, rows)
+            listed = replace(reading, batch_format="torch")
+            add(f"{plain}, strings as lists", Epochs(listed).run, order)
     return contenders
 
 

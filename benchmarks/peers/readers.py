@@ -129,6 +129,17 @@ def as_tensors(batch: pa.Table | pa.RecordBatch) -> dict[str, Any]:
     return result
 
 
+def as_lists(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Strings of NumPy and Arrow as Python lists."""
+
+    def as_list(value: Any) -> Any:
+        if isinstance(value, pa.Array | pa.ChunkedArray):
+            return value.to_pylist()
+        return value.tolist() if isinstance(value, np.ndarray) else value
+
+    return {name: as_list(value) for name, value in batch.items()}
+
+
 def rows_of(batch: Mapping[str, Any]) -> int:
     """Rows of a batch that is a dict of columns."""
     return len(next(iter(batch.values())))
@@ -171,10 +182,11 @@ def hugging_face(source: Source) -> list[Contender]:
         "arrow": as_tensors,
     }
 
-    def streamed(make: Callable[[], Any], format_: str) -> Batches:
+    def streamed(make: Callable[[], Any], format_: str, lists: bool = False) -> Batches:
         rows = make().shuffle(seed=0, buffer_size=BUFFER_ROWS).with_format(format_)
         for batch in rows.iter(batch_size=BATCH_SIZE):
-            yield rows_of(to_tensors[format_](batch))
+            tensors = to_tensors[format_](batch)
+            yield rows_of(as_lists(tensors) if lists else tensors)
 
     mapped = open_(source.packed, False)
 
@@ -190,10 +202,13 @@ def hugging_face(source: Source) -> list[Contender]:
 
     # A DataLoader over any of these, with workers, is slower than each without.
     def streams(
-        form: str, make: Callable[[], Any], formats: Iterable[str] = to_tensors
+        form: str,
+        make: Callable[[], Any],
+        formats: Iterable[str] = to_tensors,
+        lists: bool = False,
     ) -> dict[str, Callable[[], Batches]]:
         return {
-            f"{form}, with_format({format_!r}).iter(1024)": partial(streamed, make, format_)
+            f"{form}, with_format({format_!r}).iter(1024)": partial(streamed, make, format_, lists)
             for format_ in formats
         }
 
@@ -206,6 +221,10 @@ def hugging_face(source: Source) -> list[Contender]:
         streamed, from_cache, "arrow"
     )
     contenders = [Contender("Hugging Face, streaming", order, settings)]
+    if source.kind == "lineitem":  # what a tokenizer takes, and what the cache gives
+        name = "Hugging Face, streaming, strings as lists"
+        listed = streams("packed", partial(open_, source.packed, True), lists=True)
+        contenders.append(Contender(name, order, listed))
     if source.paths != source.packed:
         name = "Hugging Face, streaming, 33 columns"
         columns = partial(open_, source.paths, True)
