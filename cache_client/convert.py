@@ -261,8 +261,9 @@ def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
         block[:, start : start + _ROWS_A_TIME] = chosen[start : start + _ROWS_A_TIME].T
     if not as_torch:
         return list(block)
-    # `data`, or torch would take a change of one column in place for a change of all.
-    return [column.data for column in torch.from_numpy(block).unbind(0)]
+    # Unsafe, or torch would take a change of one column in place for a change of all.
+    sizes = [len(matrix)] * len(positions)
+    return list(torch.unsafe_split_with_sizes(torch.from_numpy(block.reshape(-1)), sizes))
 
 
 def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]], *, cast: bool) -> list[str]:

@@ -45,9 +45,10 @@ def cut(
         shapes: of each row; None for a row that is in ``others``.
         others: the rows that are no tensors, in order.
     """
-    # `data`, because torch would count an in-place change of one row as a change of all.
     found = [shape for shape in shapes if shape is not None]
-    rows = torch.split_with_sizes(values, [math.prod(shape) for shape in found])
-    shaped = iter([row.data.view(shape) for row, shape in zip(rows, found, strict=True)])
+    # Unsafe, because torch would count an in-place change of one row as a change of all.
+    rows = torch.unsafe_split_with_sizes(values, [math.prod(shape) for shape in found])
+    pairs = zip(rows, found, strict=True)
+    shaped = iter([row if len(shape) == 1 else row.view(shape) for row, shape in pairs])
     rest = iter(others)
     return [next(rest if shape is None else shaped) for shape in shapes]
