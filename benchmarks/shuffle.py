@@ -76,7 +76,6 @@ TARGETS = {
     "floats: local shuffled / Grain": 30.0,
     "floats: local shuffled / Ray Data": 5.0,
     "floats: local shuffled / Lance": 5.0,
-    "lineitem: local shuffled / Hugging Face, streaming": 1.0,
     "lineitem: local shuffled / Hugging Face, streaming, strings as lists": 1.0,
 }
 

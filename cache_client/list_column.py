@@ -32,7 +32,8 @@ class ListColumn(list[Any]):
             return list, (list(self),)
         shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in self]
         others = [value for value in self if not isinstance(value, torch.Tensor)]
-        return cut, (torch.cat([tensor.reshape(-1) for tensor in tensors]), shapes, others)
+        flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+        return cut, (torch.cat(flat), shapes, others)
 
 
 def cut(
