@@ -114,6 +114,8 @@ def test_a_scalar_column_is_contiguous_and_keeps_no_other_rows(
         if width <= 16 and batch_format == "torch":
             assert column.untyped_storage().nbytes() == 4 * count
         column.fill_(-1)  # no column is another's memory
+        if batch_format == "torch":
+            assert column._version == 1  # autograd counts them apart
     assert torch.equal(torch.as_tensor(batch[names[0]]), torch.full((count,), -1.0))
 
 
