@@ -11,9 +11,9 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 
 from cache_client.connections import Connection
@@ -37,14 +37,28 @@ logger = logging.getLogger(__name__)
 _DEADLINE_S = 5.0  # for all nodes: rows can be read over Flight instead
 
 
-def local_shards(shards: ShardMap, columns: Sequence[str], credentials: Credentials) -> LocalShards:
+def local_shards(
+    shards: ShardMap,
+    columns: Sequence[str],
+    credentials: Credentials,
+    rows: range | None = None,
+) -> LocalShards:
     """The shards whose files this process can open, or gets from their nodes.
 
     Args:
         columns: see `LocalShards`.
         credentials: of this process.
+        rows: that will be read; None: all.
     """
-    return LocalShards(shards, columns, partial(open_files, shards, credentials))
+
+    def open_some(wanted: Sequence[int]) -> dict[int, MappedShard]:
+        if rows is not None:
+            first = int(np.searchsorted(shards.starts, rows.start, side="right")) - 1
+            stop = int(np.searchsorted(shards.starts, rows.stop))
+            wanted = [index for index in wanted if first <= index < stop]
+        return open_files(shards, credentials, wanted)
+
+    return LocalShards(shards, columns, open_some)
 
 
 def open_files(

@@ -72,7 +72,7 @@ class CacheDataset(Dataset[Any]):
         transform: applied to each row, or to the batch of `fetch`, in the reading process.
         deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
             the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
-        local: read shards of nodes on this machine from their files, without the node.
+        local: read shards of nodes on this machine from their files, in this process.
         token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
             ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
             dataset has the token.

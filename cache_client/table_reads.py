@@ -50,7 +50,7 @@ def read_table(
         shards,
         columns=tuple(columns),
         deadline_s=deadline_s,
-        local=local_shards(shards, tuple(columns), credentials) if local else None,
+        local=local_shards(shards, tuple(columns), credentials, wanted) if local else None,
         credentials=credentials,
     )
     return pa.RecordBatchReader.from_batches(shards.logical, _batches(reader, shards, wanted))

@@ -30,7 +30,6 @@ from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.host_socket import open_socket, socket_name
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
-from tests.waiting import wait_until
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 WAIT_S = 30.0
@@ -82,6 +81,12 @@ def plan(nodes: LocalCluster, name: str = "table") -> tuple[ShardMap, Credential
     return wait_for_plan(nodes.endpoint, name, (), WAIT_S, credentials), credentials
 
 
+def mapped_files(nodes: LocalCluster) -> set[str]:
+    """The shard files that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[5] for line in lines if str(nodes.cache_dir) in line}
+
+
 def open_handles() -> set[str]:
     return {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_open(n)}
 
@@ -102,8 +107,10 @@ def test_every_way_of_reading_takes_the_files_that_nodes_open(
 
     picked = CacheDataset("table", endpoint=hidden.endpoint)
     assert [int(picked[row]["row"]) for row in (5, 1999, 0)] == [5, 1999, 0]
-    with CacheClient(hidden.endpoint).read("part") as read:
-        assert read.read_all().column("row").to_pylist() == list(range(500))
+    before = len(mapped_files(hidden))
+    with CacheClient(hidden.endpoint).read("part", rows=range(100, 250)) as read:
+        assert len(mapped_files(hidden)) == before + 1  # one of its two shards
+        assert read.read_all().column("row").to_pylist() == list(range(100, 250))
 
     assert streams == []
     assert not any("shard-" in target for target in open_handles())  # they were mapped, and closed
@@ -138,9 +145,6 @@ def test_workers_get_the_files_after_a_fork(hidden: LocalCluster) -> None:
 def test_rows_outlive_their_nodes_and_their_version_and_are_free_with_the_dataset(
     source: Path, tmp_path: Path, streams: list[str]
 ) -> None:
-    def mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(str(tmp_path / "cache"))
-
     with start(source, tmp_path / "cache") as nodes:
         reading, elsewhere = dataset(nodes, shuffle=True), dataset(nodes, shuffle=False)
         rows = iter(reading)
@@ -150,11 +154,12 @@ def test_rows_outlive_their_nodes_and_their_version_and_are_free_with_the_datase
             node.kill()
         assert sorted(first + rows_of(rows)) == list(range(ROWS))
         assert streams == []
-        assert mapped()
+        assert mapped_files(nodes)
         with pytest.raises(NodeUnavailableError):
             CacheIterableDataset("table", endpoint=nodes.endpoint, batch_size=1, deadline_s=0.5)
         del reading, rows, elsewhere
-        wait_until(lambda: gc.collect() >= 0 and not mapped(), 10, "the memory of the shards")
+        gc.collect()
+        assert not mapped_files(nodes)
 
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="only Linux has namespaces of mounts")
