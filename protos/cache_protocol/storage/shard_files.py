@@ -105,9 +105,9 @@ class MappedShard:
     def is_unchanged(self) -> bool:
         """Whether the file has not been written to since it was mapped.
 
-        A removed or replaced file is unchanged: its mapped pages stay. So is a file whose path this
-        process does not see; its node looks. A mapped file that becomes shorter ends the process
-        that reads its lost pages (SIGBUS).
+        A removed or replaced file is unchanged: its mapped pages stay. A file whose path this
+        process does not see counts as unchanged, too. A mapped file that becomes shorter ends the
+        process that reads its lost pages (SIGBUS).
         """
         try:
             now = _stamp(os.stat(self.path))

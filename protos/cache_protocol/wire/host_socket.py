@@ -1,8 +1,8 @@
 """The Unix socket on which a node hands open shard files to processes of its machine.
 
-Its name is abstract (unix(7)), so only processes in the network namespace of the node reach it,
-whatever files they see. A message is a key of the Flight action ``open_files``; the answer begins
-with the proof that the action told, and brings descriptors.
+Its name is abstract (unix(7)), so only processes in the network namespace of the node reach it. A
+message is a key of the Flight action ``open_files``. The answer begins with the proof that the
+action told, and brings descriptors.
 """
 
 from __future__ import annotations
