@@ -34,7 +34,7 @@ from cache_protocol.wire.host_socket import (
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_S = 5.0  # for all nodes: rows can be read over Flight instead
+_DEADLINE_S = 10.0  # for all nodes: rows can be read over Flight instead
 
 
 def local_shards(
@@ -129,6 +129,8 @@ def _receive(
             socket.MSG_CMSG_CLOEXEC,
         )
         try:
+            if not reply:
+                raise NodeUnavailableError("it closed the socket")
             if reply[:SECRET_BYTES] != answer.proof:
                 raise NodeUnavailableError("the socket of its name is not its own")
             if len(handles) != len(answer.files):

@@ -41,9 +41,9 @@ from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
-_KEY_S = 10.0  # how long a key is good, and a connection may be silent
+_KEY_S = 60.0  # how long a key is good, and a connection may be silent
 _LOOK_EVERY_S = 1.0
-_MAX_KEYS, _MAX_CONNECTIONS = 4096, 64
+_MAX_KEYS, _MAX_CONNECTIONS = 4096, 256
 _PEER = struct.Struct("3i")  # process, user, group: SO_PEERCRED in unix(7)
 
 
