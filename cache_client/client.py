@@ -558,7 +558,7 @@ class CacheClient:
             columns: to read, in this order; default: all.
             rows: consecutive row numbers; default: all.
             fingerprint: of the version to read; default: the newest one.
-            local: read shards of nodes on this machine from their files, without the node.
+            local: read shards of nodes on this machine from their files, in this process.
 
         Raises:
             ConfigError: quotes a bad argument.

@@ -118,7 +118,7 @@ class CacheIterableDataset(RankBatches):
             most 256 MiB.
         deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
             the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
-        local: read shards of nodes on this machine from their files, without the node.
+        local: read shards of nodes on this machine from their files, in this process.
         copy: give each single column contiguous memory that keeps no other rows; False: columns
             are strided views of the rows of a window, which costs less where they are many.
         job: name under which the cache shows this reader; default: ``CACHE_JOB``, the name of the

@@ -3,7 +3,8 @@
 A file is read only if it is certainly the one in the shard map: the cache directory names the same
 node, its manifest has the shard with the same checksum, and the file has the same size. It must
 belong to the owner of the manifest, and must not be newer. Some of its bytes are compared with the
-checksum when it is mapped. All other shards are read over Flight.
+checksum when it is mapped. Files that this process does not see may come from their nodes, see
+`cache_client.host_socket`. All other shards are read over Flight.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,13 +57,21 @@ class LocalShards:
     Args:
         shards: the shard map, with the files.
         columns: to gather, of ``shards.logical``; empty for all.
+        open_files: maps the files of shards, by their indices in the map, that this process cannot
+            open by their paths; some or none of them.
 
     Attributes:
+        handed: index in the map -> file that ``open_files`` mapped.
         leased_at: monotonic seconds of the last renewal of the lease. `cache_client.lease` sets it
             here, because a pass, and its `Lease` object, may be shorter than a lease.
     """
 
-    def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        shards: ShardMap,
+        columns: Sequence[str] = (),
+        open_files: Callable[[Sequence[int]], Mapping[int, MappedShard]] = lambda wanted: {},
+    ) -> None:
         self.leased_at = shards.leased_at
         self._starts = shards.starts
         self._index = RowIndex(shards.starts, shards.num_rows)
@@ -71,16 +80,26 @@ class LocalShards:
         self._table: MappedTable | None = None
         self._selection: Selection | None = None
         self._layout: Layout | None = None  # of the files
-        self._files: dict[int, tuple[ShardFile, SealedShard]] = {}
+        self._files: dict[int, tuple[Path, SealedShard]] = {}
         manifests = _Manifests()
         num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
         maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
-        for shard, files in enumerate(shards.files[: _MAX_MAPS // maps]):
+        most = _MAX_MAPS // maps
+        for shard, files in enumerate(shards.files[:most]):
             for file in files:
                 sealed = manifests.find(file)
                 if sealed is not None and sealed.num_rows == num_rows[shard]:
-                    self._files[shard] = (file, sealed)
+                    self._files[shard] = (Path(file.path), sealed)
                     break
+        others = [s for s in range(min(len(shards.files), most)) if s not in self._files]
+        self.handed = {
+            shard: mapped
+            for shard, mapped in (open_files(others) if others else {}).items()
+            if mapped.sealed.num_rows == num_rows[shard]
+        }
+        self._files |= {
+            shard: (mapped.path, mapped.sealed) for shard, mapped in self.handed.items()
+        }
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
@@ -143,17 +162,16 @@ class LocalShards:
         found = self._files.get(shard)
         if found is None:
             raise ShardFileLostError(f"shard {shard} has no file on this machine")
-        file, sealed = found
-        path = Path(file.path)
+        path, sealed = found
         try:
-            mapped = MappedShard(sealed, path)
+            mapped = self.handed.get(shard) or _map_file(sealed, path)
             if mapped.file.size != sealed.num_bytes:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
             if self._layout is not None and mapped.layout.schema != self._layout.schema:
                 raise ValueError("other columns than in the other shards")
             if mapped.batch.num_rows != sealed.num_rows:
                 raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
-            _check_sealed(mapped, path)
+            _check_bytes(mapped)
             if self._table is None:
                 self._layout = mapped.layout
                 selection = self._selection = Selection(mapped.layout, self._columns)
@@ -172,15 +190,25 @@ class LocalShards:
         self._mapped[shard] = mapped
 
 
-def _check_sealed(mapped: MappedShard, path: Path) -> None:
-    """Checks that a file is as its node sealed it: owner and time, and a sample of its bytes.
+def _map_file(sealed: SealedShard, path: Path) -> MappedShard:
+    """Maps a file of this machine, and checks its owner and time.
 
     Raises:
-        ValueError: it is not, or its manifest has no digests.
+        ValueError: they are not those of a file that its node sealed.
     """
+    mapped = MappedShard(sealed, path)
     file, manifest = path.stat(), path.with_name(MANIFEST).stat()
     if file.st_uid != manifest.st_uid or file.st_mtime_ns > manifest.st_mtime_ns:
         raise ValueError("its owner changed, or it was written after it was sealed")
+    return mapped
+
+
+def _check_bytes(mapped: MappedShard) -> None:
+    """Checks a sample of the bytes of a file.
+
+    Raises:
+        ValueError: they are not as its node sealed them, or its manifest has no digests.
+    """
     sealed, count = mapped.sealed, num_pieces(mapped.sealed.num_bytes)
     if checksum(sealed.digests) != sealed.checksum or len(sealed.digests) != count * DIGEST_BYTES:
         raise ValueError("its manifest has other digests")

@@ -31,11 +31,13 @@ class ShardFile:
 
     Attributes:
         node_id: node that owns the cache directory.
+        shard: its number in the version.
         path: on the machine of the node.
         num_bytes, checksum: of the sealed file.
     """
 
     node_id: str
+    shard: int
     path: str
     num_bytes: int
     checksum: str

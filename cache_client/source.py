@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from cache_client.counts import ReadCounts
+from cache_client.host_socket import local_shards
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.reader import Reader
@@ -60,18 +61,19 @@ class Source:
             replica_offset=replica_offset,
             rows_per_message=rows_per_message,
             deadline_s=self._deadline_s,
-            local=self._local_shards(),
+            local=self.local_shards(),
             credentials=self._credentials,
             health=self._node_health(),
             counts=counts,
         )
 
-    def _local_shards(self) -> LocalShards | None:
+    def local_shards(self) -> LocalShards | None:
         """The mapped files, shared by the passes of a process: first reads of a map are slow."""
         if not self.local:
             return None
         if self._process_shards is None or self._process_shards[0] != os.getpid():
-            self._process_shards = (os.getpid(), LocalShards(self.shards, self.columns))
+            local = local_shards(self.shards, self.columns, self._credentials)
+            self._process_shards = (os.getpid(), local)
         return self._process_shards[1]
 
     def _node_health(self) -> NodeHealth:

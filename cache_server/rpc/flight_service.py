@@ -43,6 +43,7 @@ from cache_server.rpc.flight_calls import (
     flight_error,
 )
 from cache_server.rpc.flight_messages import header_size, padding
+from cache_server.rpc.host_socket import HostSocket
 from cache_server.rpc.stream_limits import SlowReaders, StreamLimits
 from cache_server.secrets import error_text
 from cache_server.shards.resident_rows import ResidentRows
@@ -50,7 +51,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS_ACTION, REPORT_ACTION = "endpoints", "report"
+ENDPOINTS_ACTION, REPORT_ACTION, OPEN_FILES_ACTION = "endpoints", "report", "open_files"
 MAX_ROW_IDS = 4 * 1024 * 1024  # of a request
 MAX_ANSWER_BYTES = 2**30  # of a message; Flight sends less than 2 GiB
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
@@ -96,10 +97,15 @@ class FlightService(flight.FlightServerBase):
         self._slow_readers = SlowReaders(limits, self.port)
         self._traffic = traffic
         self._node: Node | None = None
+        self._host_socket: HostSocket | None = None
 
-    def attach(self, node: Node) -> None:
-        """Sets the node. Calls before that get a `NotReadyError`."""
-        self._node = node
+    def attach(self, node: Node, host_socket: HostSocket | None = None) -> None:
+        """Sets the node. Calls before that get a `NotReadyError`.
+
+        Args:
+            host_socket: hands open files over; None: none are.
+        """
+        self._node, self._host_socket = node, host_socket
         self._slow_readers.start()
 
     def shutdown(self) -> None:
@@ -257,26 +263,43 @@ class FlightService(flight.FlightServerBase):
             return [
                 (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
                 (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
+                (OPEN_FILES_ACTION, "keys for shard files: a cache.v1.OpenFilesRequest"),
             ]
 
     def do_action(
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
-        """``endpoints``: where the coordinator of this node is. ``report``: takes a report."""
+        """The actions of `list_actions`."""
         with self._call(context) as call:
             if action.type == REPORT_ACTION:
                 report = _parse(pb.ReaderReport, action.body, "report")
                 report.dataset = call.principal.viewer.resolve(report.dataset)
                 self._ready_node().take_report(report)
                 return iter(())
+            if action.type == OPEN_FILES_ACTION:
+                return iter(
+                    self._open_files(_parse(pb.OpenFilesRequest, action.body, action.type), call)
+                )
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
-                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}"
+                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}, "
+                    f"{OPEN_FILES_ACTION}"
                 )
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:
                 raise NotReadyError("this node has not reached its coordinator yet")
             return iter([flight.Result(endpoints.SerializeToString())])
+
+    def _open_files(self, request: pb.OpenFilesRequest, call: Call) -> list[flight.Result]:
+        """Keys for the files of shards, see `HostSocket.offer`."""
+        principal = call.principal
+        shards = self._ready_node().sealed_shards(
+            request.dataset, request.fingerprint, request.shards, principal.viewer
+        )
+        if self._host_socket is None:
+            raise RequestError("this node hands no files over")
+        offers = self._host_socket.offer(shards, request.host, principal)
+        return [flight.Result(offer.SerializeToString()) for offer in offers]
 
     def _counted(
         self, call: Call, read: Read, batches: Iterable[pa.RecordBatch]

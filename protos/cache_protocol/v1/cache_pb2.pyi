@@ -795,6 +795,95 @@ class GatherRequest(google.protobuf.message.Message):
 Global___GatherRequest: typing_extensions.TypeAlias = GatherRequest
 
 @typing.final
+class OpenFilesRequest(google.protobuf.message.Message):
+    """Body of the Flight action "open_files": a caller on the machine of this node asks for shard files
+    that it cannot open by their paths.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    SHARDS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    host: builtins.str
+    """machine and network namespace of the caller; the node refuses others"""
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        shards: collections.abc.Iterable[builtins.int] | None = ...,
+        host: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "host", b"host", "shards", b"shards"]) -> None: ...
+
+Global___OpenFilesRequest: typing_extensions.TypeAlias = OpenFilesRequest
+
+@typing.final
+class OpenFilesAnswer(google.protobuf.message.Message):
+    """Result of "open_files": some of the files. The caller sends `key` to the Unix socket of this node,
+    once and soon. The answer begins with `proof`; it brings an open descriptor of each file, or says
+    why it does not.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    PROOF_FIELD_NUMBER: builtins.int
+    FILES_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    proof: builtins.bytes
+    @property
+    def files(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SealedFile]:
+        """in the order of the descriptors"""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        proof: builtins.bytes = ...,
+        files: collections.abc.Iterable[Global___SealedFile] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["files", b"files", "key", b"key", "proof", b"proof"]) -> None: ...
+
+Global___OpenFilesAnswer: typing_extensions.TypeAlias = OpenFilesAnswer
+
+@typing.final
+class SealedFile(google.protobuf.message.Message):
+    """A sealed shard file, as its manifest has it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    shard: builtins.int
+    num_rows: builtins.int
+    num_bytes: builtins.int
+    checksum: builtins.str
+    digests: builtins.bytes
+    """of its pieces, joined"""
+    def __init__(
+        self,
+        *,
+        shard: builtins.int = ...,
+        num_rows: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+        checksum: builtins.str = ...,
+        digests: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "digests", b"digests", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "shard", b"shard"]) -> None: ...
+
+Global___SealedFile: typing_extensions.TypeAlias = SealedFile
+
+@typing.final
 class CoordinatorEndpoints(google.protobuf.message.Message):
     """Result of the Flight action "endpoints": where the coordinator of this node is."""
 
