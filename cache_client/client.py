@@ -17,7 +17,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pyarrow as pa
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_exponential,
+)
 
 from cache_client import writes
 from cache_client.arguments import (
@@ -46,6 +52,8 @@ from cache_protocol.errors import (
     LostPartitionsError,
     NodeUnavailableError,
     NotReadyError,
+    RequestError,
+    StaleVersionError,
     checked,
 )
 from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
@@ -54,6 +62,7 @@ from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.dataset_states import state_name
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
@@ -63,6 +72,7 @@ from cache_protocol.wire.load_watch import wait_for_load
 _MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
 _MAX_TIMEOUT_S = 1e9  # of a call: gRPC takes a longer one as no limit
 _MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # until an append before is ready
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
 
 
@@ -245,6 +255,7 @@ class CacheClient:
         name: str,
         data: object,
         *,
+        append: bool = False,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
         nulls: str = "nan",
@@ -263,6 +274,7 @@ class CacheClient:
             data: a pyarrow Table, RecordBatch or RecordBatchReader, a pandas or Polars frame (also
                 lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
                 dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
+            append: after the rows of the dataset, if it exists; see `begin_write`.
             replicas: nodes that hold each row.
             target_shard_bytes: of a shard, stored.
             nulls: of columns of floats: ``nan`` or ``refuse``.
@@ -286,6 +298,7 @@ class CacheClient:
         write = self.begin_write(
             name,
             source.schema,
+            append=append,
             replicas=replicas,
             target_shard_bytes=target_shard_bytes,
             nulls=nulls,
@@ -307,6 +320,7 @@ class CacheClient:
         name: str,
         schema: pa.Schema,
         *,
+        append: bool = False,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
         nulls: str = "nan",
@@ -319,16 +333,22 @@ class CacheClient:
         Args:
             name: of the dataset.
             schema: of the rows to put.
+            append: the new version has the rows of the newest one at the commit, then these. They
+                must have its columns. Its replicas and readers stay, or become more. Without a
+                dataset of this name, one is made.
             replicas, target_shard_bytes, nulls, readers: see `write`.
             ttl_s: the write ends if nothing was put and nothing committed for so long.
             full_wait_s: how long a full node may let a put wait, before it refuses it.
 
         Raises:
             ConfigError: an argument is wrong; quotes each.
-            RequestError: a column cannot be stored; names each.
+            RequestError: a column cannot be stored, or not be appended; names each. Or ``append``
+                to a dataset that was loaded.
+            LoadError: ``append`` to a dataset of which rows are lost.
             NotReadyError: no node has joined the cache yet.
         """
         problems = seconds_problems("ttl_s", ttl_s) + seconds_problems("full_wait_s", full_wait_s)
+        problems += flag_problems("append", append)
         if not isinstance(schema, pa.Schema):
             problems.append(f"schema must be a pyarrow.Schema, got {schema!r}")
         spec = checked(
@@ -351,6 +371,7 @@ class CacheClient:
             schema=schema.serialize().to_pybytes(),
             ttl_s=ttl_s,
             full_wait_s=full_wait_s,
+            append=append,
         )
         deadline = self._deadline()
         with self._coordinator(deadline) as calls:
@@ -378,32 +399,59 @@ class CacheClient:
         """Commits a write; see `Write.commit`."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         request = pb.CommitWriteRequest(write_id=write.write_id, partitions=chosen)
-        # A repeated commit answers with the version of the first one.
-        for attempt in Retrying(
+        # A repeated commit answers with the version of the first one, or one that has its rows.
+        commit = partial(self._commit, request, write.name, timeout_s)
+        info = commit()
+        while wait:
+            try:
+                with (
+                    self._coordinator(deadline) as calls,
+                    _listeners(write.name, on_progress, show=False) as report,
+                ):
+                    info = _wait_until_loaded(calls, write.name, info, report, deadline)
+                break
+            except StaleVersionError as replaced:  # by an append, or by other rows
+                try:
+                    info = commit()
+                except RequestError:
+                    raise replaced from None
+        if info.state == pb.DATASET_STATE_FAILED:
+            raise LoadError(info.error.message)
+        return _dataset_info(info)
+
+    def _commit(
+        self, request: pb.CommitWriteRequest, name: str, timeout_s: float | None
+    ) -> pb.DatasetInfo:
+        """Asks for a commit, again while the version to append to is not ready."""
+
+        def ask() -> pb.CommitWriteResponse:
+            with self._coordinator(self._deadline()) as calls:
+                found: pb.CommitWriteResponse = calls.call(
+                    calls.stub.CommitWrite, request, self._deadline()
+                )
+                return found
+
+        reachable = Retrying(
             retry=retry_if_exception_type(NodeUnavailableError),
             stop=stop_after_delay(self._timeout_s),
             wait=wait_exponential(multiplier=0.25, max=2.0),
             reraise=True,
-        ):
-            with attempt, self._coordinator(deadline) as calls:
-                answer = calls.call(calls.stub.CommitWrite, request, self._deadline())
+        )
+        ready = Retrying(
+            retry=retry_if_exception_type(NotReadyError),
+            stop=stop_never if timeout_s is None else stop_after_delay(timeout_s),
+            wait=backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            reraise=True,
+        )
+        answer: pb.CommitWriteResponse = ready(reachable, ask)
         if answer.lost:
             raise LostPartitionsError(
-                f"dataset {write.name!r} was not committed: no live node has partitions "
+                f"dataset {name!r} was not committed: no live node has partitions "
                 f"{', '.join(map(str, answer.lost))}, as they were chosen. Put them again, by "
                 "other attempts",
                 answer.lost,
             )
-        info = answer.dataset
-        if wait:
-            with (
-                self._coordinator(deadline) as calls,
-                _listeners(write.name, on_progress, show=False) as report,
-            ):
-                info = _wait_until_loaded(calls, write.name, info, report, deadline)
-        if info.state == pb.DATASET_STATE_FAILED:
-            raise LoadError(info.error.message)
-        return _dataset_info(info)
+        return answer.dataset
 
     def abort_write(self, write: writes.Write) -> None:
         """Aborts a write; see `Write.abort`."""

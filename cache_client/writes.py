@@ -168,8 +168,10 @@ class Write:
 
         Raises:
             LostPartitionsError: no live node has the rows of some partitions: put them again.
-            RequestError: the write was aborted or is too old, or the coordinator started again.
-            LoadError: the replicas do not fit.
+            RequestError: the write was aborted or is too old, or the coordinator started again. Or
+                an append, and the dataset was loaded or got other columns meanwhile.
+            LoadError: the replicas do not fit, or rows of the version to append to are lost.
+            NotReadyError: that version was not ready within ``timeout_s``; its rows may be copied.
             NodeUnavailableError: the coordinator does not answer.
         """
         chosen = [

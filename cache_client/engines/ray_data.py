@@ -38,12 +38,13 @@ class CacheDatasink(Datasink[PartitionAck | None]):
     which blocks were ready. Tensors of one shape are stored as lists of fixed size.
 
     Args:
-        name: of the dataset; an existing one gets a new version.
+        name: of the dataset; the rows replace those of an existing one, or follow them with
+            ``append=True``.
         endpoint: as for `CacheClient`; found on the driver.
         schema: of the rows; default: that of the first blocks that have columns. Give one if
             columns of later blocks have other types, or if all blocks may be empty.
         token, token_file, tls_ca: as for `CacheClient`. Files must have the same path everywhere.
-        options: of `CacheClient.begin_write`, such as ``replicas``.
+        options: of `CacheClient.begin_write`, such as ``append`` and ``replicas``.
 
     Raises:
         ConfigError, TypeError: an argument is wrong.

@@ -17,13 +17,7 @@ from cache_client.arrow_sources import plain_batch
 from cache_client.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
 from cache_client.writes import PartitionAck, Write
-from cache_protocol.errors import (
-    ConfigError,
-    DatasetNotFoundError,
-    RequestError,
-    checked,
-    missing_package,
-)
+from cache_protocol.errors import ConfigError, RequestError, checked, missing_package
 
 try:
     from pyspark import TaskContext
@@ -77,8 +71,8 @@ class CacheDataSource(DataSource):
     ``tls_ca`` as for `CacheClient`; the driver finds the defaults, and files must have the same
     path on every executor. Of reads: ``num_partitions``. Of writes: ``replicas``,
     ``target_shard_bytes``, ``nulls``, ``readers`` (by commas), ``ttl_s``, ``full_wait_s`` as for
-    `CacheClient.begin_write`. The mode ``overwrite`` makes a new version of a dataset; ``append``
-    makes a dataset, and refuses one that exists.
+    `CacheClient.begin_write`. The mode ``overwrite`` replaces the rows of a dataset; ``append``
+    adds rows to them, or makes a dataset.
     """
 
     @classmethod
@@ -99,12 +93,8 @@ class CacheDataSource(DataSource):
     def writer(self, schema: types.StructType, overwrite: bool) -> CacheWriter:
         """Begins a write."""
         client, name, options = _settings(self.options, _WRITE)
-        if not overwrite and _exists(client, name):
-            raise RequestError(
-                f"dataset {name!r} exists, and a write replaces all its rows: "
-                "use mode('overwrite'), or another name"
-            )
-        return CacheWriter(client.begin_write(name, arrow_schema(schema), **options))
+        write = client.begin_write(name, arrow_schema(schema), append=not overwrite, **options)
+        return CacheWriter(write)
 
 
 @dataclass
@@ -250,11 +240,3 @@ def _value(name: str, text: str) -> Any:
     if name == "readers":
         return [reader.strip() for reader in text.split(",")]
     return int(text) if text.isdecimal() else text
-
-
-def _exists(client: CacheClient, name: str) -> bool:
-    try:
-        client.describe(name)
-    except DatasetNotFoundError:
-        return False
-    return True

@@ -21,6 +21,7 @@ from cache_protocol.errors import (
     DatasetNotFoundError,
     LoadError,
     NotReadyError,
+    RequestError,
     StaleVersionError,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
@@ -44,7 +45,7 @@ from cache_server.coordination.jobs import Jobs, checked_report
 from cache_server.coordination.membership import Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.version_record import VersionRecord
-from cache_server.coordination.writes import Chosen, Writes
+from cache_server.coordination.writes import Chosen, Writes, write_ids
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from cache_server.plan.shard_plan import same_shards
 from cache_server.plan.written_version import write_id_of
@@ -229,6 +230,7 @@ class Coordinator:
 
         Raises:
             ConfigError, RequestError: quotes what is wrong.
+            LoadError: rows of the version to append to are lost.
             NotReadyError: no node answers yet.
         """
         with self._changed:
@@ -240,7 +242,8 @@ class Coordinator:
             ]
             if not nodes:
                 raise NotReadyError("no node can take rows yet")
-            write = self._writes.begin(request, arriving)
+            before = self._appended_to(request.spec.name) if request.append else None
+            write = self._writes.begin(request, arriving, before.pinned if before else None)
             response = pb.BeginWriteResponse(
                 write_id=write.write_id,
                 dataset=by.viewer.shown(write.spec.name),
@@ -256,7 +259,7 @@ class Coordinator:
         """Makes a version of the chosen attempts, all or nothing. A repeated call changes nothing.
 
         The version is in the catalogue before this returns. It is ready when the nodes have moved
-        and copied its shards: watch it.
+        and copied its shards: watch it. An append has the shards of the newest version, too.
 
         Returns:
             A list of numbers if rows were lost: the partitions to put again, by other attempts.
@@ -264,14 +267,20 @@ class Coordinator:
         Raises:
             RequestError: the write is not open, or the choice is wrong.
             PermissionDeniedError: it is of another namespace.
-            LoadError: the catalogue cannot be written, or more replicas do not fit.
+            LoadError: the catalogue cannot be written, more replicas do not fit, or rows of the
+                version to append to are lost.
+            NotReadyError: the version to append to is not ready: commit again.
         """
         with self._changed:
             if (committed := self._committed(write_id)) is not None:
                 by.require_own(committed.pinned.key.dataset, "a write")
                 return self._describe(committed, by.viewer)
             write = self._writes.find(write_id, by)
-            chosen = self._writes.choose(write, wanted, self._membership.alive())
+            before = self._appended_to(write.spec.name) if write.appends else None
+            if before is not None and not self._holdings(before).is_ready():
+                raise NotReadyError(f"dataset {write.spec.name!r} is not ready for an append yet")
+            alive = self._membership.alive()
+            chosen = self._writes.choose(write, wanted, alive, before.pinned if before else None)
             if isinstance(chosen, list):
                 return chosen
             key = chosen.version.key
@@ -286,6 +295,8 @@ class Coordinator:
                     asked_at=self._clock(),
                     owner=by.name,
                 )
+                if before is not None:
+                    made.reuse(before)
                 self._check_capacity(made)
                 made.save(self._catalogue)
                 info = self._add(made, by)
@@ -296,11 +307,36 @@ class Coordinator:
         return info
 
     def _committed(self, write_id: str) -> VersionRecord | None:
-        """The version that a write became; the catalogue knows the last write of each."""
-        if (key := self._writes.committed(write_id)) is not None:
-            return self._versions.get(key)
-        specs = ((version.pinned.spec, version) for version in self._versions.values())
-        return next((version for spec, version in specs if write_id_of(spec) == write_id), None)
+        """The version that a write became, or a later one that has its rows."""
+        if (key := self._writes.committed(write_id)) in self._versions:
+            return self._versions[key]
+        found = [
+            version
+            for version in self._versions.values()
+            if write_id_of(version.pinned.spec) == write_id
+            or (version.pinned.is_written and write_id in write_ids(version.pinned))
+        ]
+        return self._newest(v for v in found if v.failure is None) or self._newest(found)
+
+    def _appended_to(self, name: str) -> VersionRecord | None:
+        """The version whose rows an append follows; None: it makes a dataset.
+
+        Raises:
+            RequestError: it was loaded. LoadError: some of its rows are lost.
+            NotReadyError: nodes may hold one, but the catalogue was lost.
+        """
+        version = self._find_seen(name, "", EVERYTHING)
+        if version is None:
+            self._orphans.require_none(name, "")
+            return None
+        if not version.pinned.is_written:
+            raise RequestError(
+                f"cannot append to {name!r}: it was loaded, and its next load would drop the rows. "
+                "Add files to its source and load it again, or write another dataset"
+            )
+        if version.failure is None and (lost := self._holdings(version).load_failure()):
+            raise LoadError(f"cannot append: {lost}")
+        return version if version.failure is None else None
 
     def abort_write(self, write_id: str, *, by: Principal = ANYONE) -> None:
         """Ends a write: nodes drop its rows. A write that has ended stays as it is.
@@ -312,10 +348,10 @@ class Coordinator:
             self._writes.abort(write_id, by)
         self._notify_listeners()
 
-    def _moving(self) -> list[PinnedVersion]:
-        """The committed versions whose rows nodes have yet to move."""
+    def _moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
+        """The committed versions whose rows nodes have yet to move, and the shards they share."""
         return [
-            version.pinned
+            (version.pinned, version.reused.keys())
             for version in self._versions.values()
             if version.pinned.is_written and not version.was_ready and version.failure is None
         ]
@@ -923,7 +959,9 @@ class Coordinator:
         known = self._views.get(key)
         if known is not None and known[0] == as_of and known[1].version is version:
             return known[1]
-        base = None if version.base is None else self._versions.get(version.base)
+        base = None  # a version that is ready has its files: no chain of versions is kept
+        if version.base is not None and not version.was_ready:
+            base = self._versions.get(version.base)
         base_view = None if base is None else self._holdings(base)
         view = Holdings(version, self._membership.members, alive, self._checks, base_view)
         if self._versions.get(key) is version:

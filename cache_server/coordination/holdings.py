@@ -111,8 +111,7 @@ class Holdings:
         version = self.version
         if not version.pinned.is_written or not self._all_reported():
             return ""
-        held, put = self.holders(serving=False), self._put_on
-        lost = [i for i in range(version.num_shards or 0) if i not in held and i not in put]
+        lost = [index for index in range(version.num_shards or 0) if not self._rows_on(index)]
         if not lost:
             return ""
         rows = sum(version.sealed[index].num_rows for index in lost)
@@ -133,6 +132,8 @@ class Holdings:
         dataset = version.pinned.key.dataset
         known: dict[VersionKey, dict[int, int]] = {}
         for plan in version.pinned.shards or ():
+            if plan.index in version.reused:
+                continue
             name, place = put_of(plan.splits[0])
             known.setdefault(VersionKey(dataset, name), {})[place] = plan.index
         for node_id in self._alive:
@@ -143,6 +144,11 @@ class Holdings:
                     if index is not None and shard.checksum == version.sealed[index].checksum:
                         found.setdefault(index, set()).add(node_id)
         return found
+
+    def _rows_on(self, index: int) -> Set[str]:
+        """The live nodes with the rows of a shard of a written version, under any name."""
+        found = {*self.holders(serving=False).get(index, ()), *self._put_on.get(index, ())}
+        return found | self._same_on(index, proven=False)
 
     @cached_property
     def _given_up(self) -> Mapping[int | None, list[str]]:
@@ -243,14 +249,15 @@ class Holdings:
         ]
         return bytes_by_node(lacking, sizes)
 
-    def _same_on(self, index: int) -> Set[str]:
-        """The nodes that hold the same shard of the base."""
+    def _same_on(self, index: int, *, proven: bool = True) -> Set[str]:
+        """The nodes that hold the same shard of the base, or only say so."""
         other = self.version.reused.get(index)
         if self._base is None or other is None:
             return frozenset()
         if self.version.sealed.get(index) != self._base.version.sealed.get(other):
             return frozenset()
-        return self._base._holders.holding.get(other, frozenset())
+        holders = self._base._holders
+        return (holders.holding if proven else holders.saying).get(other, frozenset())
 
     def is_shared(self, shard: pb.ActualShard, node_id: str) -> bool:
         """Whether a node has proven that it holds the file of a shard: the base has it too."""
@@ -286,9 +293,8 @@ class Holdings:
                 wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
             if pinned.is_written:
-                held, put = self.holders(serving=False), self._put_on
                 placement = tuple(
-                    _where_held(homes, held.get(index, frozenset()) | put.get(index, frozenset()))
+                    _where_held(homes, self._rows_on(index))
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
@@ -347,7 +353,8 @@ class Holdings:
             if index in odd or (index in wrong and held_by):
                 continue  # dropped first, made again after the next heartbeat
             is_held, is_put = node_id in sealed_on.get(index, ()), node_id in put.get(index, ())
-            if pinned.is_written and not (is_held or is_put or held_by):
+            same_on = self._same_on(index)
+            if pinned.is_written and not (is_held or is_put or held_by or same_on):
                 continue  # it is lost: see `lost_rows`
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
             if is_held:
@@ -355,7 +362,6 @@ class Holdings:
             if is_put and pinned.shards is not None:
                 shard.splits.extend(split_to_proto(split) for split in pinned.shards[index].splits)
                 continue
-            same_on = self._same_on(index)
             if held_by and node_id not in same_on:
                 self._let_copy(shard, held_by)
                 continue
@@ -364,6 +370,7 @@ class Holdings:
             if (
                 held_by
                 or pinned.shards is None
+                or pinned.is_written
                 or version.lacks_secrets
                 or index in loading
                 or index in self._given_up

@@ -101,7 +101,8 @@ class VersionRecord:
     def written(
         cls, rows: ChosenRows, created: int, *, attempt: int, asked_at: float, owner: str
     ) -> VersionRecord:
-        """A version of rows that nodes hold already."""
+        """A version of rows that nodes hold already; `reuse` must follow if it has others."""
+        first = len(rows.version.shards or ()) - len(rows.shards)
         sealed = (
             SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
             for shard in rows.shards
@@ -109,11 +110,11 @@ class VersionRecord:
         return cls(
             rows.version,
             created,
-            sealed=dict(enumerate(sealed)),
+            sealed=dict(enumerate(sealed, first)),
             attempt=attempt,
             asked_at=asked_at,
             owner=owner,
-            put_by=dict(enumerate(rows.node_ids)),
+            put_by=dict(enumerate(rows.node_ids, first)),
         )
 
     def reuse(self, base: VersionRecord, placement: Sequence[Sequence[str]] = ()) -> None:

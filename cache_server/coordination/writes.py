@@ -50,7 +50,7 @@ class ChosenRows:
     """The rows of a commit.
 
     Attributes:
-        shards: of the version, in its order.
+        shards: that were put: the last ones of the version.
         node_ids: the node that holds each.
     """
 
@@ -67,6 +67,7 @@ class Write:
         spec: of the dataset, without its rows.
         logical: schema of the stored columns.
         ends_at: monotonic seconds; every put moves it.
+        appends: its rows follow those of the newest version.
         puts: complete ones, with their shards, by node.
     """
 
@@ -76,6 +77,7 @@ class Write:
     ttl_s: float
     full_wait_s: float
     ends_at: float
+    appends: bool = False
     puts: dict[PutKey, tuple[str, tuple[pb.SealedShard, ...]]] = field(default_factory=dict)
 
     def to_proto(self) -> pb.OpenWrite:
@@ -97,17 +99,25 @@ class Writes:
         self._open: dict[str, Write] = {}
         self._committed: dict[str, VersionKey] = {}
 
-    def begin(self, request: pb.BeginWriteRequest, arriving: pa.Schema) -> Write:
+    def begin(
+        self,
+        request: pb.BeginWriteRequest,
+        arriving: pa.Schema,
+        before: PinnedVersion | None = None,
+    ) -> Write:
         """Begins a write.
 
         Args:
             request: with the full name of the dataset.
             arriving: schema of the rows.
+            before: the version that they are appended to.
 
         Raises:
             ConfigError, RequestError: quotes what is wrong; or too many writes are open.
         """
         write_id = uuid.uuid4().hex
+        if before is not None and before.spec.nulls == "refuse":
+            request.spec.nulls = before.spec.nulls
         spec = written_spec(request.spec, write_id)
         for name, seconds in (("ttl_s", request.ttl_s), ("full_wait_s", request.full_wait_s)):
             if not 0 <= seconds <= _MAX_SECONDS:
@@ -128,17 +138,18 @@ class Writes:
         write = Write(
             write_id,
             spec,
-            stored_schema(arriving, spec.target_shard_bytes),
+            stored_schema(arriving, spec.target_shard_bytes, before),
             request.ttl_s,
             request.full_wait_s,
             self._clock() + request.ttl_s,
+            request.append,
         )
         self._open[write_id] = write
         logger.info("write begun dataset=%s write=%s", spec.name, write_id)
         return write
 
     def find(self, write_id: str, by: Principal = ANYONE) -> Write:
-        """An open write.
+        """An open write; its time to live begins again.
 
         Raises:
             RequestError: it is not open. PermissionDeniedError: it is of another namespace.
@@ -150,6 +161,7 @@ class Writes:
                 "ttl_s, or the coordinator started again; write the dataset again"
             )
         by.require_own(write.spec.name, "a write")
+        write.ends_at = self._clock() + write.ttl_s
         return write
 
     def committed(self, write_id: str) -> VersionKey | None:
@@ -198,18 +210,23 @@ class Writes:
                 write.puts[put] = node_id, _sealed(actual)
 
     def choose(
-        self, write: Write, wanted: Collection[Chosen], alive: Collection[str]
+        self,
+        write: Write,
+        wanted: Collection[Chosen],
+        alive: Collection[str],
+        before: PinnedVersion | None = None,
     ) -> ChosenRows | list[int]:
         """The rows of the chosen attempts; else what is lost.
 
         Args:
             alive: ids of the nodes that answer.
+            before: the version that they are appended to.
 
         Returns:
             A list of numbers: the partitions that no live node has complete.
 
         Raises:
-            RequestError: a partition is chosen twice.
+            RequestError: a partition is chosen twice, or see `written_version`.
         """
         by_partition = {chosen.partition: chosen for chosen in wanted}
         if len(by_partition) < len(wanted):
@@ -227,7 +244,7 @@ class Writes:
             return lost[:_MAX_NAMED]
         puts = [there[partition] for partition in sorted(there)]
         version = written_version(
-            write.spec, write.logical, [(put, write.puts[put][1]) for put in puts]
+            write.spec, write.logical, [(put, write.puts[put][1]) for put in puts], before
         )
         shards: list[pb.SealedShard] = []
         node_ids: list[str] = []
@@ -260,15 +277,17 @@ class Writes:
         for write_id in [*self._committed][:-_REMEMBERED]:
             del self._committed[write_id]
 
-    def messages(self, pending: Iterable[PinnedVersion]) -> list[pb.OpenWrite]:
+    def messages(
+        self, pending: Iterable[tuple[PinnedVersion, Collection[int]]]
+    ) -> list[pb.OpenWrite]:
         """The writes that nodes keep rows of.
 
         Args:
-            pending: versions whose rows nodes have yet to move.
+            pending: versions whose rows nodes have yet to move, with the shards that they share.
         """
         messages = [write.to_proto() for write in self._open.values()]
-        for version in pending:
-            for write_id in write_ids(version):
+        for version, shared in pending:
+            for write_id in write_ids(version, shared):
                 message = _open_write(write_id, version.spec, version.logical, 0.0)
                 message.committed = True
                 messages.append(message)
@@ -279,9 +298,14 @@ class Writes:
         return put.write_id in self._open
 
 
-def write_ids(version: PinnedVersion) -> set[str]:
-    """The writes whose rows a version is made of: one, or none if it has no rows."""
-    splits = (split for shard in version.shards or () for split in shard.splits)
+def write_ids(version: PinnedVersion, without: Collection[int] = ()) -> set[str]:
+    """The writes whose rows a written version is made of.
+
+    Args:
+        without: shards that do not count.
+    """
+    shards = (shard for shard in version.shards or () if shard.index not in without)
+    splits = (split for shard in shards for split in shard.splits)
     puts = (PutKey.of(put_of(split)[0]) for split in splits)
     return {put.write_id for put in puts if put is not None}
 

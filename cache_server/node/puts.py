@@ -27,7 +27,8 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
-from cache_server.shards.packing import ShardBuilder, storage_type
+from cache_server.plan.written_version import column_problems
+from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
@@ -127,7 +128,8 @@ class Puts:
             raise RequestError(
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
             )
-        _check_schema(schema, write.logical)
+        if problems := column_problems(schema, write.logical):
+            raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
         stream = _PutStream(self._while_open(write, messages), write)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
@@ -375,29 +377,6 @@ def _pieces(batch: pa.RecordBatch, write: OpenWrite) -> Iterator[pa.RecordBatch]
     step = max(1, write.target_shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
-
-
-def _check_schema(schema: pa.Schema, logical: pa.Schema) -> None:
-    """Refuses rows that are stored in other columns than those of the write."""
-    problems = []
-    if sorted(schema.names) != sorted(logical.names):
-        problems.append(f"columns {', '.join(schema.names)} instead of {', '.join(logical.names)}")
-    else:
-        for field in logical:
-            arriving = schema.field(field.name).type
-            stored = storage_type(arriving)
-            if stored is None or not _is_same(stored, field.type):
-                problems.append(f"column {field.name!r} as {arriving}, stored as {field.type}")
-    if problems:
-        raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
-
-
-def _is_same(stored: pa.DataType, logical: pa.DataType) -> bool:
-    """Whether a column is stored with these types; a large one also takes the other."""
-    large = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
-    if pa.types.is_large_list(logical) and pa.types.is_list(stored):
-        return _is_same(stored.value_type, logical.value_type)
-    return bool(stored.equals(logical) or large.get(logical) == stored)
 
 
 def _parse(message: type[pb.PutEnd] | type[pb.PutShard], data: bytes) -> pb.PutEnd | pb.PutShard:

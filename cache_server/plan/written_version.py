@@ -1,6 +1,7 @@
 """Makes a version of the rows that writers put on nodes.
 
 Its table has the format `WRITTEN`. Each split is one sealed shard of a put, which lies on one node.
+An append has the shards of the version before it, then its own.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
-from cache_server.plan.shard_plan import ShardPlan
-from cache_server.shards.packing import storage_schema, with_large_offsets
+from cache_server.plan.shard_plan import ShardPlan, with_contents
+from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.told_names import MAX_SHARDS
 from cache_server.shards.version_key import VersionKey
@@ -53,28 +54,82 @@ def write_id_of(spec: DatasetSpec) -> str:
     return source.removeprefix(_SCHEME) if source.startswith(_SCHEME) else ""
 
 
-def stored_schema(arriving: pa.Schema, target_shard_bytes: int) -> pa.Schema:
+def stored_schema(
+    arriving: pa.Schema, target_shard_bytes: int, before: PinnedVersion | None = None
+) -> pa.Schema:
     """The logical schema that rows of ``arriving`` are stored with.
 
+    Args:
+        before: the version that they are appended to.
+
     Raises:
-        RequestError: names every column that cannot be stored.
+        RequestError: names every column that cannot be stored, or is another one in ``before``.
     """
     logical = storage_schema(arriving)
-    return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
+    if before is None:
+        return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
+    if problems := column_problems(arriving, before.logical):
+        raise RequestError(
+            f"cannot append to {before.spec.name!r}, which has other columns: "
+            f"{'; '.join(problems)}. Cast the rows, or write all rows again without append"
+        )
+    return before.logical
+
+
+def column_problems(arriving: pa.Schema, logical: pa.Schema) -> list[str]:
+    """How the columns that rows would be stored in differ from those of ``logical``."""
+    if sorted(arriving.names) != sorted(logical.names):
+        return [f"columns {', '.join(arriving.names)} instead of {', '.join(logical.names)}"]
+    return [
+        f"column {field.name!r} as {came}, stored as {field.type}"
+        for field in logical
+        for came in [arriving.field(field.name).type]
+        if not _is_same(storage_type(came), field.type)
+    ]
+
+
+def _is_same(stored: pa.DataType | None, logical: pa.DataType) -> bool:
+    """Whether a column is stored with these types; a large one also takes the other."""
+    large = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+    if stored is not None and pa.types.is_large_list(logical) and pa.types.is_list(stored):
+        return _is_same(stored.value_type, logical.value_type)
+    return stored is not None and (stored.equals(logical) or large.get(logical) == stored)
+
+
+def appended_spec(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
+    """The spec of rows that follow those of an earlier version: what that one promises holds."""
+    content = spec.to_proto()
+    content.replicas = max(spec.replicas, before.replicas)
+    content.readers.extend(name for name in before.readers if name not in spec.readers)
+    if before.nulls == "nan":
+        content.nulls = before.nulls
+    return DatasetSpec.from_proto(content)
 
 
 def written_version(
-    spec: DatasetSpec, logical: pa.Schema, puts: Sequence[tuple[PutKey, Sequence[pb.SealedShard]]]
+    spec: DatasetSpec,
+    logical: pa.Schema,
+    puts: Sequence[tuple[PutKey, Sequence[pb.SealedShard]]],
+    before: PinnedVersion | None = None,
 ) -> PinnedVersion:
     """The version of the chosen puts, in this order.
 
     Args:
         puts: with the shards of each.
+        before: the version that they are appended to.
 
     Raises:
-        RequestError: there are too many shards.
+        RequestError: ``before`` has another schema by now, or there are too many shards.
     """
     shards: list[ShardPlan] = []
+    if before is not None:
+        if not before.logical.equals(logical, check_metadata=True):
+            raise RequestError(
+                f"cannot append to {spec.name!r}: its columns have changed since the append began, "
+                f"from {logical.to_string()!r} to {before.logical.to_string()!r}. Append again"
+            )
+        spec = appended_spec(spec, before.spec)
+        shards += before.shards or ()
     for put, sealed in puts:
         name = put.version_key(spec.name).fingerprint
         for place, shard in enumerate(sealed):
@@ -84,8 +139,9 @@ def written_version(
     if len(shards) > MAX_SHARDS:
         raise RequestError(
             f"a version has at most {MAX_SHARDS} shards, got {len(shards)}: choose a larger "
-            "target_shard_bytes, or larger partitions"
+            "target_shard_bytes, or larger partitions, or write all rows again without append"
         )
+    shards = list(with_contents(shards, logical.serialize().to_pybytes()))
     return PinnedVersion(
         spec,
         VersionKey(spec.name, _fingerprint(logical, shards)),

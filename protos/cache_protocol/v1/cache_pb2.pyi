@@ -2344,12 +2344,15 @@ class BeginWriteRequest(google.protobuf.message.Message):
     SCHEMA_FIELD_NUMBER: builtins.int
     TTL_S_FIELD_NUMBER: builtins.int
     FULL_WAIT_S_FIELD_NUMBER: builtins.int
+    APPEND_FIELD_NUMBER: builtins.int
     schema: builtins.bytes
     """Arrow IPC schema message of the rows to send"""
     ttl_s: builtins.float
     """the write ends if it is not committed so long after the last put"""
     full_wait_s: builtins.float
     """how long a full node may let a put wait"""
+    append: builtins.bool
+    """The rows follow those of the newest written version at the commit. Without one, they are a dataset."""
     @property
     def spec(self) -> Global___DatasetSpec:
         """without tables and a query"""
@@ -2361,9 +2364,10 @@ class BeginWriteRequest(google.protobuf.message.Message):
         schema: builtins.bytes = ...,
         ttl_s: builtins.float = ...,
         full_wait_s: builtins.float = ...,
+        append: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["full_wait_s", b"full_wait_s", "schema", b"schema", "spec", b"spec", "ttl_s", b"ttl_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["append", b"append", "full_wait_s", b"full_wait_s", "schema", b"schema", "spec", b"spec", "ttl_s", b"ttl_s"]) -> None: ...
 
 Global___BeginWriteRequest: typing_extensions.TypeAlias = BeginWriteRequest
 

@@ -152,7 +152,8 @@ class CoordinatorServicer(object):
 
     def CommitWrite(self, request, context):
         """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
-        nothing; a repeated call answers with the same version.
+        nothing; a repeated call answers with the same version, or with a later one that has its rows. An
+        append is refused as not ready while the version before it is not ready: repeat the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

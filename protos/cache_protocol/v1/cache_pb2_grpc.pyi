@@ -347,7 +347,8 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
 
     CommitWrite: _CoordinatorCommitWriteType
     """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
-    nothing; a repeated call answers with the same version.
+    nothing; a repeated call answers with the same version, or with a later one that has its rows. An
+    append is refused as not ready while the version before it is not ready: repeat the call.
     """
 
     AbortWrite: _CoordinatorAbortWriteType
@@ -472,7 +473,8 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.CommitWriteResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.CommitWriteResponse]]:
         """Makes a version of the chosen attempts, and answers at once: watch it until it is ready. All or
-        nothing; a repeated call answers with the same version.
+        nothing; a repeated call answers with the same version, or with a later one that has its rows. An
+        append is refused as not ready while the version before it is not ready: repeat the call.
         """
 
     @abc.abstractmethod

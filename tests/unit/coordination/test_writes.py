@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -11,9 +12,10 @@ from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.holder_checks import Outcome
 from cache_server.coordination.writes import MAX_OPEN, MAX_OPEN_OF_NAMESPACE, Chosen
 from cache_server.shards.put_key import PutKey
-from tests.fake_nodes import Clock, make_coordinator
+from tests.fake_nodes import LEASE_S, Clock, make_coordinator, spec
 
 SCHEMA = pa.schema([("row", pa.int64())])
 TTL_S = 50.0
@@ -27,7 +29,7 @@ class PuttingNode:
         self.coordinator, self.id, self.limit_bytes = coordinator, node_id, limit_bytes
         self.puts: dict[str, int] = {}  # name -> number of shards
         self.moved: dict[str, dict[int, str]] = {}  # fingerprint -> shard -> checksum
-        self.starts: dict[int, int] = {}
+        self.starts: dict[tuple[str, int], int] = {}  # (fingerprint, shard) -> first row
 
     def beat(self) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(
@@ -46,13 +48,16 @@ class PuttingNode:
         for fingerprint, shards in self.moved.items():
             actual = request.datasets.add(dataset=NAME, fingerprint=fingerprint, attempt=0)
             for index, checksum in shards.items():
-                self._add(actual, index, checksum)
+                self._add(actual, index, checksum, fingerprint)
         return self.coordinator.heartbeat(request, by=Principal(self.id))
 
-    def _add(self, actual: pb.ActualDataset, index: int, checksum: str) -> None:
+    def _add(
+        self, actual: pb.ActualDataset, index: int, checksum: str, fingerprint: str = ""
+    ) -> None:
+        start = self.starts.get((fingerprint, index))
         actual.shards.add(
             index=index, sealed=True, num_rows=5, num_bytes=100, checksum=checksum,
-            rows_fixed=index in self.starts, row_start=self.starts.get(index, 0),
+            rows_fixed=start is not None, row_start=start or 0,
         )  # fmt: skip
 
     def put(self, write_id: str, partition: int, attempt: int = 0, *, shards: int = 2) -> None:
@@ -63,22 +68,49 @@ class PuttingNode:
     def move(self) -> set[int]:
         """Does what the answer says; returns the shards that it moved."""
         moved: set[int] = set()
-        for desired in self.beat().datasets:
+        answer = self.beat()
+        told = {desired.plan.fingerprint for desired in answer.datasets}
+        self.moved = {name: shards for name, shards in self.moved.items() if name in told}
+        for desired in answer.datasets:
             shards = self.moved.setdefault(desired.plan.fingerprint, {})
             for shard in desired.shards:
-                self.starts[shard.index] = shard.row_start
+                self.starts[desired.plan.fingerprint, shard.index] = shard.row_start
                 if shard.splits:
                     (split,) = shard.splits
                     shards[shard.index] = split.file.etag
                     moved.add(shard.index)
-        self.puts.clear()
+                elif shard.HasField("same_as") and not shard.same_as.copy_from:
+                    base = self.moved[shard.same_as.fingerprint]
+                    shards[shard.index] = base[shard.same_as.index]
+        open_ones = {write.write_id for write in answer.writes if not write.committed}
+        keys = {name: PutKey.of(name) for name in self.puts}
+        for name in [name for name, put in keys.items() if put and put.write_id not in open_ones]:
+            del self.puts[name]
         return moved
 
 
-def begin(coordinator: Coordinator, name: str = NAME, replicas: int = 1) -> str:
-    spec = pb.DatasetSpec(name=name, replicas=replicas)
-    request = pb.BeginWriteRequest(spec=spec, ttl_s=TTL_S, full_wait_s=1.0)
-    return coordinator.begin_write(request, SCHEMA).write_id
+def begin(
+    coordinator: Coordinator,
+    name: str = NAME,
+    *,
+    append: bool = False,
+    schema: pa.Schema = SCHEMA,
+    **content: Any,
+) -> str:
+    spec = pb.DatasetSpec(name=name, **{"replicas": 1, **content})
+    request = pb.BeginWriteRequest(spec=spec, ttl_s=TTL_S, full_wait_s=1.0, append=append)
+    return coordinator.begin_write(request, schema).write_id
+
+
+def commit(coordinator: Coordinator, write_id: str, *partitions: int) -> pb.DatasetInfo:
+    info = coordinator.commit_write(write_id, [Chosen(each, 0) for each in partitions])
+    assert isinstance(info, pb.DatasetInfo)
+    return info
+
+
+def settle(*nodes: PuttingNode) -> None:
+    for node in nodes * 3:
+        node.move()
 
 
 def open_writes(node: PuttingNode) -> dict[str, bool]:
@@ -206,3 +238,92 @@ def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
     with pytest.raises(RequestError, match="no source and no query"):
         request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=NAME, sql="SELECT 1"))
         coordinator.begin_write(request, SCHEMA)
+
+
+# -- appends -----------------------------------------------------------------------------------
+
+
+def test_appends_land_in_the_order_of_their_commits_and_move_their_own_rows_only(
+    tmp_path: Path,
+) -> None:
+    clock = Clock()
+    coordinator = make_coordinator(tmp_path, clock)
+    nodes = [PuttingNode(coordinator, name) for name in ("a", "b")]
+    for node in nodes:
+        node.beat()
+    one, two, three = (begin(coordinator, append=True, readers=[each]) for each in "xyz")
+    nodes[0].put(one, 0)
+    nodes[1].put(two, 0)
+    nodes[0].put(three, 7, shards=1)
+
+    commit(coordinator, two, 0)  # it makes the dataset
+    with pytest.raises(NotReadyError, match="not ready for an append"):
+        commit(coordinator, one, 0)
+    assert nodes[1].move() == {0, 1}
+    settle(*nodes)
+    assert coordinator.next_check(0.0) is None  # no file is read a second time
+    second = commit(coordinator, one, 0)
+    assert second.num_rows == 20 and second.progress.shards_reused == 2
+    assert coordinator.get(NAME).fingerprint == second.fingerprint
+    assert nodes[0].move() == {2, 3}
+    assert open_writes(nodes[1]) == {one: True, three: False}
+
+    def restarted() -> Coordinator:
+        made = make_coordinator(tmp_path, clock)
+        for node in nodes:
+            node.coordinator = made
+        settle(*nodes)
+        while (check := made.next_check(0.0)) is not None:
+            made.apply_check(check, Outcome.MATCHES)
+        settle(*nodes)
+        return made
+
+    coordinator = restarted()  # before the second version is ready
+    for _ in range(11):
+        clock.now += LEASE_S / 10
+        settle(*nodes)  # at last, the first version is forgotten
+    assert [list(node.moved) for node in nodes] == [[second.fingerprint]] * 2
+    coordinator = restarted()
+    ready = coordinator.get(NAME)
+    assert ready.state == pb.DATASET_STATE_READY and ready.num_rows == 20
+    assert list(ready.spec.readers) == ["x", "y"]
+    assert [list(shard.node_ids) for shard in ready.shards] == [["b"], ["b"], ["a"], ["a"]]
+    for repeated in (one, two):  # the rows of both are there, so nothing is put again
+        assert commit(coordinator, repeated, 0).fingerprint == second.fingerprint
+    with pytest.raises(RequestError, match="no open write"):
+        commit(coordinator, three, 7)  # the restart ended it
+
+
+def test_an_append_is_refused_by_name_where_its_rows_would_not_stay_or_not_fit(
+    tmp_path: Path, source: Path
+) -> None:
+    clock = Clock()
+    coordinator = make_coordinator(tmp_path, clock)
+    nodes = [PuttingNode(coordinator, name) for name in ("a", "b")]
+    for node in nodes:
+        node.beat()
+    write = begin(coordinator, nulls="refuse", replicas=2)
+    nodes[0].put(write, 0)
+    commit(coordinator, write, 0)
+    assert coordinator.get(NAME).state == pb.DATASET_STATE_LOADING
+    late = begin(coordinator, append=True)
+    with pytest.raises(RequestError, match=r"columns x instead of row.*write all rows again"):
+        begin(coordinator, append=True, schema=pa.schema([("x", pa.int64())]))
+    with pytest.raises(RequestError, match="'row' as float, stored as int64"):
+        begin(coordinator, append=True, schema=pa.schema([("row", pa.float32())]))
+    other = begin(coordinator, schema=pa.schema([("x", pa.int64())]))
+    nodes[0].put(late, 0)
+    nodes[1].put(other, 0, shards=1)
+    assert {write.nulls for write in nodes[0].beat().writes} == {"refuse", "nan"}
+    commit(coordinator, other, 0)
+    settle(*nodes)
+    with pytest.raises(RequestError, match="its columns have changed"):
+        commit(coordinator, late, 0)
+
+    clock.now += 15.0  # more than the timeout
+    nodes[0].beat()
+    with pytest.raises(LoadError, match=r"cannot append.*no node has 5 of its rows"):
+        begin(coordinator, append=True)
+    coordinator.create(spec(source))
+    with pytest.raises(RequestError, match="it was loaded, and its next load would drop"):
+        begin(coordinator, spec(source).name, append=True)
