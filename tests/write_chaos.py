@@ -1,8 +1,9 @@
 """Writes on real nodes and a real coordinator in this process, while everything fails.
 
 A schedule is a seed: it decides the partitions, the attempts, and what fails at which step. Each
-write must be there wholly, every row once and in order, or not at all. Copies between nodes and
-heartbeats are calls; all else is as in a server.
+write must be there wholly, every row once and in order, or not at all. An append follows the rows
+of others, among them one that is committed between its begin and its commit. Copies between nodes
+and heartbeats are calls; all else is as in a server.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cache_protocol.errors import (
     DatasetNotFoundError,
     LoadError,
     NodeUnavailableError,
+    NotReadyError,
     RequestError,
 )
 from cache_protocol.storage.shard_files import Selection
@@ -115,7 +117,10 @@ class ChaosCache:
         node = next(node for node in self.nodes if node.location == location)
         if not node.is_up:
             raise NodeUnavailableError(f"{location} is down")
-        return node.node.shard_file(key, index, 1 << 20)
+        try:
+            yield from node.node.shard_file(key, index, 1 << 20)
+        except CacheError as error:  # as over Flight
+            raise NodeUnavailableError(str(error)) from None
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
         return self.coordinator.heartbeat(request)
@@ -182,6 +187,18 @@ class ChaosCache:
                 found += selection.layout.unpack(stored).column("row").to_pylist()
         return found
 
+    def settled(self) -> str:
+        """``there``, ``failed`` or ``absent``; empty while the rows are on their way."""
+        try:
+            info = self.coordinator.get(NAME)
+        except DatasetNotFoundError:
+            return "absent"
+        states = {pb.DATASET_STATE_READY: "there", pb.DATASET_STATE_FAILED: "failed"}
+        return states.get(info.state, "")
+
+    def wait_until_settled(self) -> str:
+        return wait_until(self.settled, WAIT_S, "the rows are there, failed or absent")
+
     def put_files(self) -> list[VersionKey]:
         """What lies on nodes for writes that have not been committed."""
         return [
@@ -200,10 +217,11 @@ class ChaosWrite:
         wreck: lets something fail, with a probability.
     """
 
-    def __init__(self, cache: ChaosCache, chance: random.Random) -> None:
-        self.cache, self.chance = cache, chance
+    def __init__(
+        self, cache: ChaosCache, chance: random.Random, *, start: int = 0, append: bool = False
+    ) -> None:
+        self.cache, self.chance, self.append = cache, chance, append
         self.expected: dict[int, range] = {}
-        start = 0
         for partition in sorted(chance.sample(range(20), chance.randint(1, 5))):
             stop = start + chance.choice([0, 1, 7, 40])
             self.expected[partition] = range(start, stop)
@@ -220,7 +238,7 @@ class ChaosWrite:
 
     def begin(self) -> None:
         spec = pb.DatasetSpec(name=NAME, replicas=self.replicas, target_shard_bytes=10 * ROW_BYTES)
-        request = pb.BeginWriteRequest(spec=spec, ttl_s=600.0, full_wait_s=1.0)
+        request = pb.BeginWriteRequest(spec=spec, ttl_s=600.0, full_wait_s=1.0, append=self.append)
         self.write_id = self.cache.coordinator.begin_write(request, SCHEMA).write_id
 
     def put(self, partition: int, *, attempt: int | None = None, broken: bool = False) -> None:
@@ -283,7 +301,19 @@ class ChaosWrite:
             Chosen(partition, ack.attempt, ack.checksum if use_checksums else "")
             for partition, ack in self.acks.items()
         ]
+        for _ in range(_MOST_ROUNDS):
+            with suppress(NotReadyError):
+                return self.cache.coordinator.commit_write(self.write_id, chosen)
+            self.cache.wait_until_settled()
         return self.cache.coordinator.commit_write(self.write_id, chosen)
+
+    def write_calmly(self) -> None:
+        """Writes all rows while nothing fails, and waits until they are there."""
+        self.begin()
+        for partition in self.expected:
+            self.put(partition)
+        assert isinstance(self.commit(), pb.DatasetInfo)
+        assert self.cache.wait_until_settled() == "there"
 
 
 def run_schedule(cache: ChaosCache, seed: int) -> str:
@@ -293,7 +323,13 @@ def run_schedule(cache: ChaosCache, seed: int) -> str:
         ``there``, ``absent`` or ``failed``.
     """
     chance = random.Random(seed)
-    write = ChaosWrite(cache, chance)
+    append = chance.random() < 0.5
+    others: list[ChaosWrite] = []  # before it, in the order of their commits
+    if append and chance.random() < 0.7:
+        first = ChaosWrite(cache, chance, start=10_000)
+        first.write_calmly()
+        others.append(first)
+    write = ChaosWrite(cache, chance, append=append)
     wrecks: list[Callable[[], None]] = [
         lambda: _kill_some_node(cache, chance),
         lambda: _start_some_node(cache, chance),
@@ -313,6 +349,10 @@ def run_schedule(cache: ChaosCache, seed: int) -> str:
         for partition in write.expected:
             wreck(0.15)
             write.put_until_acknowledged(partition)
+        if append and chance.random() < 0.3:
+            other = ChaosWrite(cache, chance, start=20_000, append=True)
+            other.write_calmly()
+            others.append(other)
         for _ in range(_MOST_ROUNDS):
             wreck(0.3)
             if not has_crashed and chance.random() < 0.2:
@@ -329,12 +369,17 @@ def run_schedule(cache: ChaosCache, seed: int) -> str:
             assert isinstance(again, pb.DatasetInfo) and again.fingerprint == outcome.fingerprint
     except (RequestError, NodeUnavailableError, LoadError):
         pass  # the write is gone, or no node took it: it must be absent
-    return _check(cache, chance, write, outcome)
+    return _check(cache, chance, write, outcome, others)
 
 
 def _check(
-    cache: ChaosCache, chance: random.Random, write: ChaosWrite, outcome: pb.DatasetInfo | None
+    cache: ChaosCache,
+    chance: random.Random,
+    write: ChaosWrite,
+    outcome: pb.DatasetInfo | None,
+    others: list[ChaosWrite],
 ) -> str:
+    before = [row for other in others for row in other.rows]
     if outcome is None:
         # The coordinator may have ended after it wrote the commit, and the writer gave up then.
         with suppress(CacheError):
@@ -344,22 +389,28 @@ def _check(
         _kill_some_node(cache, chance)
     if chance.random() < 0.3:
         cache.restart_coordinator()
-    state = wait_until(lambda: _settled(cache), WAIT_S, "the write is there, failed or absent")
-    if state == "failed" and wreck_after:  # its node comes back with its rows
+    state = cache.wait_until_settled()
+    if wreck_after and (state == "failed" or others):  # its node comes back with its rows
         for node in cache.nodes:
             if not node.is_up:
                 node.restart(keep_files=True)
         cache.wait_for_nodes()
-        state = wait_until(lambda: _settled(cache), WAIT_S, "the rows are back, or failed")
+        state = cache.wait_until_settled()
     if state == "there":
         info = cache.coordinator.get(NAME)
-        assert cache.rows(info) == write.rows
-        assert info.num_rows == len(write.rows)
+        rows = cache.rows(info)
+        assert info.num_rows == len(rows)
+        if rows == before and write.rows:
+            state = "absent"
+        else:
+            assert rows == before + write.rows
     else:
         error = cache.coordinator.get(NAME).error.message if state == "failed" else ""
         assert state == "absent" or "rows" in error or "not on this node" in error, error
-    if outcome is not None:
-        assert state != "absent"
+        assert state != "absent" or not others
+    if outcome is not None and state == "absent":  # an append that failed by name
+        failed = cache.coordinator.get(NAME, outcome.fingerprint)
+        assert others and "no node has" in failed.error.message
     wait_until(lambda: not cache.put_files(), WAIT_S, "nodes drop the rows that were not chosen")
     with suppress(DatasetNotFoundError):
         cache.coordinator.delete(NAME)
@@ -371,14 +422,6 @@ def _check(
         lambda: not any(node.store.versions() for node in cache.up()), WAIT_S, "nodes are empty"
     )
     return state
-
-
-def _settled(cache: ChaosCache) -> str:
-    try:
-        info = cache.coordinator.get(NAME)
-    except DatasetNotFoundError:
-        return "absent"
-    return {pb.DATASET_STATE_READY: "there", pb.DATASET_STATE_FAILED: "failed"}.get(info.state, "")
 
 
 def _kill_some_node(cache: ChaosCache, chance: random.Random) -> None:

@@ -6,6 +6,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cache_client import (
     CacheError,
     CacheIterableDataset,
     ConfigError,
+    DatasetInfo,
     DatasetNotFoundError,
     DatasetSpec,
     LoadError,
@@ -242,6 +244,88 @@ def test_rows_of_other_columns_and_of_an_aborted_write_are_refused(
         begun.commit({})
     with pytest.raises(ConfigError, match="replicas"):
         client.begin_write(dataset_name, table.schema, replicas=0)
+
+
+# -- appends -----------------------------------------------------------------------------------
+
+
+def test_appended_rows_follow_the_old_ones_which_keep_their_files_numbers_and_readers(
+    client: CacheClient, cluster: LocalCluster, dataset_name: str
+) -> None:
+    def grow(start: int, stop: int, **arguments: Any) -> DatasetInfo:
+        rows = numbered_table(ROWS).slice(start, stop - start)
+        return client.write(
+            dataset_name, rows, append=True, target_shard_bytes=SHARD_BYTES, **arguments
+        )
+
+    def reader(**arguments: Any) -> CacheIterableDataset:
+        return CacheIterableDataset(
+            dataset_name, endpoint=cluster.endpoint, batch_size=100, rank=0, world_size=1,
+            **{"shuffle": False, **arguments},
+        )  # fmt: skip
+
+    first = grow(0, 500, replicas=2)
+    following = reader(follow="epoch", job=dataset_name)
+    pinned = iter(reader(shuffle=True))
+    seen = next(pinned)["row"].tolist()
+    before = {node.id: node.stored_bytes for node in client.nodes()}
+
+    second = grow(500, ROWS)
+
+    added = second.num_bytes - first.num_bytes
+    assert (second.num_rows, second.replicas, second.shards_reused) == (ROWS, 2, first.num_shards)
+    assert {node.id: node.stored_bytes - before[node.id] for node in client.nodes()} == {
+        node_id: added for node_id in before
+    }
+    assert {len(nodes) for nodes in second.placement.values()} == {2}
+    back = client.read(dataset_name).read_all()
+    assert back.equals(numbered_table(ROWS).cast(back.schema))
+    seen += [row for batch in pinned for row in batch["row"].tolist()]
+    assert sorted(seen) == list(range(500))
+    assert following.num_rows == 500
+    following.set_epoch(1)
+    assert [row for batch in following for row in batch["row"].tolist()] == list(range(ROWS))
+    view = reader(shuffle=True, where="row >= 400 AND row < 600", local=False)
+    assert sorted(row for batch in view for row in batch["row"].tolist()) == list(range(400, 600))
+    assert grow(0, 0).fingerprint == second.fingerprint
+    again = client.write(dataset_name, numbered_table(10))
+    assert again.num_rows == 10
+
+
+def test_appends_at_the_same_time_all_land_and_none_twice(
+    client: CacheClient, dataset_name: str
+) -> None:
+    def write(number: int) -> None:
+        for part in range(number * 100, number * 100 + 100, 50):
+            client.write(dataset_name, numbered_table(50, part), append=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, range(3)))
+
+    rows = client.read(dataset_name).read_all()["row"].to_pylist()
+    assert sorted(rows) == list(range(300))
+    assert all(rows[at : at + 50] == [*range(rows[at], rows[at] + 50)] for at in range(0, 300, 50))
+    for number in range(3):
+        assert rows.index(number * 100) < rows.index(number * 100 + 50)
+
+
+def test_an_append_to_loaded_rows_is_refused_and_leaves_them(
+    client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    pq.write_table(numbered_table(10), tmp_path / "table.parquet")
+    loaded = client.load(DatasetSpec(dataset_name, tmp_path))
+    with pytest.raises(RequestError, match=r"it was loaded.*Add files to its source"):
+        client.write(dataset_name, numbered_table(10), append=True)
+
+    begun = client.begin_write(f"{dataset_name[:100]}-later", numbered_table(1).schema, append=True)
+    ack = begun.put(0, 0, numbered_table(10))
+    client.load(DatasetSpec(begun.name, tmp_path))
+    with pytest.raises(RequestError, match="it was loaded"):  # after the begin
+        begun.commit({0: ack})
+    assert client.describe(begun.name).num_rows == client.describe(dataset_name).num_rows == 10
+    assert client.describe(dataset_name).fingerprint == loaded.fingerprint
+    begun.abort()
+    client.drop(begun.name)
 
 
 # -- nodes that are full, lost or alone --------------------------------------------------------
