@@ -45,9 +45,11 @@ from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
 from cache_client.table_reads import read_table
+from cache_client.write_through import write_through
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.errors import (
     ConfigError,
+    DatasetNotFoundError,
     LoadError,
     LostPartitionsError,
     NodeUnavailableError,
@@ -256,6 +258,8 @@ class CacheClient:
         data: object,
         *,
         append: bool = False,
+        through: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
         nulls: str = "nan",
@@ -267,7 +271,9 @@ class CacheClient:
         """Writes rows of this process as a dataset; all of them, or none.
 
         A dataset of this name gets a new version; the same rows are the same version again. The
-        rows have no other source: without replicas, they are lost with their node.
+        rows have no other source: without replicas, they are lost with their node. With
+        ``through`` they become a Parquet file first, from which the cache loads them, and loads
+        them again if a node is lost.
 
         Args:
             name: of the dataset.
@@ -275,6 +281,10 @@ class CacheClient:
                 lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
                 dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
             append: after the rows of the dataset, if it exists; see `begin_write`.
+            through: a folder that the nodes have too, or ``s3://BUCKET/PREFIX``. Each write makes
+                the folder ``NAME/TIME-RANDOM`` there, and each append adds a file to it. You remove
+                old folders.
+            storage_options: of ``through``, as for `DatasetSpec`.
             replicas: nodes that hold each row.
             target_shard_bytes: of a shard, stored.
             nulls: of columns of floats: ``nan`` or ``refuse``.
@@ -286,15 +296,32 @@ class CacheClient:
         Raises:
             ConfigError: an argument is wrong; quotes each.
             RequestError: a column cannot be stored; names each.
-            LoadError: a value cannot be stored, or the rows do not fit.
+            LoadError: a value cannot be stored, the rows do not fit, or the file cannot be written.
             NodeUnavailableError: no node took the rows.
         """
         problems = function_problems("on_progress", on_progress)
         problems += flag_problems("progress", progress)
         problems += [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        if through is None and storage_options is not None:
+            problems.append("storage_options are those of through: give both")
         source = checked(problems, lambda: arrow_source(data))
         if problems or source is None:
             raise ConfigError("; ".join(problems))
+        if through is not None:
+            spec = DatasetSpec(
+                name,
+                through,
+                format="parquet",
+                storage_options=storage_options,
+                replicas=replicas,
+                target_shard_bytes=target_shard_bytes,
+                nulls=nulls,
+                readers=readers,
+            )
+            load = partial(
+                self.load, progress=progress, on_progress=on_progress, timeout_s=timeout_s
+            )
+            return write_through(spec, source, self._spec(name) if append else None, load)
         write = self.begin_write(
             name,
             source.schema,
@@ -520,11 +547,21 @@ class CacheClient:
         Raises:
             DatasetNotFoundError: lists the existing datasets.
         """
+        return _dataset_info(self._described(name))
+
+    def _described(self, name: str) -> pb.DatasetInfo:
         request = pb.GetDatasetRequest(name=_checked_name(name))
         deadline = self._deadline()
         with self._coordinator(deadline) as calls:
-            response = calls.call(calls.stub.GetDataset, request, deadline)
-        return _dataset_info(response.dataset)
+            response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
+        return response.dataset
+
+    def _spec(self, name: str) -> DatasetSpec | None:
+        """The spec of the newest version; None: there is no such dataset."""
+        try:
+            return DatasetSpec.from_proto(self._described(name).spec)
+        except DatasetNotFoundError:
+            return None
 
     def drop(self, name: str) -> None:
         """Drops a dataset; its nodes remove it at their next heartbeat.

@@ -8,9 +8,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar
 from urllib.parse import quote, unquote, urlsplit
 
 from moto.core.models import DEFAULT_ACCOUNT_ID
@@ -197,6 +198,13 @@ def _backend() -> Any:
     return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
 
 
+def _chunk(body: BinaryIO) -> bytes:
+    """The next piece of a body of unknown length; empty: its end."""
+    chunk = body.read(int(body.readline().partition(b";")[0], 16))
+    body.readline()
+    return chunk
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
@@ -238,7 +246,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)  # absolute, where the server is a proxy
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = b"".join(iter(partial(_chunk, self.rfile), b""))
+            del self.headers["Transfer-Encoding"]
+        else:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Content-Encoding") == "aws-chunked":
+            body = b"".join(iter(partial(_chunk, BytesIO(body)), b""))
+            self.headers.replace_header("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
+            del self.headers["Content-Encoding"]
         signed = _KEY_ID.search(self.headers.get("Authorization", ""))
         request = Request(
             self.command,

@@ -3,8 +3,8 @@
     python -m tests.write_soak [--seconds 300] [--kills 200] [--seed 0]
 
 Ends after so many seconds or kills. Each write must be there wholly, every row once and in order,
-or not at all. A write that was acknowledged must be there once every node is back. Ends with 1 if
-not.
+or not at all. Half of the writes are appends: the rows before them must stay. A write that was
+acknowledged must be there once every node is back. Ends with 1 if not.
 `write_chaos` does the same in one process, at each step of the protocol.
 """
 
@@ -55,13 +55,14 @@ def partitions(whole: pa.Table) -> list[pa.Table]:
     return [whole.slice(start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-def write(client: CacheClient, name: str, seed: int) -> None:
+def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
     """Writes a table as an engine does: tasks that are tried again, lost answers, double tasks."""
     chance = random.Random(seed)
     whole = table(seed)
     begun = client.begin_write(
         name,
         whole.schema,
+        append=append,
         target_shard_bytes=SHARD_BYTES,
         replicas=chance.choice([1, 2]),
         ttl_s=TTL_S,
@@ -103,11 +104,11 @@ def writer(pipe: Connection, endpoint: str) -> None:
     pipe.send("ready")
     while True:
         try:
-            name, seed = pipe.recv()
+            name, seed, append = pipe.recv()
         except EOFError:
             return
         try:
-            write(client, name, seed)
+            write(client, name, seed, append)
         except CacheError as error:
             pipe.send(f"{type(error).__name__}: {error}")
         else:
@@ -157,7 +158,11 @@ class Soak:
     def round(self, number: int) -> None:
         """One write, with kills; then every node is back, and the rows are checked."""
         name, seed = f"write-{number}", self.chance.randrange(1 << 30)
-        self.writer.pipe.send((name, seed))
+        before = table(0).slice(0, 0)
+        if append := self.chance.random() < 0.5:
+            before = table(number)
+            self.client.write(name, before, target_shard_bytes=SHARD_BYTES, replicas=2)
+        self.writer.pipe.send((name, seed, append))
         down: list[LocalNode] = []
         answer: str | None = None
         for _ in range(self.chance.choice([0, 1, 1, 2, 3])):
@@ -186,9 +191,9 @@ class Soak:
             assert self.writer.pipe.poll(10 * WAIT_S), "the writer hangs"
             answer = self.writer.pipe.recv()
         self.cluster.wait_for_nodes()
-        self._check(name, seed, answer)
+        self._check(name, before, table(seed), answer)
 
-    def _check(self, name: str, seed: int, answer: str) -> None:
+    def _check(self, name: str, before: pa.Table, whole: pa.Table, answer: str) -> None:
         try:
             state = wait_until(
                 lambda: self._state(name, answer), WAIT_S, f"{name} is there, failed or absent"
@@ -197,12 +202,17 @@ class Soak:
             self.wrong.append(f"{error} after {answer!r}")
             return
         if state == "there":
-            whole = table(seed)
-            found = self.client.head(name, whole.num_rows + 1)
-            if not pa.Table.from_batches([found]).cast(whole.schema).equals(whole):
-                self.wrong.append(f"{name}: {found.num_rows} of {whole.num_rows} rows, or others")
-        elif not answer:
+            both = pa.concat_tables([before, whole])
+            found = self.client.read(name).read_all().cast(whole.schema)
+            if before.num_rows and found.equals(before):
+                state = "absent"
+            elif not found.equals(both):
+                self.wrong.append(f"{name}: {found.num_rows} of {both.num_rows} rows, or others")
+        elif state == "absent" and before.num_rows:
+            self.wrong.append(f"{name} has lost the rows before an append")
+        if state != "there" and not answer:
             self.wrong.append(f"{name} was acknowledged and is {state}")
+        state = f"{state} append" if before.num_rows else state
         self.outcomes[state] += 1
         with suppress(DatasetNotFoundError):
             self.client.drop(name)

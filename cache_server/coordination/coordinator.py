@@ -56,6 +56,7 @@ from cache_server.source.allowed_sources import AllowedSources
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
+_MOST_PLANS = 20  # of a load, while others of its spec are faster
 _AsOf = tuple[int, frozenset[str]]  # the number of changes, and the live nodes
 
 
@@ -154,17 +155,36 @@ class Coordinator:
             LoadError: the source cannot be read, the shards cannot fit, or the catalogue cannot be
                 written.
             RequestError: a bad query.
+            NotReadyError: other loads of the same spec were faster, many times.
             PermissionDeniedError: the version needs secrets that the caller did not give, and
                 another principal owns it.
         """
         self._sources.check_spec(spec)
+        for _ in range(_MOST_PLANS):
+            if (info := self._create(spec, refresh, by)) is not None:
+                self._write_proven()
+                self._notify_listeners()
+                return info
+        raise NotReadyError(f"dataset {spec.name!r} is loaded by too many others: load it again")
+
+    def _create(self, spec: DatasetSpec, refresh: bool, by: Principal) -> pb.DatasetInfo | None:
+        """As `create`; None: a load that began later was faster, and may have seen newer files."""
         with self._changed:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
                 return self._attach(version, spec, by=by)
             before = self._readable(spec.name, spec.secrets_to_proto(), by.name)
+            begun = self._created
         planned = plan_version(spec, [version.pinned for version in before])
         with self._changed:
+            if planned.version.comparable and any(
+                version.created > begun
+                and key != planned.version.key
+                and _content(version.pinned.spec) == _content(spec)
+                for key, version in self._versions.items()
+            ):
+                planned.close()
+                return None
             version = self._versions.get(planned.version.key)
             if version is not None and self._holdings(version).load_failure() is None:
                 planned.close()
@@ -186,10 +206,7 @@ class Coordinator:
             except LoadError:
                 made.release()
                 raise
-            info = self._add(made, by)
-        self._write_proven()
-        self._notify_listeners()
-        return info
+            return self._add(made, by)
 
     def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version that the catalogue has, or replaces a failed one."""

@@ -1,0 +1,161 @@
+"""Rows that become Parquet files first: in a folder of this machine and in S3."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from cache_client import CacheClient, CacheError, ConfigError, LoadError, RequestError
+from cache_server import LocalCluster
+from cache_server.coordination import coordinator as coordinating
+from tests.conftest import numbered_table
+from tests.fake_nodes import Clock, make_coordinator, spec
+from tests.object_store import S3Server
+from tests.waiting import wait_until
+
+ROWS = 1000
+SHARD_BYTES = 2048
+WAIT_S = 30.0
+Place = tuple[str, Mapping[str, str] | None]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with S3Server() as server:
+        server.put("bucket", "other/table", b"")
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "folder":
+        return str(tmp_path / "through"), None
+    server: S3Server = request.getfixturevalue("s3")
+    return f"s3://bucket/{tmp_path.name}/", server.storage_options
+
+
+def rows_of(client: CacheClient, name: str) -> list[int]:
+    rows: list[int] = client.read(name).read_all()["row"].to_pylist()
+    return rows
+
+
+def test_rows_are_loaded_from_files_and_appends_read_only_their_own(
+    client: CacheClient, dataset_name: str, place: Place
+) -> None:
+    through, options = place
+
+    def write(table: pa.Table, **arguments: Any) -> Any:
+        return client.write(
+            dataset_name, table, through=through, storage_options=options,
+            target_shard_bytes=SHARD_BYTES, **arguments,
+        )  # fmt: skip
+
+    first = write(numbered_table(500).to_reader(max_chunksize=33), append=True)
+    assert first.num_rows == 500 and first.num_shards > 1
+    ordered = numbered_table(500, 500).select(["text", "row", "a", "b", "label"])
+    second = write(ordered, append=True, replicas=2)
+    assert second.shards_reused == first.num_shards
+    assert second.files_read == second.num_shards - first.num_shards  # once for each of its shards
+    assert second.replicas == 2
+    assert client.read(dataset_name).read_all().equals(numbered_table(ROWS).cast(second.schema))
+    with pytest.raises(RequestError, match="other columns"):
+        write(numbered_table(1).select(["row"]), append=True)
+
+    third = write(numbered_table(10))
+    assert (third.num_rows, third.files_read) == (10, 1)
+    plain = client.write(dataset_name, numbered_table(1))
+    with pytest.raises(RequestError, match=r"its rows come from write://"):
+        write(numbered_table(1), append=True)
+    assert client.describe(dataset_name).fingerprint == plain.fingerprint
+
+
+def test_a_lost_node_costs_no_rows_that_were_written_through_a_folder(tmp_path: Path) -> None:
+    with LocalCluster(num_nodes=2, node_timeout_s=1.0) as cluster:
+        client = CacheClient(cluster.endpoint)
+        client.write("rows", numbered_table(ROWS), through=tmp_path, target_shard_bytes=SHARD_BYTES)
+        cluster.nodes[1].kill()
+        wait_until(
+            lambda: not all(node.alive for node in client.nodes()), WAIT_S, "the node is lost"
+        )
+        wait_until(lambda: client.describe("rows").state == "ready", WAIT_S, "it is loaded again")
+        assert rows_of(client, "rows") == list(range(ROWS))
+
+
+def test_a_write_that_fails_leaves_no_file_and_the_version_before(
+    client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    def write(data: object, **arguments: Any) -> Any:
+        return client.write(dataset_name, data, through=tmp_path, **arguments)
+
+    def failing() -> Iterator[pa.RecordBatch]:
+        yield from numbered_table(10).to_batches()
+        raise OSError("the source broke")
+
+    info = write(numbered_table(10))
+    (file,) = tmp_path.rglob("*.parquet")
+    for append in (False, True):
+        reader = pa.RecordBatchReader.from_batches(numbered_table(1).schema, failing())
+        with pytest.raises(OSError, match="the source broke"):
+            write(reader, append=append)
+    with pytest.raises(CacheError, match="struct"):
+        write(pa.table({"s": [{"x": 1}]}))
+    with pytest.raises(ConfigError, match="gs://bucket"):
+        client.write(dataset_name, numbered_table(1), through="gs://bucket")
+    with pytest.raises(ConfigError, match="give both"):
+        client.write(dataset_name, numbered_table(1), storage_options={})
+    (tmp_path / "file").touch()
+    with pytest.raises(LoadError, match="cannot write"):
+        client.write(dataset_name, numbered_table(1), through=tmp_path / "file")
+
+    assert [*tmp_path.rglob("*.parquet")] == [file]
+    assert pq.read_table(file)["row"].to_pylist() == rows_of(client, dataset_name)
+    assert client.describe(dataset_name).fingerprint == info.fingerprint
+
+
+def test_appends_at_the_same_time_are_all_there(
+    client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    client.write(dataset_name, numbered_table(10), through=tmp_path)
+
+    def write(number: int) -> None:
+        rows = numbered_table(10, number * 10)
+        client.write(dataset_name, rows, through=tmp_path, append=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(write, range(1, 7)))
+
+    assert sorted(rows_of(client, dataset_name)) == list(range(70))
+
+
+def test_a_load_that_another_one_overtook_looks_at_the_files_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    pq.write_table(numbered_table(10), source / "0.parquet")
+    coordinator = make_coordinator(tmp_path, Clock())
+    plan, waits, goes_on = coordinating.plan_version, threading.Event(), threading.Event()
+
+    def slow_plan(*arguments: Any) -> Any:
+        planned = plan(*arguments)
+        if not waits.is_set():
+            waits.set()
+            assert goes_on.wait(WAIT_S)
+        return planned
+
+    monkeypatch.setattr(coordinating, "plan_version", slow_plan)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(coordinator.create, spec(source))
+        assert waits.wait(WAIT_S)
+        pq.write_table(numbered_table(10, 10), source / "1.parquet")
+        fast = coordinator.create(spec(source))
+        goes_on.set()
+        assert slow.result(WAIT_S).fingerprint == fast.fingerprint
+    assert len(coordinator.get("table").shards) == 2
