@@ -125,7 +125,8 @@ def found(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     script.write_text(PROGRAM)
     page = PAGE.read_text(encoding="utf-8").partition("\n## Ray\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    (folder / "page.py").write_text("\n".join(blocks))
+    code = "\n".join(blocks).replace("/shared/written", str(folder / "through"))
+    (folder / "page.py").write_text(code)
     environment = {
         **os.environ,
         "CACHE_ENDPOINT": cluster.endpoint,
@@ -177,7 +178,7 @@ def test_a_failed_job_leaves_the_version_before_it_and_no_bytes(
     assert "the last task fails" in found["failed"]
     assert rows_of(client, "kept") == list(range(ROWS))
     names = {info.name: info for info in client.datasets()}
-    assert names.keys() == {"killed", "later", "kept", "empty", "houses"}
+    assert names.keys() == {"killed", "later", "kept", "empty", "houses", "houses-kept"}
     expected = sum(info.num_bytes * info.replicas for info in names.values())
     wait_until(
         lambda: sum(node.stored_bytes for node in client.nodes()) == expected,
@@ -205,5 +206,6 @@ def test_ray_reads_each_row_once_in_parts(found: dict[str, Any]) -> None:
     assert found["image"] == [[4.0] * 3] * 2
 
 
-def test_the_page_about_engines_holds(found: dict[str, Any]) -> None:
+def test_the_page_about_engines_holds(found: dict[str, Any], cluster: LocalCluster) -> None:
     assert found["page"] == [200, 1000]
+    assert rows_of(CacheClient(cluster.endpoint), "houses-kept") == list(range(1000))

@@ -215,7 +215,8 @@ def found(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> di
     script.write_text(PROGRAM)
     page = PAGE.read_text(encoding="utf-8").partition("\n## Spark\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    (folder / "page.py").write_text("\n".join(blocks))
+    code = "\n".join(blocks).replace("/shared/written", str(folder / "through"))
+    (folder / "page.py").write_text(code)
     environment = {
         **os.environ,
         "CACHE_ENDPOINT": cluster.endpoint,
@@ -281,7 +282,8 @@ def test_a_failed_job_and_a_killed_driver_leave_the_version_before_them_and_no_b
     assert "a task that never ends well" in found["failed"]
     assert rows_of(client, "kept") == list(range(ROWS))
     infos = client.datasets()
-    assert {info.name for info in infos} == {"once", "kept", "some", "none", "houses", "lineitem"}
+    names = {"once", "kept", "some", "none", "houses", "houses-kept", "lineitem"}
+    assert {info.name for info in infos} == names
     expected = sum(info.num_bytes * info.replicas for info in infos)
     wait_until(
         lambda: sum(node.stored_bytes for node in client.nodes()) == expected,
@@ -310,8 +312,9 @@ def test_spark_reads_each_row_once_in_order_and_in_parts(found: dict[str, Any]) 
     assert found["given"] == ROWS // 2
 
 
-def test_the_page_about_engines_holds(found: dict[str, Any]) -> None:
+def test_the_page_about_engines_holds(found: dict[str, Any], cluster: LocalCluster) -> None:
     assert found["page"] == 200
+    assert rows_of(CacheClient(cluster.endpoint), "houses-kept") == list(range(1000))
 
 
 def test_the_example_writes_its_table(found: dict[str, Any], cluster: LocalCluster) -> None:

@@ -381,10 +381,11 @@ def test_rows_outlive_a_node_only_with_replicas_and_come_back_with_it() -> None:
 
 
 def test_the_page_about_writes_runs_as_it_stands(
-    client: CacheClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+    client: CacheClient, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
     page = PAGE.read_text(encoding="utf-8").partition("\n## Write\n")[2].partition("\n## ")[0]
+    page = page.replace("/shared/written", str(tmp_path))
     for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
         exec(compile(block, str(PAGE), "exec"), {"table": numbered_table(ROWS)})
 
