@@ -273,7 +273,7 @@ class ShardStore:
             os.link(moved.path, temporary)
             os.replace(temporary, final)
             fsync(directory)
-            shard = MappedShard(sealed, final)
+            shard = moved.renamed(sealed, final)
             with self._manifests:
                 manifest.add(directory / MANIFEST, sealed)
                 self._add(key, shard)
@@ -300,11 +300,11 @@ class ShardStore:
             LoadError: it cannot be written.
         """
         temporary = self._directory(key) / _temporary_name(sealed.index)
+        shard = self.shards(other).get(index)
+        if shard is None or shard.sealed.checksum != sealed.checksum:
+            raise NodeUnavailableError(f"shard {index} of {other} is not on this node")
 
         def link() -> SealedShard:
-            shard = self.shards(other).get(index)
-            if shard is None or shard.sealed.checksum != sealed.checksum:
-                raise NodeUnavailableError(f"shard {index} of {other} is not on this node")
             temporary.unlink()
             try:
                 os.link(shard.path, temporary)
@@ -314,7 +314,7 @@ class ShardStore:
                 ) from None
             return replace(shard.sealed, index=sealed.index)
 
-        return self._keep(key, sealed.index, temporary, 0, link)
+        return self._keep(key, sealed.index, temporary, 0, link, shard.renamed)
 
     def _keep(
         self,
@@ -323,8 +323,9 @@ class ShardStore:
         temporary: Path,
         size: int,
         write: Callable[[], SealedShard],
+        mapped: Callable[[SealedShard, Path], MappedShard] = MappedShard,
     ) -> MappedShard:
-        """Writes a file under a temporary name, and seals it."""
+        """Writes a file under a temporary name, seals it, and maps it."""
         directory = self._directory(key)
         final = directory / shard_file_name(index)
         if size:  # a shared file takes no room
@@ -336,7 +337,7 @@ class ShardStore:
             fsync(temporary)
             os.replace(temporary, final)
             fsync(directory)
-            shard = MappedShard(sealed, final)
+            shard = mapped(sealed, final)
             with self._manifests:
                 manifest.add(directory / MANIFEST, sealed)
                 self._add(key, shard, temporary)

@@ -10,6 +10,7 @@ Only files in the manifest count. This module only reads; `cache_server.shards.s
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import logging
 import os
@@ -96,6 +97,12 @@ class MappedShard:
         self._offsets = {
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
+
+    def renamed(self, sealed: SealedShard, path: Path) -> MappedShard:
+        """The same mapping for another name of the file; much faster than a second one."""
+        other = copy.copy(self)
+        other.sealed, other.path = sealed, path
+        return other
 
     @property
     def inode(self) -> tuple[int, int]:
