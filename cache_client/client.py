@@ -371,7 +371,7 @@ class CacheClient:
             ConfigError: an argument is wrong; quotes each.
             RequestError: a column cannot be stored, or not be appended; names each. Or ``append``
                 to a dataset that was loaded.
-            LoadError: ``append`` to a dataset of which rows are lost.
+            LoadError: ``append``, and rows of the dataset are lost.
             NotReadyError: no node has joined the cache yet.
         """
         problems = seconds_problems("ttl_s", ttl_s) + seconds_problems("full_wait_s", full_wait_s)
