@@ -16,9 +16,16 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from cache_client.arrow_sources import ArrowSource, plain_batch, slices
-from cache_protocol.errors import ConfigError, LoadError, PermissionDeniedError, RequestError
+from cache_protocol.errors import (
+    ConfigError,
+    LoadError,
+    PermissionDeniedError,
+    RequestError,
+    StaleVersionError,
+)
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.spec.secret_settings import URI
 
@@ -40,6 +47,7 @@ _S3_ARGUMENTS = {  # options of a spec, without their prefix -> arguments of pya
     "role_session_name": "session_name",
     "external_id": "external_id",
 }
+_MOST_LOADS = 20  # while appends that began later are faster
 _REFUSALS = (ConfigError, RequestError, LoadError, PermissionDeniedError)
 
 
@@ -73,8 +81,11 @@ def write_through(
         source = _with_columns_of(files, f"{path.rstrip('/')}/{folder}", source, spec.name)
     file = f"{path.rstrip('/')}/{folder}/{time.time_ns():020d}-{_random()}.parquet"
     _write_file(files, file, source, spec.target_shard_bytes, is_hidden=before is not None)
+    overtaken = retry_if_exception_type(StaleVersionError)  # by a version with this file, too
     try:
-        return load(spec)
+        return Retrying(retry=overtaken, stop=stop_after_attempt(_MOST_LOADS), reraise=True)(
+            load, spec
+        )
     except _REFUSALS:
         _remove(files, file)
         raise
