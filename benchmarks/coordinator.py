@@ -60,6 +60,8 @@ class SimulatedNode:
         shards: that it has, as it reports them.
         told: shards of the last answer.
         reports: of readers, for the next heartbeat.
+        map_tag: of the shard map that it has.
+        asks: held while it asks for the map.
     """
 
     node: pb.Node
@@ -67,6 +69,8 @@ class SimulatedNode:
     told: frozenset[int] = frozenset()
     plan: pb.LoadPlan = field(default_factory=pb.LoadPlan)
     reports: list[pb.ReaderReport] = field(default_factory=list)
+    map_tag: str = ""
+    asks: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def heartbeat(self) -> bytes:
         """The message of the next heartbeat."""
@@ -116,6 +120,8 @@ class World:
         self.fingerprint = ""
         self.lost: set[int] = set()
         self.heartbeats = 0
+        self.maps = self.map_bytes = 0
+        self._asked = itertools.cycle(range(num_nodes))
         self._beat: Callable[..., Any]
         self._get: Callable[..., Any]
 
@@ -151,21 +157,32 @@ class World:
             if not node.apply(answer):
                 await asyncio.sleep(answer.interval_s)
 
-    async def read_map(self) -> int:
-        """A node asks for the shard map; returns the bytes of the answer."""
-        request = pb.GetDatasetRequest(
-            name=self.spec.name, fingerprint=self.fingerprint, lease=True
-        )
-        answer = await self._get(request.SerializeToString(), metadata=self._metadata, timeout=60)
-        return len(answer)
+    async def read_map(self) -> None:
+        """The next node asks for the shard map, for one of its readers, unless it has it."""
+        node = self.nodes[next(self._asked)]
+        async with node.asks:
+            request = pb.GetDatasetRequest(
+                name=self.spec.name,
+                fingerprint=self.fingerprint,
+                lease=True,
+                known_tag=node.map_tag,
+            )
+            answer = await self._get(
+                request.SerializeToString(), metadata=self._metadata, timeout=60
+            )
+        if len(answer) > 0:
+            self.map_bytes = len(answer)
+            self.maps += 1
+            node.map_tag = _tag(answer)
 
-    async def begin_readers(self, num_readers: int, seconds: float) -> int:
-        """All readers ask for the map, evenly over some time; returns the bytes of one map."""
+    async def begin_readers(self, num_readers: int, seconds: float) -> None:
+        """All readers ask for the map, evenly over some time."""
         asked = []
-        for _ in range(num_readers):
+        begun = time.monotonic()
+        for number in range(num_readers):
             asked.append(asyncio.create_task(self.read_map()))
-            await asyncio.sleep(seconds / num_readers)
-        return max(await asyncio.gather(*asked))
+            await asyncio.sleep(begun + seconds * number / num_readers - time.monotonic())
+        await asyncio.gather(*asked)
 
     async def read(self, num_readers: int, lease_s: float, seconds: float) -> None:
         """Readers report and renew their leases for some time."""
@@ -201,6 +218,12 @@ class World:
 def _raise_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         print(task.get_name(), repr(error)[:500], file=sys.stderr)
+
+
+def _tag(answer: bytes) -> str:
+    """The tag of a map, which is the last field of its message; it is not parsed as a whole."""
+    start = answer.rindex(b"\x7a\x20") + 2
+    return answer[start : start + 32].decode()
 
 
 def _simulated_node(number: int) -> SimulatedNode:
@@ -297,8 +320,9 @@ async def measure(
             await asyncio.sleep(steady_s)
             result["idle"] = clock.look()
             result["idle"]["heartbeats_per_s"] = (world.heartbeats - beats) / steady_s
-            result["map_bytes"] = await world.begin_readers(num_readers, begin_s)
-            result["begin"] = clock.look()
+            await world.begin_readers(num_readers, begin_s)
+            result["begin"] = clock.look() | {"maps": world.maps}
+            result["map_bytes"] = world.map_bytes
             await world.read(num_readers, 600.0, steady_s)
             result["steady"] = clock.look()
             lost = set(range(min(LOST, num_nodes // 2)))

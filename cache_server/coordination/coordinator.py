@@ -55,7 +55,8 @@ from cache_server.source.allowed_sources import AllowedSources
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_AsOf = tuple[int, frozenset[str]]  # the number of changes, and the live nodes
+# The changes of all versions and of this one, the live nodes, and the view of the base.
+_AsOf = tuple[int, int, frozenset[str], Holdings | None]
 
 
 class Coordinator:
@@ -103,6 +104,7 @@ class Coordinator:
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._changes = 0  # counted, so that `watch` misses none
+        self._changes_of_all = 0
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
         self._expected: str | None = None
@@ -640,8 +642,11 @@ class Coordinator:
             self.jobs.apply(reports)
             if member.has_news:
                 self._note_holder(member, believed=returns or member.is_own)
-                if not member.untrusted:
-                    self._writes.apply_report(node_id, member.actual, member.changed)
+            for version in self._versions.values():
+                if self._may_record_waiting(version, node_id):
+                    self._apply_claims(version, node_id)
+            if member.has_news and not member.untrusted:
+                self._writes.apply_report(node_id, member.actual, member.changed)
             running = {} if member.untrusted else member.running
             used = {} if member.untrusted else member.actual
             for key, version in self._versions.items():
@@ -690,8 +695,7 @@ class Coordinator:
         self._lost_proof |= node_id in self._proven
         self._proven -= {node_id}
         for version in self._versions.values():
-            version.waiting.discard(node_id)
-            version.contradicted.discard(node_id)
+            version.forget_claims(node_id)
         self._mark_changed()
 
     # -- second reader -------------------------------------------------------------------------
@@ -737,14 +741,15 @@ class Coordinator:
         Args:
             believed: its claims count without a look at the files.
         """
-        self._mark_changed()  # placement depends on the members
-        self._checks.keep_nodes(self._membership.members)
+        if member.is_placed_anew:
+            self._mark_changed()  # placement depends on the members
+            self._checks.keep_nodes(self._membership.members)
         if not member.untrusted:
             node = member.node
             self._checks.meet(Holder(node.id, member.reporter or "", node.flight_location))
             for key in member.changed & self._versions.keys():
+                self._mark_changed(key)
                 self._apply_claims(self._versions[key], node.id, believed=believed)
-            self._mark_changed()
 
     def _write_proven(self) -> None:
         """Writes which nodes are proven to hold a shard, after a change; not inside the lock."""
@@ -760,6 +765,16 @@ class Coordinator:
             except OSError as error:  # after a restart their files are read back
                 logger.error("members not written reason=%s", error.strerror)
 
+    def _may_record_waiting(self, version: VersionRecord, node_id: str) -> bool:
+        """Whether a node holds shards without a record, and is to load one of them by now."""
+        waiting = version.waiting.get(node_id)
+        if waiting is None or version.num_shards is None:
+            return False
+        view = self._holdings(version)
+        return any(
+            index < version.num_shards and view.may_load(node_id, index) for index in waiting
+        )
+
     def _apply_claims(
         self, version: VersionRecord, node_id: str, *, believed: bool = False
     ) -> None:
@@ -767,20 +782,25 @@ class Coordinator:
         again = {node_id}
         while again:
             each = again.pop()
-            if self._apply_report(version, each, believed=believed and each == node_id):
-                again |= version.waiting
+            again |= self._apply_report(version, each, believed=believed and each == node_id)
+        self._mark_changed(version.pinned.key)
 
-    def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> bool:
-        """Takes what a node says of a version; returns whether the version changed."""
+    def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> Set[str]:
+        """Takes what a node says of a version; returns the nodes that waited for this."""
         key = version.pinned.key
         if node_id not in self._membership.members:
-            version.waiting.discard(node_id)
-            return False
+            version.forget_claims(node_id)
+            return frozenset()
         view = self._holdings(version)
         actual = view.last_report(node_id)
-        changed, recorded = version.apply_report(
+        had_run = version.num_shards is not None
+        recorded = version.apply_report(
             actual, node_id, lambda index: believed or view.may_load(node_id, index)
         )
+        if not had_run and version.num_shards is not None:
+            waiting: Set[str] = set(version.waiting)
+        else:
+            waiting = version.waiting_for(recorded)
         said = {}
         for shard in actual.shards:
             if shard.sealed and version.agrees(shard):
@@ -791,11 +811,19 @@ class Coordinator:
         self._checks.apply_report(
             key, node_id, said, self._clock(), believed=said if believed else recorded | shared
         )
-        return changed
+        return waiting - {node_id}
 
-    def _mark_changed(self) -> None:
-        """Wakes watchers and outdates every view. Call it inside the lock after a change."""
+    def _mark_changed(self, key: VersionKey | None = None) -> None:
+        """Wakes watchers and outdates views. Call it inside the lock after a change.
+
+        Args:
+            key: of the version that changed; None: all may have.
+        """
         self._changes += 1
+        if key is None:
+            self._changes_of_all += 1
+        elif key in self._versions:
+            self._versions[key].changes += 1
         self._changed.notify_all()
 
     def _notify_listeners(self) -> None:
@@ -852,7 +880,7 @@ class Coordinator:
             is_loading = not version.was_ready and version.failure is None
             if is_loading and (ends := version.ended.given_up()):
                 version.fail(version.ended_error(ends))
-                self._mark_changed()
+                self._mark_changed(key)
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue
@@ -862,12 +890,12 @@ class Coordinator:
                     f"{version.pinned.max_rows}"
                 )
                 version.fail(version.load_error(reason))
-                self._mark_changed()
+                self._mark_changed(key)
                 continue
             if not self._holdings(version).is_ready():
                 if not version.was_ready and (lost := self._holdings(version).lost_rows()):
                     version.fail(version.load_error(lost))
-                    self._mark_changed()
+                    self._mark_changed(key)
                 continue
             if not version.was_ready:
                 version.was_ready = True
@@ -919,13 +947,23 @@ class Coordinator:
         """The view of a version, cached until something changes."""
         key = version.pinned.key
         alive = self._membership.alive()
-        as_of = self._changes, alive
-        known = self._views.get(key)
-        if known is not None and known[0] == as_of and known[1].version is version:
-            return known[1]
         base = None if version.base is None else self._versions.get(version.base)
         base_view = None if base is None else self._holdings(base)
-        view = Holdings(version, self._membership.members, alive, self._checks, base_view)
+        as_of = self._changes_of_all, version.changes, alive, base_view
+        before: Holdings | None = None
+        if (known := self._views.get(key)) is not None and known[1].version is version:
+            before = known[1]
+            if known[0] == as_of:
+                return before
+        view = Holdings(
+            version,
+            self._membership.members,
+            self._membership.names(),
+            alive,
+            self._checks,
+            base_view,
+            before,
+        )
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view

@@ -36,6 +36,7 @@ class Member:
         running: the shards of each version whose loads have begun.
         has_news: whether the report changed, apart from the time of the last read.
         changed: the versions whose shards changed in the report, or all at a new place.
+        is_placed_anew: a node joined, left or moved, so all versions are affected.
         untrusted: why its reports do not count; empty: they do. Ends with its process.
     """
 
@@ -48,6 +49,7 @@ class Member:
     running: dict[VersionKey, frozenset[int]] = field(default_factory=dict)
     has_news: bool = True
     changed: Set[VersionKey] = frozenset()
+    is_placed_anew: bool = True
     untrusted: str = ""
 
 
@@ -77,6 +79,7 @@ class Membership:
             node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
         }
         self._unwritten = False
+        self._names: tuple[str, ...] | None = None
         self._back_at = -math.inf  # the last return of a lost node
         self._alive: frozenset[str] = frozenset()
         self._alive_until = -math.inf
@@ -85,6 +88,12 @@ class Membership:
     def members(self) -> Mapping[str, Member]:
         """Every member by node id, lost ones too."""
         return self._members
+
+    def names(self) -> tuple[str, ...]:
+        """The ids of all members, sorted; the same object until a node joins or leaves."""
+        if self._names is None:
+            self._names = tuple(sorted(self._members))
+        return self._names
 
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
@@ -187,7 +196,10 @@ class Membership:
             if _is_same(known.node, request.node) and known.reporter == reporter:
                 member.changed = _changed(known, member)
                 member.running = known.running
-            member.has_news = is_back or bool(member.changed) or known.node != request.node
+            member.is_placed_anew = is_back or not _is_same_place(known.node, request.node)
+            member.has_news = (
+                member.is_placed_anew or bool(member.changed) or known.node != request.node
+            )
         member.running = _running(member)
         if member.has_news:
             _check_shards(request)
@@ -200,7 +212,8 @@ class Membership:
             del self._members[silent]
         if joined or gone:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
-            self._unwritten = member.has_news = True
+            self._names = None
+            self._unwritten = member.has_news = member.is_placed_anew = True
         if self._unwritten:
             self._write()
         return member
@@ -278,7 +291,7 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
 
 
 def _changed(before: Member, now: Member) -> Set[VersionKey]:
-    """The versions whose reports differ in more than ``idle_s``; changes the earlier report."""
+    """The versions whose reports differ in more than ``idle_s``; others stay the same objects."""
     changed = before.actual.keys() ^ now.actual.keys()
     for key in before.actual.keys() & now.actual.keys():
         known, actual = before.actual[key], now.actual[key]
@@ -286,7 +299,9 @@ def _changed(before: Member, now: Member) -> Set[VersionKey]:
             known.idle_s = actual.idle_s
         else:
             known.ClearField("idle_s")
-        if known != actual:
+        if known is actual or known == actual:
+            now.actual[key] = known
+        else:
             changed.add(key)
     return changed
 
@@ -304,6 +319,20 @@ def _running(member: Member) -> dict[VersionKey, frozenset[int]]:
 def _is_same(node: pb.Node, other: pb.Node) -> bool:
     """Whether two nodes with one id are the same process at the same location."""
     return (node.flight_location, node.process) == (other.flight_location, other.process)
+
+
+def _is_same_place(node: pb.Node, other: pb.Node) -> bool:
+    """Whether readers find two nodes with one id in the same way."""
+    return without_sums(node) == without_sums(other)
+
+
+def without_sums(node: pb.Node) -> pb.Node:
+    """A node without what it stores, which changes with every shard."""
+    plain = pb.Node()
+    plain.CopyFrom(node)
+    plain.ClearField("stored_bytes")
+    plain.ClearField("stored_shards")
+    return plain
 
 
 def _two_nodes(node: pb.Node, other: pb.Node) -> str:
