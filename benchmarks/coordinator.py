@@ -119,7 +119,7 @@ class World:
         self.spec = spec
         self.fingerprint = ""
         self.lost: set[int] = set()
-        self.heartbeats = 0
+        self.heartbeats = self.unanswered = 0
         self.maps = self.map_bytes = 0
         self._asked = itertools.cycle(range(num_nodes))
         self._beat: Callable[..., Any]
@@ -150,9 +150,15 @@ class World:
         await asyncio.sleep(random.random())
         while number not in self.lost:
             request = node.heartbeat()
-            answer = pb.HeartbeatResponse.FromString(
-                await self._beat(request, metadata=self._metadata, timeout=30)
-            )
+            try:
+                content = await self._beat(request, metadata=self._metadata, timeout=10)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                self.unanswered += 1
+                await asyncio.sleep(random.random())
+                continue
+            answer = pb.HeartbeatResponse.FromString(content)
             self.heartbeats += 1
             if not node.apply(answer):
                 await asyncio.sleep(answer.interval_s)
@@ -338,6 +344,7 @@ async def measure(
             result["lost_s"] = await world.lose(lost, taken_over) - NODE_TIMEOUT_S
             result["lost"] = clock.look()
             result["memory_bytes"] = clock.memory_bytes
+            result["unanswered_heartbeats"] = world.unanswered
     return result
 
 

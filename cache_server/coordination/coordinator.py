@@ -29,6 +29,7 @@ from cache_protocol.wire.backoff import rest_s
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.clusters import Cluster, Clusters
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.epoch_versions import EpochVersions
 from cache_server.coordination.forecast import LoadRate, forecast
@@ -43,6 +44,7 @@ from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.jobs import Jobs, checked_report
 from cache_server.coordination.membership import Member, Membership
 from cache_server.coordination.orphans import Orphans
+from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.writes import Chosen, Writes
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
@@ -55,8 +57,8 @@ from cache_server.source.allowed_sources import AllowedSources
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-# The changes of all versions and of this one, the live nodes, and the view of the base.
-_AsOf = tuple[int, int, frozenset[str], Holdings | None]
+# The changes of all versions and of this one, the nodes, and the view of the base.
+_AsOf = tuple[int, int, Cluster, Holdings | None]
 
 
 class Coordinator:
@@ -113,6 +115,7 @@ class Coordinator:
         self._versions: dict[VersionKey, VersionRecord] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
+        self._clusters = Clusters(self._membership)
         self._writes = Writes(self._membership.members, clock)
         self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
@@ -164,7 +167,11 @@ class Coordinator:
             if version is not None:
                 return self._attach(version, spec, by=by)
             before = self._readable(spec.name, spec.secrets_to_proto(), by.name)
+            cluster = self._clusters.look()
         planned = plan_version(spec, [version.pinned for version in before])
+        num_shards = len(planned.version.shards or ())
+        # Reports are taken meanwhile; inside the lock, the result is known.
+        place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
         with self._changed:
             version = self._versions.get(planned.version.key)
             if version is not None and self._holdings(version).load_failure() is None:
@@ -663,7 +670,9 @@ class Coordinator:
                 room_may_come=not self._membership.is_stable(),
                 writes=self._writes.messages(self._moving()),
             )
-            for version in () if member.untrusted else self._versions.values():
+            # A node that is not placed yet keeps what it has.
+            is_placed = node_id in self._clusters.look().alive and not member.untrusted
+            for version in self._versions.values() if is_placed else ():
                 if version.failure is None:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
@@ -671,7 +680,7 @@ class Coordinator:
                     response.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
-            if not member.untrusted:
+            if is_placed:
                 unknown = kept - self._versions.keys()
                 kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
                 kept = kept & self._orphans.find() if kept else kept
@@ -691,6 +700,7 @@ class Coordinator:
 
     def _distrust(self, node_id: str, reason: str) -> None:
         self._membership.distrust(node_id, reason)
+        self._clusters.look_again()
         self._checks.forget_node(node_id)
         self._lost_proof |= node_id in self._proven
         self._proven -= {node_id}
@@ -946,10 +956,10 @@ class Coordinator:
     def _holdings(self, version: VersionRecord) -> Holdings:
         """The view of a version, cached until something changes."""
         key = version.pinned.key
-        alive = self._membership.alive()
+        cluster = self._clusters.look()
         base = None if version.base is None else self._versions.get(version.base)
         base_view = None if base is None else self._holdings(base)
-        as_of = self._changes_of_all, version.changes, alive, base_view
+        as_of = self._changes_of_all, version.changes, cluster, base_view
         before: Holdings | None = None
         if (known := self._views.get(key)) is not None and known[1].version is version:
             before = known[1]
@@ -958,8 +968,7 @@ class Coordinator:
         view = Holdings(
             version,
             self._membership.members,
-            self._membership.names(),
-            alive,
+            cluster,
             self._checks,
             base_view,
             before,

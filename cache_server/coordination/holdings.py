@@ -11,10 +11,11 @@ from functools import cached_property
 
 from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.clusters import Cluster
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.holder_checks import HolderChecks
 from cache_server.coordination.membership import Member, without_sums
-from cache_server.coordination.placement import bytes_by_node, desired_shards, place, shards_by_node
+from cache_server.coordination.placement import bytes_by_node, desired_shards, shards_by_node
 from cache_server.coordination.shard_holders import NOTHING, ShardHolders
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
@@ -30,8 +31,7 @@ class Holdings:
     Args:
         version: to look at.
         members: every node that belongs to the cache.
-        names: their ids, sorted; the same object until a node joins or leaves.
-        alive: ids of the nodes that answer; the same object until they change.
+        cluster: the nodes that the placement follows.
         checks: which claims count.
         base: a view of the version's ``base``; None if there is none any more.
         before: the view of this version before the last change; it must not be used any more.
@@ -41,8 +41,7 @@ class Holdings:
         self,
         version: VersionRecord,
         members: Mapping[str, Member],
-        names: tuple[str, ...],
-        alive: frozenset[str],
+        cluster: Cluster,
         checks: HolderChecks,
         base: Holdings | None = None,
         before: Holdings | None = None,
@@ -51,8 +50,8 @@ class Holdings:
         self._base = base
         self._checks = checks
         self._members = members
-        self._names = names
-        self._alive = alive
+        self._cluster = cluster
+        self._alive = cluster.alive
         self._pinned = version.pinned
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
@@ -65,8 +64,7 @@ class Holdings:
     def _take_placements(self, before: Holdings) -> None:
         """Keeps the placements of the view before, if nothing that they follow from has changed."""
         same = (
-            (before._alive, self._alive),
-            (before._names, self._names),
+            (before._cluster, self._cluster),
             (before._pinned, self._pinned),
         )
         if all(old is new for old, new in same) and not self._pinned.is_written:
@@ -277,12 +275,10 @@ class Holdings:
         """The nodes that should hold each shard; see `place`."""
         if num_shards not in self._placements:
             pinned = self.version.pinned
-            placement = place(
+            placement = self._cluster.place(
                 pinned.key.fingerprint,
                 num_shards,
-                self._names,
                 pinned.spec.replicas,
-                alive=self._alive,
                 wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
             if pinned.is_written:

@@ -108,6 +108,12 @@ class Membership:
             self._alive_until = min(seen.values(), default=-math.inf) + self._timeout_s
         return self._alive
 
+    def excuse(self, seconds: float) -> None:
+        """Counts some time for no node as silence: no report was taken meanwhile."""
+        for member in self._members.values():
+            member.last_seen += seconds
+        self._alive_until += seconds
+
     def interval_s(self, wanted_s: float) -> float:
         """The time between two heartbeats of a node, longer with many nodes.
 
