@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import memory_directory, write_result
 from cache_client import CacheClient, DatasetSpec
 from cache_client.lease import _RENEWALS_PER_LEASE
+from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_server import LocalCluster
@@ -221,6 +222,15 @@ class World:
         return time.monotonic() - stopped_at
 
 
+async def _ask(call: Callable[..., Any], *arguments: str) -> Any:
+    """Calls the cache in a thread, until it answers."""
+    while True:
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except NodeUnavailableError as error:
+            print(error, file=sys.stderr)
+
+
 def _raise_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         print(task.get_name(), repr(error)[:500], file=sys.stderr)
@@ -311,13 +321,13 @@ async def measure(
         clock = Clock(cluster.nodes[0].pid)
         result: dict[str, Any] = {"nodes": num_nodes, "shards": num_shards, "readers": num_readers}
         async with world.run():
-            while sum(node.alive for node in await asyncio.to_thread(client.nodes)) <= num_nodes:
+            while sum(node.alive for node in await _ask(client.nodes)) <= num_nodes:
                 await asyncio.sleep(0.5)
             clock.look()
             info = await asyncio.to_thread(client.load, spec, wait=False)
             world.fingerprint = info.fingerprint
             result["plan"] = clock.look()
-            while (await asyncio.to_thread(client.describe, "table")).state != "ready":
+            while (await _ask(client.describe, "table")).state != "ready":
                 await asyncio.sleep(1)
             result["load"] = clock.look()
             await asyncio.sleep(2 * NODE_TIMEOUT_S if not quick else 2)

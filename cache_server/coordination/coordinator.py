@@ -8,11 +8,12 @@ module knows neither gRPC nor Flight.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pyarrow as pa
 
@@ -42,7 +43,7 @@ from cache_server.coordination.holder_checks import (
 )
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.jobs import Jobs, checked_report
-from cache_server.coordination.membership import Member, Membership
+from cache_server.coordination.membership import Answer, Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
@@ -109,6 +110,7 @@ class Coordinator:
         self._changes_of_all = 0
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
+        self._answers = secrets.randbits(62)  # numbered; another coordinator uses other numbers
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
@@ -625,6 +627,9 @@ class Coordinator:
     ) -> pb.HeartbeatResponse:
         """Applies the report of a node, and answers what it should hold.
 
+        What the node has of the last answer is not sent again. If the report leaves out what this
+        coordinator does not know, the answer asks for all of it, and nothing else happens.
+
         Args:
             by: sent it. The id of the node is theirs until the node counts as lost. None: the node
                 of this process, which is believed.
@@ -637,6 +642,9 @@ class Coordinator:
         node_id = request.node.id
         reports = [checked_report(report) for report in request.reports]
         with self._changed:
+            reporter = (by or ANYONE).process
+            if not self._membership.completes(request, reporter):
+                return pb.HeartbeatResponse(resend=True, coordinator=self._endpoints)
             known = self._membership.members.get(node_id)
             returns = (  # after a restart of the coordinator
                 known is not None
@@ -644,7 +652,6 @@ class Coordinator:
                 and node_id in self._proven
                 and node_id in self._membership.alive()
             )
-            reporter = (by or ANYONE).process
             member = self._membership.apply_heartbeat(request, reporter, is_own=by is None)
             self.jobs.apply(reports)
             if member.has_news:
@@ -664,9 +671,7 @@ class Coordinator:
                     version.last_used = max(version.last_used or 0.0, used_at)
             self._distrust_liar(node_id)
             self._settle()
-            response = pb.HeartbeatResponse(
-                interval_s=self._membership.interval_s(self._interval_s),
-                coordinator=self._endpoints,
+            wanted = pb.HeartbeatResponse(
                 room_may_come=not self._membership.is_stable(),
                 writes=self._writes.messages(self._moving()),
             )
@@ -677,17 +682,41 @@ class Coordinator:
                     desired = self._holdings(version).desired(node_id)
                     version.ended.note_told(node_id, _loads(desired))
                     self._checks.assign(version.pinned.key, node_id, _loads(desired))
-                    response.datasets.append(desired)
+                    wanted.datasets.append(desired)
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
             if is_placed:
                 unknown = kept - self._versions.keys()
                 kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
                 kept = kept & self._orphans.find() if kept else kept
-            for key in kept:
-                response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            for key in sorted(kept, key=astuple):
+                wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            response = self._as_answer(member, wanted, known_to_node=request.answer)
         if member.has_news:
             self._write_proven()
+        return response
+
+    def _as_answer(
+        self, member: Member, wanted: pb.HeartbeatResponse, *, known_to_node: int
+    ) -> pb.HeartbeatResponse:
+        """The answer to a node, without what it has of the last one.
+
+        Args:
+            known_to_node: the number of that answer, as the node says.
+        """
+        before = member.answer
+        if before is None or before.content != wanted:
+            self._answers += 1
+            member.answer = before = Answer(self._answers, wanted)
+        response = pb.HeartbeatResponse(
+            interval_s=self._membership.interval_s(self._interval_s),
+            coordinator=self._endpoints,
+            report=member.report,
+            answer=before.number,
+            unchanged=before.number == known_to_node,
+        )
+        if not response.unchanged:
+            response.MergeFrom(wanted)
         return response
 
     def _distrust_liar(self, node_id: str) -> None:

@@ -26,6 +26,19 @@ _HEARTBEATS_PER_TIMEOUT = 3
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a node was told to hold.
+
+    Attributes:
+        number: of the answer; never used twice, also not by another coordinator.
+        content: without what follows from the number of nodes and the report.
+    """
+
+    number: int
+    content: pb.HeartbeatResponse
+
+
 @dataclass
 class Member:
     """A node and its last report.
@@ -33,6 +46,8 @@ class Member:
     Attributes:
         reporter: the principal that reports for it; None: from before a restart.
         is_own: it is the node of this process.
+        report: the number of its last report, in its process; 0: not numbered.
+        answer: the last answer to it; None: there was none.
         running: the shards of each version whose loads have begun.
         has_news: whether the report changed, apart from the time of the last read.
         changed: the versions whose shards changed in the report, or all at a new place.
@@ -44,6 +59,8 @@ class Member:
     last_seen: float
     reporter: str | None = None
     is_own: bool = False
+    report: int = 0
+    answer: Answer | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
     running: dict[VersionKey, frozenset[int]] = field(default_factory=dict)
@@ -155,12 +172,34 @@ class Membership:
             result.append(node)
         return result
 
+    def completes(self, request: pb.HeartbeatRequest, reporter: str) -> bool:
+        """Whether what a report leaves out is known, from an earlier one of the same process.
+
+        If it is not, the node must report everything: this coordinator has started again, or a
+        report or its answer was lost.
+        """
+        if not any(actual.unchanged for actual in request.datasets):
+            return True
+        known = self._members.get(request.node.id)
+        return (
+            known is not None
+            and known.report == request.since != 0
+            and known.reporter == reporter
+            and _is_same(known.node, request.node)
+            and all(
+                VersionKey(actual.dataset, actual.fingerprint) in known.actual
+                for actual in request.datasets
+                if actual.unchanged
+            )
+        )
+
     def apply_heartbeat(
         self, request: pb.HeartbeatRequest, reporter: str, *, is_own: bool = False
     ) -> Member:
         """Makes the node of a heartbeat a member; removes members that were silent for long.
 
-        Such a member is, for example, a pod that came back under another name.
+        Such a member is, for example, a pod that came back under another name. `completes` must
+        hold.
 
         Args:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
@@ -190,13 +229,17 @@ class Membership:
             )
         joined = known is None
         former = self._former(known, request.node, is_own=is_own)
-        member = Member(request.node, self._clock(), reporter, is_own, former=former)
+        member = Member(
+            request.node, self._clock(), reporter, is_own, request.report, former=former
+        )
         member.actual = dict(zip(keys, request.datasets, strict=True))
         member.changed = member.actual.keys()
         if known is not None:
             member.changed |= known.actual.keys()
             if known.node.process == request.node.process:
                 member.untrusted = known.untrusted
+            if known.reporter == reporter and _is_same(known.node, request.node):
+                member.answer = known.answer
             if is_back := not self._answers(known):
                 self._back_at = member.last_seen
             if _is_same(known.node, request.node) and known.reporter == reporter:
@@ -305,7 +348,7 @@ def _changed(before: Member, now: Member) -> Set[VersionKey]:
             known.idle_s = actual.idle_s
         else:
             known.ClearField("idle_s")
-        if known is actual or known == actual:
+        if known is actual or actual.unchanged or known == actual:
             now.actual[key] = known
         else:
             changed.add(key)
