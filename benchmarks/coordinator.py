@@ -173,6 +173,7 @@ class World:
                 fingerprint=self.fingerprint,
                 lease=True,
                 known_tag=node.map_tag,
+                short_shards=True,
             )
             answer = await self._get(
                 request.SerializeToString(), metadata=self._metadata, timeout=60

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import closing
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 
 import pyarrow as pa
 
@@ -60,6 +60,16 @@ logger = logging.getLogger(__name__)
 _WATCH_S = 0.5
 # The changes of all versions and of this one, the nodes, and the view of the base.
 _AsOf = tuple[int, int, Cluster, Holdings | None]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What callers were told of a version, with the seconds that it took and when it was made."""
+
+    info: pb.DatasetInfo
+    pinned: PinnedVersion
+    took_s: float
+    made_at: float
 
 
 class Coordinator:
@@ -115,6 +125,7 @@ class Coordinator:
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
         self._versions: dict[VersionKey, VersionRecord] = {}
+        self._described: dict[VersionKey, _Description] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._clusters = Clusters(self._membership)
@@ -976,6 +987,7 @@ class Coordinator:
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
+            self._described.pop(key, None)
             self._checks.forget(key)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
@@ -1007,7 +1019,27 @@ class Coordinator:
         return view
 
     def _describe(self, version: VersionRecord, viewer: Viewer = EVERYTHING) -> pb.DatasetInfo:
-        return _as_seen_by(viewer, self._holdings(version).describe(self._lease_s))
+        """The version for callers; with very many shards, as it was a moment ago.
+
+        While a lost node is replaced, its shards move one by one, and each caller that asks then
+        would have 100,000 shards described.
+        """
+        key, view = version.pinned.key, self._holdings(version)
+        before = self._described.get(key)
+        if not view.is_described(self._lease_s):
+            if (
+                before is not None
+                and before.pinned is version.pinned
+                and before.info.state == pb.DATASET_STATE_READY
+                and time.perf_counter() - before.made_at < rest_s(before.took_s)
+                and view.is_served
+            ):
+                return _as_seen_by(viewer, before.info)
+            begun_s = time.thread_time()
+            info = view.describe(self._lease_s)
+            took_s = time.thread_time() - begun_s
+            self._described[key] = _Description(info, version.pinned, took_s, time.perf_counter())
+        return _as_seen_by(viewer, view.describe(self._lease_s))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""

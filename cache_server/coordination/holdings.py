@@ -420,6 +420,15 @@ class Holdings:
     def _locations(self, node_ids: Set[str]) -> list[str]:
         return [self._members[node_id].node.flight_location for node_id in sorted(node_ids)]
 
+    @property
+    def is_served(self) -> bool:
+        """Whether callers are told that the version is ready."""
+        return self._summary.state == pb.DATASET_STATE_READY
+
+    def is_described(self, lease_s: float) -> bool:
+        """Whether `describe` has nothing to compute."""
+        return lease_s in self._described
+
     def describe(self, lease_s: float) -> pb.DatasetInfo:
         """The version for callers."""
         if lease_s not in self._described:

@@ -72,7 +72,12 @@ class CallerInterceptor(grpc.ServerInterceptor):
             handler.request_deserializer,
         )
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(checked, None, handler.response_serializer)
+        return make(checked, None, _to_bytes(handler.response_serializer))
+
+
+def _to_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """The serializer of a verb whose handler may return bytes."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 class _Checked:
