@@ -190,9 +190,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             )
             return pb.PlanDatasetResponse(forecast=forecast)
 
-    def GetDataset(
-        self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
-    ) -> Any:
+    def GetDataset(self, request: pb.GetDatasetRequest, context: grpc.ServicerContext) -> Any:
         """One dataset; short shards as bytes, which are made once for all callers."""
         with _error_statuses(context):
             viewer = _viewer(caller_of(context), request.viewer)
