@@ -60,6 +60,9 @@ class SimulatedNode:
     Attributes:
         shards: that it has, as it reports them.
         told: shards of the last answer.
+        report: number of the last report; ``known`` and ``answer``: of the report and the answer
+            that the other side has.
+        is_changed: its shards differ from that report.
         reports: of readers, for the next heartbeat.
         map_tag: of the shard map that it has.
         asks: held while it asks for the map.
@@ -71,24 +74,41 @@ class SimulatedNode:
     plan: pb.LoadPlan = field(default_factory=pb.LoadPlan)
     reports: list[pb.ReaderReport] = field(default_factory=list)
     map_tag: str = ""
+    report: int = 0
+    known: int = 0
+    answer: int = 0
+    is_changed: bool = True
     asks: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def heartbeat(self) -> bytes:
         """The message of the next heartbeat."""
-        request = pb.HeartbeatRequest(node=self.node, reports=self.reports)
+        self.report += 1
+        request = pb.HeartbeatRequest(
+            node=self.node,
+            reports=self.reports,
+            report=self.report,
+            since=self.known,
+            answer=self.answer,
+        )
         self.reports = []
         if self.shards:
             actual = request.datasets.add(
-                dataset=self.plan.dataset,
-                fingerprint=self.plan.fingerprint,
-                attempt=self.plan.attempt,
+                dataset=self.plan.dataset, fingerprint=self.plan.fingerprint, idle_s=1.0
             )
-            actual.shards.extend(self.shards.values())
+            if self.known and not self.is_changed:
+                actual.unchanged = True
+            else:
+                actual.attempt = self.plan.attempt
+                actual.shards.extend(self.shards.values())
         return request.SerializeToString()
 
     def apply(self, answer: pb.HeartbeatResponse) -> bool:
         """Takes the shards of an answer; returns whether there is news to report."""
+        self.known = 0 if answer.resend else self.report
+        if answer.resend or answer.unchanged:
+            return answer.resend
         has_news = False
+        self.answer = answer.answer
         for desired in answer.datasets:
             self.told = frozenset(shard.index for shard in desired.shards)
             self.plan = desired.plan
@@ -107,6 +127,7 @@ class SimulatedNode:
                 elif desired.rows_fixed and not held.rows_fixed:
                     held.rows_fixed, held.row_start = True, shard.row_start
                     has_news = True
+        self.is_changed = has_news
         return has_news
 
 
@@ -157,6 +178,7 @@ class World:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
                 self.unanswered += 1
+                node.known = 0
                 await asyncio.sleep(random.random())
                 continue
             answer = pb.HeartbeatResponse.FromString(content)
