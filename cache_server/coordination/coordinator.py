@@ -31,7 +31,6 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.clusters import Cluster, Clusters
-from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.epoch_versions import EpochVersions
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holder_checks import (
@@ -690,10 +689,11 @@ class Coordinator:
             is_placed = node_id in self._clusters.look().alive and not member.untrusted
             for version in self._versions.values() if is_placed else ():
                 if version.failure is None:
-                    desired = self._holdings(version).desired(node_id)
-                    version.ended.note_told(node_id, _loads(desired))
-                    self._checks.assign(version.pinned.key, node_id, _loads(desired))
-                    wanted.datasets.append(desired)
+                    view = self._holdings(version)
+                    if asked := view.loads(node_id):
+                        version.ended.note_told(node_id, asked)
+                        self._checks.assign(version.pinned.key, node_id, asked)
+                    wanted.datasets.append(view.desired(node_id))
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
             if is_placed:
@@ -1021,8 +1021,8 @@ class Coordinator:
     def _describe(self, version: VersionRecord, viewer: Viewer = EVERYTHING) -> pb.DatasetInfo:
         """The version for callers; with very many shards, as it was a moment ago.
 
-        While a lost node is replaced, its shards move one by one, and each caller that asks then
-        would have 100,000 shards described.
+        While a dataset loads, or a lost node is replaced, shards change one by one. Each caller
+        that asks then would have 100,000 shards described.
         """
         key, view = version.pinned.key, self._holdings(version)
         before = self._described.get(key)
@@ -1030,9 +1030,8 @@ class Coordinator:
             if (
                 before is not None
                 and before.pinned is version.pinned
-                and before.info.state == pb.DATASET_STATE_READY
+                and before.info.state == view.state != pb.DATASET_STATE_FAILED
                 and time.perf_counter() - before.made_at < rest_s(before.took_s)
-                and view.is_served
             ):
                 return _as_seen_by(viewer, before.info)
             begun_s = time.thread_time()
@@ -1076,12 +1075,6 @@ class Coordinator:
             if not version.was_ready and (base := self._base_of(version)) is not None:
                 version.reuse(base)
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
-
-
-def _loads(desired: pb.DesiredDataset) -> frozenset[int | None]:
-    """The loads from the source that an answer asks for."""
-    whole = {WHOLE_QUERY} if desired.run_whole else set()
-    return frozenset({shard.index for shard in desired.shards if shard.splits} | whole)
 
 
 def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:

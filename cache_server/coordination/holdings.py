@@ -22,6 +22,8 @@ from cache_server.plan.pinned_version import split_to_proto
 from cache_server.plan.written_version import put_of
 from cache_server.shards.version_key import VersionKey
 
+_NONE: frozenset[str] = frozenset()
+
 
 class Holdings:
     """A view of one version, valid while its arguments do not change.
@@ -54,6 +56,7 @@ class Holdings:
         self._alive = cluster.alive
         self._pinned = version.pinned
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
+        self._loads: dict[str, frozenset[int | None]] = {}  # likewise
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
         self._placements: dict[int, tuple[tuple[str, ...], ...]] = {}  # by number of shards
         self._shard_holders = ShardHolders(version, checks)
@@ -314,6 +317,15 @@ class Holdings:
             self._desired[node_id] = self._build_desired(node_id)
         return self._desired[node_id]
 
+    def loads(self, node_id: str) -> frozenset[int | None]:
+        """The loads from the source that `desired` asks of a node."""
+        if node_id not in self._loads:
+            desired = self.desired(node_id)
+            whole = {WHOLE_QUERY} if desired.run_whole else set()
+            loads = {shard.index for shard in desired.shards if shard.splits}
+            self._loads[node_id] = frozenset(loads | whole)
+        return self._loads[node_id]
+
     def _build_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
         pinned, starts = version.pinned, version.row_starts()
@@ -421,9 +433,9 @@ class Holdings:
         return [self._members[node_id].node.flight_location for node_id in sorted(node_ids)]
 
     @property
-    def is_served(self) -> bool:
-        """Whether callers are told that the version is ready."""
-        return self._summary.state == pb.DATASET_STATE_READY
+    def state(self) -> pb.DatasetState.ValueType:
+        """Of the version, for callers."""
+        return self._summary.state
 
     def is_described(self, lease_s: float) -> bool:
         """Whether `describe` has nothing to compute."""
@@ -446,9 +458,10 @@ class Holdings:
         holders = self._holders.holding if starts is None else self._holders.serving
         named: set[str] = set()
         for index in range(num_shards):
-            held = holders.get(index, set())
-            homes = [n for n in placement[index] if n in held]
-            ordered = homes + sorted(held - set(homes))
+            held = holders.get(index, _NONE)
+            ordered = [n for n in placement[index] if n in held]
+            if len(ordered) < len(held):
+                ordered += sorted(held.difference(ordered))
             named.update(ordered)
             sealed = version.sealed.get(index)
             info.shards.add(

@@ -22,7 +22,7 @@ MAX_MEMBERS = 1000
 MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
-_HEARTBEATS_PER_TIMEOUT = 3
+_HEARTBEATS_PER_TIMEOUT = 2.5
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 

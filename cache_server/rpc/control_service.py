@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
 _HANDLER_THREADS = 64  # for verbs that do not wait
+_HEARTBEAT_THREADS = 8  # they wait for one lock, and a call is dearer with more idle threads
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
 _LEAST_WAIT_S = 0.5  # for calls that were ended
@@ -150,10 +151,12 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self._short_maps = _ShortMaps()
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
+        beating = ThreadPoolExecutor(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
             ("WatchDataset", watching),
+            ("Heartbeat", beating),
         ):
             setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
 
