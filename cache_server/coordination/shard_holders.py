@@ -1,4 +1,4 @@
-"""The live nodes that hold each shard of one version, brought up to date node by node. Pure.
+"""The live nodes that hold each shard of one version, brought up to date node by node.
 
 A cache may have 1,000 nodes with 100,000 shards, and most reports change a few shards of one node.
 So an update costs as much as the reports that changed, not as much as the version.
