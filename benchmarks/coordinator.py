@@ -347,11 +347,9 @@ async def measure(
             while sum(node.alive for node in await _ask(client.nodes)) <= num_nodes:
                 await asyncio.sleep(0.5)
             clock.look()
-            info = await asyncio.to_thread(client.load, spec, wait=False)
+            info = await asyncio.to_thread(client.load, spec)
+            assert info.num_shards == num_shards, f"{info.num_shards} shards"
             world.fingerprint = info.fingerprint
-            result["plan"] = clock.look()
-            while (await _ask(client.describe, "table")).state != "ready":
-                await asyncio.sleep(1)
             result["load"] = clock.look()
             await asyncio.sleep(2 * NODE_TIMEOUT_S if not quick else 2)
             beats = world.heartbeats
