@@ -114,8 +114,10 @@ class SimulatedNode:
             self.plan = desired.plan
             for shard in desired.shards:
                 held = self.shards.get(shard.index)
+                if held is None and not (shard.splits or shard.copy_from):
+                    continue  # another node loads it first
                 if held is None:
-                    rows = sum(split.num_rows for split in shard.splits)
+                    rows = shard.num_rows or sum(split.num_rows for split in shard.splits)
                     self.shards[shard.index] = pb.ActualShard(
                         index=shard.index,
                         sealed=True,
