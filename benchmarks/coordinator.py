@@ -350,7 +350,7 @@ async def measure(
                 await asyncio.sleep(0.5)
             clock.look()
             info = await asyncio.to_thread(client.load, spec)
-            assert info.num_shards == num_shards, f"{info.num_shards} shards"
+            result["shards"] = info.num_shards  # a byte range may have no row group, or two
             world.fingerprint = info.fingerprint
             result["load"] = clock.look()
             await asyncio.sleep(2 * NODE_TIMEOUT_S if not quick else 2)
