@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 from benchmarks.common import memory_directory, write_result
 from cache_client import CacheClient, DatasetSpec
 from cache_client.lease import _RENEWALS_PER_LEASE
+from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_server import LocalCluster
@@ -59,7 +60,12 @@ class SimulatedNode:
     Attributes:
         shards: that it has, as it reports them.
         told: shards of the last answer.
+        report: number of the last report; ``known`` and ``answer``: of the report and the answer
+            that the other side has.
+        is_changed: its shards differ from that report.
         reports: of readers, for the next heartbeat.
+        map_tag: of the shard map that it has.
+        asks: held while it asks for the map.
     """
 
     node: pb.Node
@@ -67,30 +73,51 @@ class SimulatedNode:
     told: frozenset[int] = frozenset()
     plan: pb.LoadPlan = field(default_factory=pb.LoadPlan)
     reports: list[pb.ReaderReport] = field(default_factory=list)
+    map_tag: str = ""
+    report: int = 0
+    known: int = 0
+    answer: int = 0
+    is_changed: bool = True
+    asks: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def heartbeat(self) -> bytes:
         """The message of the next heartbeat."""
-        request = pb.HeartbeatRequest(node=self.node, reports=self.reports)
+        self.report += 1
+        request = pb.HeartbeatRequest(
+            node=self.node,
+            reports=self.reports,
+            report=self.report,
+            since=self.known,
+            answer=self.answer,
+        )
         self.reports = []
         if self.shards:
             actual = request.datasets.add(
-                dataset=self.plan.dataset,
-                fingerprint=self.plan.fingerprint,
-                attempt=self.plan.attempt,
+                dataset=self.plan.dataset, fingerprint=self.plan.fingerprint, idle_s=1.0
             )
-            actual.shards.extend(self.shards.values())
+            if self.known and not self.is_changed:
+                actual.unchanged = True
+            else:
+                actual.attempt = self.plan.attempt
+                actual.shards.extend(self.shards.values())
         return request.SerializeToString()
 
     def apply(self, answer: pb.HeartbeatResponse) -> bool:
         """Takes the shards of an answer; returns whether there is news to report."""
+        self.known = 0 if answer.resend else self.report
+        if answer.resend or answer.unchanged:
+            return answer.resend
         has_news = False
+        self.answer = answer.answer
         for desired in answer.datasets:
             self.told = frozenset(shard.index for shard in desired.shards)
             self.plan = desired.plan
             for shard in desired.shards:
                 held = self.shards.get(shard.index)
+                if held is None and not (shard.splits or shard.copy_from):
+                    continue  # another node loads it first
                 if held is None:
-                    rows = sum(split.num_rows for split in shard.splits)
+                    rows = shard.num_rows or sum(split.num_rows for split in shard.splits)
                     self.shards[shard.index] = pb.ActualShard(
                         index=shard.index,
                         sealed=True,
@@ -102,6 +129,7 @@ class SimulatedNode:
                 elif desired.rows_fixed and not held.rows_fixed:
                     held.rows_fixed, held.row_start = True, shard.row_start
                     has_news = True
+        self.is_changed = has_news
         return has_news
 
 
@@ -115,7 +143,9 @@ class World:
         self.spec = spec
         self.fingerprint = ""
         self.lost: set[int] = set()
-        self.heartbeats = 0
+        self.heartbeats = self.unanswered = 0
+        self.maps = self.map_bytes = 0
+        self._asked = itertools.cycle(range(num_nodes))
         self._beat: Callable[..., Any]
         self._get: Callable[..., Any]
 
@@ -144,28 +174,47 @@ class World:
         await asyncio.sleep(random.random())
         while number not in self.lost:
             request = node.heartbeat()
-            answer = pb.HeartbeatResponse.FromString(
-                await self._beat(request, metadata=self._metadata, timeout=30)
-            )
+            try:
+                content = await self._beat(request, metadata=self._metadata, timeout=10)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise
+                self.unanswered += 1
+                node.known = 0
+                await asyncio.sleep(random.random())
+                continue
+            answer = pb.HeartbeatResponse.FromString(content)
             self.heartbeats += 1
             if not node.apply(answer):
                 await asyncio.sleep(answer.interval_s)
 
-    async def read_map(self) -> int:
-        """A node asks for the shard map; returns the bytes of the answer."""
-        request = pb.GetDatasetRequest(
-            name=self.spec.name, fingerprint=self.fingerprint, lease=True
-        )
-        answer = await self._get(request.SerializeToString(), metadata=self._metadata, timeout=60)
-        return len(answer)
+    async def read_map(self) -> None:
+        """The next node asks for the shard map, for one of its readers, unless it has it."""
+        node = self.nodes[next(self._asked)]
+        async with node.asks:
+            request = pb.GetDatasetRequest(
+                name=self.spec.name,
+                fingerprint=self.fingerprint,
+                lease=True,
+                known_tag=node.map_tag,
+                short_shards=True,
+            )
+            answer = await self._get(
+                request.SerializeToString(), metadata=self._metadata, timeout=60
+            )
+        if len(answer) > 0:
+            self.map_bytes = len(answer)
+            self.maps += 1
+            node.map_tag = _tag(answer)
 
-    async def begin_readers(self, num_readers: int, seconds: float) -> int:
-        """All readers ask for the map, evenly over some time; returns the bytes of one map."""
+    async def begin_readers(self, num_readers: int, seconds: float) -> None:
+        """All readers ask for the map, evenly over some time."""
         asked = []
-        for _ in range(num_readers):
+        begun = time.monotonic()
+        for number in range(num_readers):
             asked.append(asyncio.create_task(self.read_map()))
-            await asyncio.sleep(seconds / num_readers)
-        return max(await asyncio.gather(*asked))
+            await asyncio.sleep(begun + seconds * number / num_readers - time.monotonic())
+        await asyncio.gather(*asked)
 
     async def read(self, num_readers: int, lease_s: float, seconds: float) -> None:
         """Readers report and renew their leases for some time."""
@@ -198,9 +247,24 @@ class World:
         return time.monotonic() - stopped_at
 
 
+async def _ask(call: Callable[..., Any], *arguments: str) -> Any:
+    """Calls the cache in a thread, until it answers."""
+    while True:
+        try:
+            return await asyncio.to_thread(call, *arguments)
+        except NodeUnavailableError as error:
+            print(error, file=sys.stderr)
+
+
 def _raise_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         print(task.get_name(), repr(error)[:500], file=sys.stderr)
+
+
+def _tag(answer: bytes) -> str:
+    """The tag of a map, which is the last field of its message; it is not parsed as a whole."""
+    start = answer.rindex(b"\x7a\x20") + 2
+    return answer[start : start + 32].decode()
 
 
 def _simulated_node(number: int) -> SimulatedNode:
@@ -282,14 +346,12 @@ async def measure(
         clock = Clock(cluster.nodes[0].pid)
         result: dict[str, Any] = {"nodes": num_nodes, "shards": num_shards, "readers": num_readers}
         async with world.run():
-            while sum(node.alive for node in await asyncio.to_thread(client.nodes)) <= num_nodes:
+            while sum(node.alive for node in await _ask(client.nodes)) <= num_nodes:
                 await asyncio.sleep(0.5)
             clock.look()
-            info = await asyncio.to_thread(client.load, spec, wait=False)
+            info = await asyncio.to_thread(client.load, spec)
+            result["shards"] = info.num_shards  # a byte range may have no row group, or two
             world.fingerprint = info.fingerprint
-            result["plan"] = clock.look()
-            while (await asyncio.to_thread(client.describe, "table")).state != "ready":
-                await asyncio.sleep(1)
             result["load"] = clock.look()
             await asyncio.sleep(2 * NODE_TIMEOUT_S if not quick else 2)
             beats = world.heartbeats
@@ -297,8 +359,9 @@ async def measure(
             await asyncio.sleep(steady_s)
             result["idle"] = clock.look()
             result["idle"]["heartbeats_per_s"] = (world.heartbeats - beats) / steady_s
-            result["map_bytes"] = await world.begin_readers(num_readers, begin_s)
-            result["begin"] = clock.look()
+            await world.begin_readers(num_readers, begin_s)
+            result["begin"] = clock.look() | {"maps": world.maps}
+            result["map_bytes"] = world.map_bytes
             await world.read(num_readers, 600.0, steady_s)
             result["steady"] = clock.look()
             lost = set(range(min(LOST, num_nodes // 2)))
@@ -314,6 +377,7 @@ async def measure(
             result["lost_s"] = await world.lose(lost, taken_over) - NODE_TIMEOUT_S
             result["lost"] = clock.look()
             result["memory_bytes"] = clock.memory_bytes
+            result["unanswered_heartbeats"] = world.unanswered
     return result
 
 

@@ -54,7 +54,7 @@ class Machines:
     """
 
     node_cores: float = 16
-    rank_cores: int = 2
+    rank_cores: float = 2
     one_machine: bool = False
     ranks_per_host: int = 8
     nic_bytes_per_s: float = NIC_BYTES_PER_S

@@ -160,6 +160,7 @@ class CacheServer:
                 config.flight_port,
                 self._traffic,
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
+                container_bytes=config.container_memory_limit_bytes,
                 **access,
             )
         except (OSError, pa.ArrowException) as error:

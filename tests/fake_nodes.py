@@ -63,6 +63,28 @@ class FakeNode:
         self.rows_of: dict[int, int] = {}
         self.shard_bytes = 100
         self.idle_s: float | None = None
+        self._number = 0  # of the last report
+        self._known: pb.HeartbeatRequest | None = None  # the report that the coordinator has
+        self._answer = pb.HeartbeatResponse()  # the last one
+
+    def _exchange(self) -> pb.HeartbeatResponse:
+        """Reports what changed since the last report; returns the whole answer."""
+        full = self.report()
+        self._number += 1
+        full.report, full.answer = self._number, self._answer.answer
+        if not isinstance(self.coordinator, Coordinator):  # a test that looks at whole reports
+            full.report = full.answer = 0
+            return self.coordinator.heartbeat(full, by=self.by)
+        answer = self.coordinator.heartbeat(shortened(full, self._known), by=self.by)
+        if answer.resend:
+            answer = self.coordinator.heartbeat(full, by=self.by)
+        assert answer.report == self._number
+        self._known = full
+        if answer.unchanged:
+            assert answer.answer == self._answer.answer
+            return self._answer
+        self._answer = answer
+        return answer
 
     def report(self) -> pb.HeartbeatRequest:
         request = pb.HeartbeatRequest(
@@ -102,7 +124,7 @@ class FakeNode:
         Args:
             load: the shards that this node gets done now, of those that it lacks.
         """
-        answer = self.coordinator.heartbeat(self.report(), by=self.by)
+        answer = self._exchange()
         wanted: dict[str, set[int]] = {}
         keys = {VersionKey(kept.dataset, kept.fingerprint) for kept in answer.kept}
         for desired in answer.datasets:
@@ -162,6 +184,27 @@ class FakeNode:
         for of_version in (self.sealed, self.starts, self.failed):
             of_version.pop(key, None)
         self.attempts.pop(key, None)
+
+
+def shortened(
+    report: pb.HeartbeatRequest, known: pb.HeartbeatRequest | None
+) -> pb.HeartbeatRequest:
+    """A report that only names the versions that are as in the one that the coordinator has."""
+    short = pb.HeartbeatRequest()
+    short.CopyFrom(report)
+    if known is None:
+        return short
+    short.since = known.report
+    before = {(actual.dataset, actual.fingerprint): actual for actual in known.datasets}
+    for actual in short.datasets:
+        if before.get((actual.dataset, actual.fingerprint)) == actual:
+            name = pb.ActualDataset(
+                dataset=actual.dataset, fingerprint=actual.fingerprint, unchanged=True
+            )
+            if actual.HasField("idle_s"):
+                name.idle_s = actual.idle_s
+            actual.CopyFrom(name)
+    return short
 
 
 def _checksum(shard: pb.DesiredShard) -> str:

@@ -8,11 +8,12 @@ module knows neither gRPC nor Flight.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 
 import pyarrow as pa
 
@@ -30,7 +31,7 @@ from cache_protocol.wire.backoff import rest_s
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.ended_nodes import WHOLE_QUERY
+from cache_server.coordination.clusters import Cluster, Clusters
 from cache_server.coordination.epoch_versions import EpochVersions
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holder_checks import (
@@ -42,8 +43,9 @@ from cache_server.coordination.holder_checks import (
 )
 from cache_server.coordination.holdings import Holdings
 from cache_server.coordination.jobs import Jobs, checked_report
-from cache_server.coordination.membership import Member, Membership
+from cache_server.coordination.membership import Answer, Member, Membership
 from cache_server.coordination.orphans import Orphans
+from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.writes import Chosen, Writes, write_ids
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
@@ -57,7 +59,18 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _MOST_PLANS = 20  # of a load, while others of its spec are faster
-_AsOf = tuple[int, frozenset[str]]  # the number of changes, and the live nodes
+# The changes of all versions and of this one, the nodes, and the view of the base.
+_AsOf = tuple[int, int, Cluster, Holdings | None]
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What callers were told of a version, with the seconds that it took and when it was made."""
+
+    info: pb.DatasetInfo
+    pinned: PinnedVersion
+    took_s: float
+    made_at: float
 
 
 class Coordinator:
@@ -105,14 +118,18 @@ class Coordinator:
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._changes = 0  # counted, so that `watch` misses none
+        self._changes_of_all = 0
         self._listeners: list[Callable[[], None]] = []
         self._created = 0
+        self._answers = secrets.randbits(62)  # numbered; another coordinator uses other numbers
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
         self._versions: dict[VersionKey, VersionRecord] = {}
+        self._described: dict[VersionKey, _Description] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
+        self._clusters = Clusters(self._membership)
         self._writes = Writes(self._membership.members, clock)
         self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
@@ -174,8 +191,11 @@ class Coordinator:
             if version is not None:
                 return self._attach(version, spec, by=by)
             before = self._readable(spec.name, spec.secrets_to_proto(), by.name)
-            begun = self._created
+            begun, cluster = self._created, self._clusters.look()
         planned = plan_version(spec, [version.pinned for version in before])
+        num_shards = len(planned.version.shards or ())
+        # Reports are taken meanwhile; inside the lock, the result is known.
+        place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
         with self._changed:
             if planned.version.comparable and any(
                 version.created > begun
@@ -669,6 +689,9 @@ class Coordinator:
     ) -> pb.HeartbeatResponse:
         """Applies the report of a node, and answers what it should hold.
 
+        What the node has of the last answer is not sent again. If the report leaves out what this
+        coordinator does not know, the answer asks for all of it, and nothing else happens.
+
         Args:
             by: sent it. The id of the node is theirs until the node counts as lost. None: the node
                 of this process, which is believed.
@@ -681,6 +704,9 @@ class Coordinator:
         node_id = request.node.id
         reports = [checked_report(report) for report in request.reports]
         with self._changed:
+            reporter = (by or ANYONE).process
+            if not self._membership.completes(request, reporter):
+                return pb.HeartbeatResponse(resend=True, coordinator=self._endpoints)
             known = self._membership.members.get(node_id)
             returns = (  # after a restart of the coordinator
                 known is not None
@@ -688,13 +714,15 @@ class Coordinator:
                 and node_id in self._proven
                 and node_id in self._membership.alive()
             )
-            reporter = (by or ANYONE).process
             member = self._membership.apply_heartbeat(request, reporter, is_own=by is None)
             self.jobs.apply(reports)
             if member.has_news:
                 self._note_holder(member, believed=returns or member.is_own)
-                if not member.untrusted:
-                    self._writes.apply_report(node_id, member.actual, member.changed)
+            for version in self._versions.values():
+                if self._may_record_waiting(version, node_id):
+                    self._apply_claims(version, node_id)
+            if member.has_news and not member.untrusted:
+                self._writes.apply_report(node_id, member.actual, member.changed)
             running = {} if member.untrusted else member.running
             used = {} if member.untrusted else member.actual
             for key, version in self._versions.items():
@@ -705,28 +733,53 @@ class Coordinator:
                     version.last_used = max(version.last_used or 0.0, used_at)
             self._distrust_liar(node_id)
             self._settle()
-            response = pb.HeartbeatResponse(
-                interval_s=self._membership.interval_s(self._interval_s),
-                coordinator=self._endpoints,
+            wanted = pb.HeartbeatResponse(
                 room_may_come=not self._membership.is_stable(),
                 writes=self._writes.messages(self._moving()),
             )
-            for version in () if member.untrusted else self._versions.values():
+            # A node that is not placed yet keeps what it has.
+            is_placed = node_id in self._clusters.look().alive and not member.untrusted
+            for version in self._versions.values() if is_placed else ():
                 if version.failure is None:
-                    desired = self._holdings(version).desired(node_id)
-                    version.ended.note_told(node_id, _loads(desired))
-                    self._checks.assign(version.pinned.key, node_id, _loads(desired))
-                    response.datasets.append(desired)
+                    view = self._holdings(version)
+                    if asked := view.loads(node_id):
+                        version.ended.note_told(node_id, asked)
+                        self._checks.assign(version.pinned.key, node_id, asked)
+                    wanted.datasets.append(view.desired(node_id))
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
-            if not member.untrusted:
+            if is_placed:
                 unknown = kept - self._versions.keys()
                 kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
                 kept = kept & self._orphans.find() if kept else kept
-            for key in kept:
-                response.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            for key in sorted(kept, key=astuple):
+                wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+            response = self._as_answer(member, wanted, known_to_node=request.answer)
         if member.has_news:
             self._write_proven()
+        return response
+
+    def _as_answer(
+        self, member: Member, wanted: pb.HeartbeatResponse, *, known_to_node: int
+    ) -> pb.HeartbeatResponse:
+        """The answer to a node, without what it has of the last one.
+
+        Args:
+            known_to_node: the number of that answer, as the node says.
+        """
+        before = member.answer
+        if before is None or before.content != wanted:
+            self._answers += 1
+            member.answer = before = Answer(self._answers, wanted)
+        response = pb.HeartbeatResponse(
+            interval_s=self._membership.interval_s(self._interval_s),
+            coordinator=self._endpoints,
+            report=member.report,
+            answer=before.number,
+            unchanged=before.number == known_to_node,
+        )
+        if not response.unchanged:
+            response.MergeFrom(wanted)
         return response
 
     def _distrust_liar(self, node_id: str) -> None:
@@ -739,12 +792,12 @@ class Coordinator:
 
     def _distrust(self, node_id: str, reason: str) -> None:
         self._membership.distrust(node_id, reason)
+        self._clusters.look_again()
         self._checks.forget_node(node_id)
         self._lost_proof |= node_id in self._proven
         self._proven -= {node_id}
         for version in self._versions.values():
-            version.waiting.discard(node_id)
-            version.contradicted.discard(node_id)
+            version.forget_claims(node_id)
         self._mark_changed()
 
     # -- second reader -------------------------------------------------------------------------
@@ -790,14 +843,15 @@ class Coordinator:
         Args:
             believed: its claims count without a look at the files.
         """
-        self._mark_changed()  # placement depends on the members
-        self._checks.keep_nodes(self._membership.members)
+        if member.is_placed_anew:
+            self._mark_changed()  # placement depends on the members
+            self._checks.keep_nodes(self._membership.members)
         if not member.untrusted:
             node = member.node
             self._checks.meet(Holder(node.id, member.reporter or "", node.flight_location))
             for key in member.changed & self._versions.keys():
+                self._mark_changed(key)
                 self._apply_claims(self._versions[key], node.id, believed=believed)
-            self._mark_changed()
 
     def _write_proven(self) -> None:
         """Writes which nodes are proven to hold a shard, after a change; not inside the lock."""
@@ -813,6 +867,16 @@ class Coordinator:
             except OSError as error:  # after a restart their files are read back
                 logger.error("members not written reason=%s", error.strerror)
 
+    def _may_record_waiting(self, version: VersionRecord, node_id: str) -> bool:
+        """Whether a node holds shards without a record, and is to load one of them by now."""
+        waiting = version.waiting.get(node_id)
+        if waiting is None or version.num_shards is None:
+            return False
+        view = self._holdings(version)
+        return any(
+            index < version.num_shards and view.may_load(node_id, index) for index in waiting
+        )
+
     def _apply_claims(
         self, version: VersionRecord, node_id: str, *, believed: bool = False
     ) -> None:
@@ -820,20 +884,25 @@ class Coordinator:
         again = {node_id}
         while again:
             each = again.pop()
-            if self._apply_report(version, each, believed=believed and each == node_id):
-                again |= version.waiting
+            again |= self._apply_report(version, each, believed=believed and each == node_id)
+        self._mark_changed(version.pinned.key)
 
-    def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> bool:
-        """Takes what a node says of a version; returns whether the version changed."""
+    def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> Set[str]:
+        """Takes what a node says of a version; returns the nodes that waited for this."""
         key = version.pinned.key
         if node_id not in self._membership.members:
-            version.waiting.discard(node_id)
-            return False
+            version.forget_claims(node_id)
+            return frozenset()
         view = self._holdings(version)
         actual = view.last_report(node_id)
-        changed, recorded = version.apply_report(
+        had_run = version.num_shards is not None
+        recorded = version.apply_report(
             actual, node_id, lambda index: believed or view.may_load(node_id, index)
         )
+        if not had_run and version.num_shards is not None:
+            waiting: Set[str] = set(version.waiting)
+        else:
+            waiting = version.waiting_for(recorded)
         said = {}
         for shard in actual.shards:
             if shard.sealed and version.agrees(shard):
@@ -844,11 +913,19 @@ class Coordinator:
         self._checks.apply_report(
             key, node_id, said, self._clock(), believed=said if believed else recorded | shared
         )
-        return changed
+        return waiting - {node_id}
 
-    def _mark_changed(self) -> None:
-        """Wakes watchers and outdates every view. Call it inside the lock after a change."""
+    def _mark_changed(self, key: VersionKey | None = None) -> None:
+        """Wakes watchers and outdates views. Call it inside the lock after a change.
+
+        Args:
+            key: of the version that changed; None: all may have.
+        """
         self._changes += 1
+        if key is None:
+            self._changes_of_all += 1
+        elif key in self._versions:
+            self._versions[key].changes += 1
         self._changed.notify_all()
 
     def _notify_listeners(self) -> None:
@@ -905,7 +982,7 @@ class Coordinator:
             is_loading = not version.was_ready and version.failure is None
             if is_loading and (ends := version.ended.given_up()):
                 version.fail(version.ended_error(ends))
-                self._mark_changed()
+                self._mark_changed(key)
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue
@@ -915,12 +992,12 @@ class Coordinator:
                     f"{version.pinned.max_rows}"
                 )
                 version.fail(version.load_error(reason))
-                self._mark_changed()
+                self._mark_changed(key)
                 continue
             if not self._holdings(version).is_ready():
                 if not version.was_ready and (lost := self._holdings(version).lost_rows()):
                     version.fail(version.load_error(lost))
-                    self._mark_changed()
+                    self._mark_changed(key)
                 continue
             if not version.was_ready:
                 version.was_ready = True
@@ -962,6 +1039,7 @@ class Coordinator:
         for key in keys:
             self._versions.pop(key).release()
             self._views.pop(key, None)
+            self._described.pop(key, None)
             self._checks.forget(key)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
@@ -971,22 +1049,50 @@ class Coordinator:
     def _holdings(self, version: VersionRecord) -> Holdings:
         """The view of a version, cached until something changes."""
         key = version.pinned.key
-        alive = self._membership.alive()
-        as_of = self._changes, alive
-        known = self._views.get(key)
-        if known is not None and known[0] == as_of and known[1].version is version:
-            return known[1]
+        cluster = self._clusters.look()
         base = None  # a version that is ready has its files: no chain of versions is kept
         if version.base is not None and not version.was_ready:
             base = self._versions.get(version.base)
         base_view = None if base is None else self._holdings(base)
-        view = Holdings(version, self._membership.members, alive, self._checks, base_view)
+        as_of = self._changes_of_all, version.changes, cluster, base_view
+        before: Holdings | None = None
+        if (known := self._views.get(key)) is not None and known[1].version is version:
+            before = known[1]
+            if known[0] == as_of:
+                return before
+        view = Holdings(
+            version,
+            self._membership.members,
+            cluster,
+            self._checks,
+            base_view,
+            before,
+        )
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view
 
     def _describe(self, version: VersionRecord, viewer: Viewer = EVERYTHING) -> pb.DatasetInfo:
-        return _as_seen_by(viewer, self._holdings(version).describe(self._lease_s))
+        """The version for callers; with very many shards, as it was a moment ago.
+
+        While a dataset loads, or a lost node is replaced, shards change one by one. Each caller
+        that asks then would have 100,000 shards described.
+        """
+        key, view = version.pinned.key, self._holdings(version)
+        before = self._described.get(key)
+        if not view.is_described(self._lease_s):
+            if (
+                before is not None
+                and before.pinned is version.pinned
+                and before.info.state == view.state != pb.DATASET_STATE_FAILED
+                and time.perf_counter() - before.made_at < rest_s(before.took_s)
+            ):
+                return _as_seen_by(viewer, before.info)
+            begun_s = time.thread_time()
+            info = view.describe(self._lease_s)
+            took_s = time.thread_time() - begun_s
+            self._described[key] = _Description(info, version.pinned, took_s, time.perf_counter())
+        return _as_seen_by(viewer, view.describe(self._lease_s))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
@@ -1023,12 +1129,6 @@ class Coordinator:
             if not version.was_ready and (base := self._base_of(version)) is not None:
                 version.reuse(base)
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
-
-
-def _loads(desired: pb.DesiredDataset) -> frozenset[int | None]:
-    """The loads from the source that an answer asks for."""
-    whole = {WHOLE_QUERY} if desired.run_whole else set()
-    return frozenset({shard.index for shard in desired.shards if shard.splits} | whole)
 
 
 def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:

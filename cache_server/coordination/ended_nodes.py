@@ -20,6 +20,7 @@ class EndedNodes:
     """The processes that load one version, and those that ended meanwhile. One thread at a time."""
 
     _loading: dict[str, tuple[str, Indices]] = field(default_factory=dict)  # by node id
+    _seen_alive: Collection[str] = ()
     _ends: dict[int | None, set[tuple[str, str]]] = field(default_factory=dict)
 
     def apply_report(self, node_id: str, process: str, running: Indices) -> None:
@@ -41,7 +42,14 @@ class EndedNodes:
         self._loading[node_id] = process, running | told
 
     def note_lost(self, alive: Collection[str]) -> None:
-        """Counts the nodes that do not answer any more as ended."""
+        """Counts the nodes that do not answer any more as ended.
+
+        Args:
+            alive: the same object until the nodes change.
+        """
+        if alive is self._seen_alive:
+            return
+        self._seen_alive = alive
         for node_id in self._loading.keys() - alive:
             self._note_end(node_id, *self._loading.pop(node_id))
 

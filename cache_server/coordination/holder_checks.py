@@ -108,6 +108,7 @@ class _Node:
         hopeless: the shards that no read can prove.
         pending: to be read, the oldest first.
         proven: likewise, by the time of the last read.
+        revisions: version -> a number that changes with what is proven of it.
         lies: reads that found another checksum. A claim that is dropped and made again keeps them.
         failures: reads in a row without a file. Until `due` no read begins.
     """
@@ -118,6 +119,7 @@ class _Node:
     hopeless: dict[VersionKey, set[int]] = field(default_factory=dict)
     pending: dict[_File, None] = field(default_factory=dict)
     proven: dict[_File, None] = field(default_factory=dict)
+    revisions: dict[VersionKey, int] = field(default_factory=dict)
     lies: Counter[_File] = field(default_factory=Counter)
     failures: int = 0
     due: float = 0.0
@@ -142,6 +144,7 @@ class HolderChecks:
         self._waiting: dict[str, None] = {}  # nodes with pending claims; read last: at the end
         self._holders: defaultdict[VersionKey, dict[int, set[str]]] = defaultdict(dict)
         self._proven_nodes: set[str] = set()
+        self._revision = 0
         self._look_at = -math.inf  # no proven file is old before
 
     def meet(self, holder: Holder) -> None:
@@ -196,6 +199,15 @@ class HolderChecks:
     def holders(self, key: VersionKey) -> Mapping[int, Set[str]]:
         """The nodes whose claims to hold a shard of a version count."""
         return self._holders.get(key, {})
+
+    def revision(self, key: VersionKey, node_id: str) -> int:
+        """A number that changes with the claims of a node that count; 0: there were none."""
+        node = self._nodes.get(node_id)
+        return 0 if node is None else node.revisions.get(key, 0)
+
+    def _revise(self, node: _Node, key: VersionKey) -> None:
+        self._revision += 1
+        node.revisions[key] = self._revision
 
     def proven_nodes(self) -> Set[str]:
         """The nodes that hold a shard for certain."""
@@ -301,6 +313,7 @@ class HolderChecks:
         node_id = node.holder.node_id
         node.claims[key][index].proven_at = now
         node.proven[key, index] = None
+        self._revise(node, key)
         node.assigned.get(key, set()).discard(index)
         self._holders[key].setdefault(index, set()).add(node_id)
         self._proven_nodes.add(node_id)
@@ -321,6 +334,7 @@ class HolderChecks:
                 del self._waiting[node_id]
         if file in node.proven:
             del node.proven[file]
+            self._revise(node, key)
             self._holders[key][index].discard(node_id)
             if not node.proven:
                 self._proven_nodes.discard(node_id)
@@ -334,7 +348,7 @@ class HolderChecks:
         for node in self._nodes.values():
             for index in list(node.claims.get(key, ())):
                 self._forget(node, key, index)
-            for by_version in (node.assigned, node.claims, node.hopeless):
+            for by_version in (node.assigned, node.claims, node.hopeless, node.revisions):
                 by_version.pop(key, None)
             for file in [file for file in node.lies if file[0] == key]:
                 del node.lies[file]

@@ -6,30 +6,23 @@ Everything follows from the version, the members and which of them are alive. No
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
-from typing import NamedTuple
 
 from cache_protocol.errors import CacheError, LoadError, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.clusters import Cluster
 from cache_server.coordination.ended_nodes import WHOLE_QUERY
 from cache_server.coordination.holder_checks import HolderChecks
-from cache_server.coordination.membership import Member
-from cache_server.coordination.placement import bytes_by_node, desired_shards, place, shards_by_node
+from cache_server.coordination.membership import Member, without_sums
+from cache_server.coordination.placement import bytes_by_node, desired_shards, shards_by_node
+from cache_server.coordination.shard_holders import NOTHING, ShardHolders
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
 from cache_server.plan.written_version import put_of
 from cache_server.shards.version_key import VersionKey
 
-_NOTHING = pb.ActualDataset()
-
-
-class _Holders(NamedTuple):
-    """The live nodes that say that they hold each shard, that do, and that serve it."""
-
-    saying: Mapping[int, Set[str]]
-    holding: Mapping[int, Set[str]]
-    serving: Mapping[int, Set[str]]
+_NONE: frozenset[str] = frozenset()
 
 
 class Holdings:
@@ -40,32 +33,52 @@ class Holdings:
     Args:
         version: to look at.
         members: every node that belongs to the cache.
-        alive: ids of the nodes that answer.
+        cluster: the nodes that the placement follows.
         checks: which claims count.
         base: a view of the version's ``base``; None if there is none any more.
+        before: the view of this version before the last change; it must not be used any more.
     """
 
     def __init__(
         self,
         version: VersionRecord,
         members: Mapping[str, Member],
-        alive: Collection[str],
+        cluster: Cluster,
         checks: HolderChecks,
         base: Holdings | None = None,
+        before: Holdings | None = None,
     ) -> None:
         self.version = version
         self._base = base
         self._checks = checks
         self._members = members
-        self._alive = alive
+        self._cluster = cluster
+        self._alive = cluster.alive
+        self._pinned = version.pinned
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
+        self._loads: dict[str, frozenset[int | None]] = {}  # likewise
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
         self._placements: dict[int, tuple[tuple[str, ...], ...]] = {}  # by number of shards
+        self._shard_holders = ShardHolders(version, checks)
+        if before is not None:
+            self._shard_holders = before._shard_holders
+            self._take_placements(before)
+
+    def _take_placements(self, before: Holdings) -> None:
+        """Keeps the placements of the view before, if nothing that they follow from has changed."""
+        same = (
+            (before._cluster, self._cluster),
+            (before._pinned, self._pinned),
+        )
+        if all(old is new for old, new in same) and not self._pinned.is_written:
+            self._placements = before._placements
+            if "_assigned" in before.__dict__:
+                self.__dict__["_assigned"] = before._assigned
 
     def last_report(self, node_id: str) -> pb.ActualDataset:
         """The last report of a node about this attempt of the version; empty if there is none."""
-        actual = self._members[node_id].actual.get(self.version.pinned.key, _NOTHING)
-        return actual if self.version.is_current(actual) else _NOTHING
+        actual = self._members[node_id].actual.get(self.version.pinned.key, NOTHING)
+        return actual if self.version.is_current(actual) else NOTHING
 
     def failure(self) -> CacheError | None:
         """Why the version cannot be served: `load_failure`, or its secrets were lost.
@@ -89,8 +102,9 @@ class Holdings:
         lost = {index: ids for index, ids in self._given_up.items() if index not in held}
         if lost and len(held) < (version.num_shards or 0):
             return version.ended_error(lost)
-        for node_id in sorted(self._alive):
-            actual = self.last_report(node_id)
+        reports = self._holders.reports
+        for node_id in sorted(n for n, report in reports.items() if report.has_trouble):
+            actual = reports[node_id].actual
             for shard in actual.shards:
                 if shard.index in held or not self.may_load(node_id, shard.index):
                     continue
@@ -198,25 +212,9 @@ class Holdings:
         return self._holders.serving if serving else self._holders.saying
 
     @cached_property
-    def _holders(self) -> _Holders:
-        known, starts = self.version.sealed, self.version.row_starts()
-        saying: dict[int, set[str]] = {}
-        holding: dict[int, set[str]] = {}
-        serving: dict[int, set[str]] = {}
-        proven = self._checks.holders(self.version.pinned.key)
-        for node_id in self._alive:
-            for shard in self.last_report(node_id).shards:
-                index = shard.index
-                # Unknown: from an earlier, dropped version with the same content.
-                if not shard.sealed or index not in known or self._contradicts(shard):
-                    continue
-                saying.setdefault(index, set()).add(node_id)
-                if node_id not in proven.get(index, ()):
-                    continue
-                holding.setdefault(index, set()).add(node_id)
-                if starts is not None and shard.rows_fixed and shard.row_start == starts[index]:
-                    serving.setdefault(index, set()).add(node_id)
-        return _Holders(saying, holding, serving)
+    def _holders(self) -> ShardHolders:
+        self._shard_holders.update({node_id: self.last_report(node_id) for node_id in self._alive})
+        return self._shard_holders
 
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, sealed or estimated; None if there is no estimate.
@@ -270,26 +268,27 @@ class Holdings:
         if version.failure is not None or version.row_starts() is None:
             return False
         holders = self.holders(serving=True)
-        shards = range(version.num_shards or 0)
+        num_shards = version.num_shards or 0
         if version.was_ready:
-            return all(holders.get(index) for index in shards)
+            return len(holders) == num_shards
         # A ready dataset with replicas survives the loss of a node.
-        placement = self.placement(len(shards))
-        return all(
-            placement[index] and set(placement[index]) <= holders.get(index, set())
-            for index in shards
-        )
+        placement = self.placement(num_shards)
+        # From the shard that was not ready the last time: most calls look at no other one.
+        begin = min(self._holders.unready_at, num_shards)
+        for index in (*range(begin, num_shards), *range(begin)):
+            if not placement[index] or not holders.get(index, frozenset()) >= set(placement[index]):
+                self._holders.unready_at = index
+                return False
+        return True
 
     def placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
         """The nodes that should hold each shard; see `place`."""
         if num_shards not in self._placements:
             pinned = self.version.pinned
-            placement = place(
+            placement = self._cluster.place(
                 pinned.key.fingerprint,
                 num_shards,
-                self._members,
                 pinned.spec.replicas,
-                alive=self._alive,
                 wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
             if pinned.is_written:
@@ -323,6 +322,15 @@ class Holdings:
         if node_id not in self._desired:
             self._desired[node_id] = self._build_desired(node_id)
         return self._desired[node_id]
+
+    def loads(self, node_id: str) -> frozenset[int | None]:
+        """The loads from the source that `desired` asks of a node."""
+        if node_id not in self._loads:
+            desired = self.desired(node_id)
+            whole = {WHOLE_QUERY} if desired.run_whole else set()
+            loads = {shard.index for shard in desired.shards if shard.splits}
+            self._loads[node_id] = frozenset(loads | whole)
+        return self._loads[node_id]
 
     def _build_desired(self, node_id: str) -> pb.DesiredDataset:
         version = self.version
@@ -431,6 +439,15 @@ class Holdings:
     def _locations(self, node_ids: Set[str]) -> list[str]:
         return [self._members[node_id].node.flight_location for node_id in sorted(node_ids)]
 
+    @property
+    def state(self) -> pb.DatasetState.ValueType:
+        """Of the version, for callers."""
+        return self._summary.state
+
+    def is_described(self, lease_s: float) -> bool:
+        """Whether `describe` has nothing to compute."""
+        return lease_s in self._described
+
     def describe(self, lease_s: float) -> pb.DatasetInfo:
         """The version for callers."""
         if lease_s not in self._described:
@@ -448,9 +465,10 @@ class Holdings:
         holders = self._holders.holding if starts is None else self._holders.serving
         named: set[str] = set()
         for index in range(num_shards):
-            held = holders.get(index, set())
-            homes = [n for n in placement[index] if n in held]
-            ordered = homes + sorted(held - set(homes))
+            held = holders.get(index, _NONE)
+            ordered = [n for n in placement[index] if n in held]
+            if len(ordered) < len(held):
+                ordered += sorted(held.difference(ordered))
             named.update(ordered)
             sealed = version.sealed.get(index)
             info.shards.add(
@@ -460,7 +478,7 @@ class Holdings:
                 checksum=sealed.checksum if sealed else "",
                 node_ids=ordered,
             )
-        info.nodes.extend(self._members[node_id].node for node_id in sorted(named))
+        info.nodes.extend(without_sums(self._members[node_id].node) for node_id in sorted(named))
         content = info.SerializeToString(deterministic=True)
         info.tag = hashlib.blake2b(content, digest_size=16).hexdigest()
         return info
@@ -477,13 +495,11 @@ class Holdings:
         info = pb.DatasetInfo(
             spec=version.pinned.spec.to_proto(),
             fingerprint=version.pinned.key.fingerprint,
-            num_bytes=sum(s.num_bytes for s in version.sealed.values()),
+            num_bytes=version.sealed_sums().num_bytes,
+            nulls=version.sealed_sums().nulls,
             progress=self._progress(),
             notes=sorted(version.notes),
         )
-        for sealed in version.sealed.values():
-            for name, count in sealed.nulls.items():
-                info.nulls[name] += count
         failure = self.failure()
         if failure is not None:
             info.state = pb.DATASET_STATE_FAILED
@@ -497,25 +513,23 @@ class Holdings:
         return info
 
     def _progress(self) -> pb.LoadProgress:
-        version = self.version
+        version, sums = self.version, self.version.sealed_sums()
         partial: dict[int, int] = {}
         whole, files, waits = 0, 0, ""
-        for node_id in self._alive:
-            actual = self.last_report(node_id)
-            whole += actual.rows_loaded
-            files += actual.files_read
-            waits = max(waits, actual.waits)
-            for shard in actual.shards:
-                if not shard.sealed:
-                    partial[shard.index] = max(partial.get(shard.index, 0), shard.rows_loaded)
-        done = sum(s.num_rows for s in version.sealed.values())
-        done += sum(rows for index, rows in partial.items() if index not in version.sealed)
+        for report in self._holders.reports.values():
+            whole += report.actual.rows_loaded
+            files += report.actual.files_read
+            waits = max(waits, report.actual.waits)
+            for index, rows in report.loading.items():
+                if index not in version.sealed:
+                    partial[index] = max(partial.get(index, 0), rows)
+        done = sums.num_rows + sum(partial.values())
         return pb.LoadProgress(
             shards_done=len(version.sealed),
             shards_total=version.num_shards or 0,
             rows_done=max(done, whole),
             estimated_rows=version.pinned.max_rows,
-            bytes_done=sum(s.num_bytes for s in version.sealed.values()),
+            bytes_done=sums.num_bytes,
             waits=waits,
             shards_reused=len(version.reused),
             files_read=files,

@@ -22,8 +22,21 @@ MAX_MEMBERS = 1000
 MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
-_HEARTBEATS_PER_TIMEOUT = 3
+_HEARTBEATS_PER_TIMEOUT = 2.5
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a node was told to hold.
+
+    Attributes:
+        number: of the answer; never used twice, also not by another coordinator.
+        content: without what follows from the number of nodes and the report.
+    """
+
+    number: int
+    content: pb.HeartbeatResponse
 
 
 @dataclass
@@ -33,9 +46,12 @@ class Member:
     Attributes:
         reporter: the principal that reports for it; None: from before a restart.
         is_own: it is the node of this process.
+        report: the number of its last report, in its process; 0: not numbered.
+        answer: the last answer to it; None: there was none.
         running: the shards of each version whose loads have begun.
         has_news: whether the report changed, apart from the time of the last read.
         changed: the versions whose shards changed in the report, or all at a new place.
+        is_placed_anew: a node joined, left or moved, so all versions are affected.
         untrusted: why its reports do not count; empty: they do. Ends with its process.
     """
 
@@ -43,11 +59,14 @@ class Member:
     last_seen: float
     reporter: str | None = None
     is_own: bool = False
+    report: int = 0
+    answer: Answer | None = None
     actual: dict[VersionKey, pb.ActualDataset] = field(default_factory=dict)
     former: FormerProcess | None = None
     running: dict[VersionKey, frozenset[int]] = field(default_factory=dict)
     has_news: bool = True
     changed: Set[VersionKey] = frozenset()
+    is_placed_anew: bool = True
     untrusted: str = ""
 
 
@@ -77,6 +96,7 @@ class Membership:
             node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
         }
         self._unwritten = False
+        self._names: tuple[str, ...] | None = None
         self._back_at = -math.inf  # the last return of a lost node
         self._alive: frozenset[str] = frozenset()
         self._alive_until = -math.inf
@@ -85,6 +105,12 @@ class Membership:
     def members(self) -> Mapping[str, Member]:
         """Every member by node id, lost ones too."""
         return self._members
+
+    def names(self) -> tuple[str, ...]:
+        """The ids of all members, sorted; the same object until a node joins or leaves."""
+        if self._names is None:
+            self._names = tuple(sorted(self._members))
+        return self._names
 
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
@@ -98,6 +124,12 @@ class Membership:
                 self._alive = frozenset(seen)
             self._alive_until = min(seen.values(), default=-math.inf) + self._timeout_s
         return self._alive
+
+    def excuse(self, seconds: float) -> None:
+        """Counts some time for no node as silence: no report was taken meanwhile."""
+        for member in self._members.values():
+            member.last_seen += seconds
+        self._alive_until += seconds
 
     def interval_s(self, wanted_s: float) -> float:
         """The time between two heartbeats of a node, longer with many nodes.
@@ -140,12 +172,34 @@ class Membership:
             result.append(node)
         return result
 
+    def completes(self, request: pb.HeartbeatRequest, reporter: str) -> bool:
+        """Whether what a report leaves out is known, from an earlier one of the same process.
+
+        If it is not, the node must report everything: this coordinator has started again, or a
+        report or its answer was lost.
+        """
+        if not any(actual.unchanged for actual in request.datasets):
+            return True
+        known = self._members.get(request.node.id)
+        return (
+            known is not None
+            and known.report == request.since != 0
+            and known.reporter == reporter
+            and _is_same(known.node, request.node)
+            and all(
+                VersionKey(actual.dataset, actual.fingerprint) in known.actual
+                for actual in request.datasets
+                if actual.unchanged
+            )
+        )
+
     def apply_heartbeat(
         self, request: pb.HeartbeatRequest, reporter: str, *, is_own: bool = False
     ) -> Member:
         """Makes the node of a heartbeat a member; removes members that were silent for long.
 
-        Such a member is, for example, a pod that came back under another name.
+        Such a member is, for example, a pod that came back under another name. `completes` must
+        hold.
 
         Args:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
@@ -175,19 +229,26 @@ class Membership:
             )
         joined = known is None
         former = self._former(known, request.node, is_own=is_own)
-        member = Member(request.node, self._clock(), reporter, is_own, former=former)
+        member = Member(
+            request.node, self._clock(), reporter, is_own, request.report, former=former
+        )
         member.actual = dict(zip(keys, request.datasets, strict=True))
         member.changed = member.actual.keys()
         if known is not None:
             member.changed |= known.actual.keys()
             if known.node.process == request.node.process:
                 member.untrusted = known.untrusted
+            if known.reporter == reporter and _is_same(known.node, request.node):
+                member.answer = known.answer
             if is_back := not self._answers(known):
                 self._back_at = member.last_seen
             if _is_same(known.node, request.node) and known.reporter == reporter:
                 member.changed = _changed(known, member)
                 member.running = known.running
-            member.has_news = is_back or bool(member.changed) or known.node != request.node
+            member.is_placed_anew = is_back or not _is_same_place(known.node, request.node)
+            member.has_news = (
+                member.is_placed_anew or bool(member.changed) or known.node != request.node
+            )
         member.running = _running(member)
         if member.has_news:
             _check_shards(request)
@@ -200,7 +261,8 @@ class Membership:
             del self._members[silent]
         if joined or gone:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
-            self._unwritten = member.has_news = True
+            self._names = None
+            self._unwritten = member.has_news = member.is_placed_anew = True
         if self._unwritten:
             self._write()
         return member
@@ -278,7 +340,7 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
 
 
 def _changed(before: Member, now: Member) -> Set[VersionKey]:
-    """The versions whose reports differ in more than ``idle_s``; changes the earlier report."""
+    """The versions whose reports differ in more than ``idle_s``; others stay the same objects."""
     changed = before.actual.keys() ^ now.actual.keys()
     for key in before.actual.keys() & now.actual.keys():
         known, actual = before.actual[key], now.actual[key]
@@ -286,7 +348,9 @@ def _changed(before: Member, now: Member) -> Set[VersionKey]:
             known.idle_s = actual.idle_s
         else:
             known.ClearField("idle_s")
-        if known != actual:
+        if known is actual or actual.unchanged or known == actual:
+            now.actual[key] = known
+        else:
             changed.add(key)
     return changed
 
@@ -304,6 +368,20 @@ def _running(member: Member) -> dict[VersionKey, frozenset[int]]:
 def _is_same(node: pb.Node, other: pb.Node) -> bool:
     """Whether two nodes with one id are the same process at the same location."""
     return (node.flight_location, node.process) == (other.flight_location, other.process)
+
+
+def _is_same_place(node: pb.Node, other: pb.Node) -> bool:
+    """Whether readers find two nodes with one id in the same way."""
+    return without_sums(node) == without_sums(other)
+
+
+def without_sums(node: pb.Node) -> pb.Node:
+    """A node without what it stores, which changes with every shard."""
+    plain = pb.Node()
+    plain.CopyFrom(node)
+    plain.ClearField("stored_bytes")
+    plain.ClearField("stored_shards")
+    return plain
 
 
 def _two_nodes(node: pb.Node, other: pb.Node) -> str:

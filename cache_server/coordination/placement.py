@@ -52,9 +52,9 @@ def place(
     return _place(fingerprint, num_shards, nodes, replicas, living, tuple(map(tuple, wanted)))
 
 
-# Both are needed for every heartbeat and caller: the homes stay as they are until a node joins or
-# leaves, the placement until one answers or stops answering.
-@lru_cache(maxsize=512)
+# The homes stay as they are until a node joins or leaves, the placement until one answers or stops
+# answering. A few of each are enough: a view of a version keeps its placement.
+@lru_cache(maxsize=32)
 def _place(
     fingerprint: str,
     num_shards: int,
@@ -66,24 +66,30 @@ def _place(
     homes = _homes(fingerprint, num_shards, nodes, replicas, wanted)
     if living.issuperset(nodes):
         return homes
-    scores = _Scores(fingerprint, nodes)
-    return tuple(
-        held if living.issuperset(held) else _replaced(held, scores.of(shard), nodes, living)
-        for shard, held in enumerate(homes)
-    )
+    alive = [place for place, node in enumerate(nodes) if node in living]
+    scores = _Scores(fingerprint, tuple(nodes[place] for place in alive))
+    placement = list(homes)
+    for shard, held in enumerate(homes):
+        if not living.issuperset(held):
+            placement[shard] = _replaced(held, scores.of(shard), scores.nodes, living)
+    return tuple(placement)
 
 
 def _replaced(
-    held: tuple[str, ...], scores: _Words, nodes: tuple[str, ...], living: frozenset[str]
+    held: tuple[str, ...], scores: _Words, alive: tuple[str, ...], living: frozenset[str]
 ) -> tuple[str, ...]:
-    """The living homes of a shard, and the best other live nodes in place of the lost ones."""
+    """The living homes of a shard, and the best other live nodes in place of the lost ones.
+
+    Args:
+        scores: of the live nodes.
+    """
     kept = [node for node in held if node in living]
-    ranking = (nodes[index] for index in np.argsort(scores)[::-1].tolist())
-    spare = (node for node in ranking if node in living and node not in held)
+    best = _best(scores, min(len(held), len(alive)))  # as many as are needed, also with the kept
+    spare = (alive[place] for place in best.tolist() if alive[place] not in kept)
     return tuple(kept + list(islice(spare, len(held) - len(kept))))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _homes(
     fingerprint: str,
     num_shards: int,
@@ -155,6 +161,7 @@ class _Scores:
     def __init__(self, fingerprint: str, nodes: tuple[str, ...]) -> None:
         names = (f"{fingerprint}/{node}".encode() for node in nodes)
         digests = b"".join(hashlib.blake2b(name, digest_size=8).digest() for name in names)
+        self.nodes = nodes
         self._names: _Words = np.frombuffer(digests, "<u8")
 
     def of(self, shard: int) -> _Words:

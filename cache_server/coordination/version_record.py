@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import islice
 
 from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
 from cache_protocol.storage.row_index import row_starts
@@ -24,16 +25,18 @@ logger = logging.getLogger(__name__)
 _MOST_NAMED = 3  # splits in a message
 
 
-class Applied(NamedTuple):
-    """What came of a report.
+@dataclass
+class SealedSums:
+    """Sums over the sealed shards of a version.
 
     Attributes:
-        changed: anything of the version.
-        recorded: the shards whose record it made.
+        nulls: see `SealedSummary`.
     """
 
-    changed: bool
-    recorded: Set[int]
+    num_shards: int = 0
+    num_rows: int = 0
+    num_bytes: int = 0
+    nulls: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -46,7 +49,7 @@ class VersionRecord:
         last_used: time of the last read; None if there was none.
         asked_at: time of the request; None for a version from before a restart.
         owner: the principal that asked for the load.
-        waiting: the nodes that hold shards without a record.
+        waiting: node -> the shards without a record that it holds.
         contradicted: the nodes that hold shards other than those of the record.
         put_by: shard -> the node whose put it is, until that node has moved it.
         is_failure_saved: the failure is in the catalogue.
@@ -55,6 +58,7 @@ class VersionRecord:
         base: an earlier version that has some of its shards too; it may be forgotten meanwhile.
         reused: shard -> the shard of ``base`` with the same content.
         homes: the nodes that had the content of each shard before; empty: none had any.
+        changes: counted, so that a view of the version tells whether it is outdated.
     """
 
     pinned: PinnedVersion
@@ -72,13 +76,15 @@ class VersionRecord:
     ended: EndedNodes = field(default_factory=EndedNodes)
     notes: set[str] = field(default_factory=set)
     owner: str = ""
-    waiting: set[str] = field(default_factory=set)
+    waiting: dict[str, frozenset[int]] = field(default_factory=dict)
     contradicted: set[str] = field(default_factory=set)
     put_by: dict[int, str] = field(default_factory=dict)
     base: VersionKey | None = None
     reused: Mapping[int, int] = field(default_factory=dict)
     homes: Sequence[Sequence[str]] = ()
+    changes: int = 0
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+    _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
     @classmethod
     def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
@@ -202,6 +208,15 @@ class VersionRecord:
             self._row_starts = row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
         return self._row_starts
 
+    def sealed_sums(self) -> SealedSums:
+        """The sums over ``sealed``, to which shards are only added; do not change them."""
+        for shard in islice(self.sealed.values(), self._sums.num_shards, None):
+            self._sums.num_shards += 1
+            self._sums.num_rows += shard.num_rows
+            self._sums.num_bytes += shard.num_bytes
+            self._sums.nulls.update(shard.nulls)
+        return self._sums
+
     def release(self) -> None:
         """Closes the pins of the source."""
         for pin in self.pins:
@@ -210,22 +225,25 @@ class VersionRecord:
 
     def apply_report(
         self, actual: pb.ActualDataset, node_id: str, may_record: Callable[[int | None], bool]
-    ) -> Applied:
+    ) -> set[int]:
         """Applies a node's report of this attempt: sealed shards and failures.
 
         The first report of a shard makes its record: every other one is compared with it.
 
         Args:
             may_record: whether the node is believed about a shard, or about the whole query.
+
+        Returns:
+            The shards whose record it made.
         """
-        before = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
         self.notes.update(actual.notes)
         if actual.failure and not self.was_ready:
             self.fail(self.load_error(actual.failure))
         if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
             self.result_shards = actual.num_shards
         recorded: set[int] = set()
-        is_waiting = is_contradicted = False
+        waiting: set[int] = set()
+        is_contradicted = False
         for shard in actual.shards:
             if shard.failure:
                 if not self.was_ready:
@@ -243,12 +261,24 @@ class VersionRecord:
                 )
                 recorded.add(shard.index)
             else:
-                is_waiting = True
-        for nodes, is_one in ((self.waiting, is_waiting), (self.contradicted, is_contradicted)):
-            nodes.discard(node_id)
-            nodes.update({node_id} if is_one else ())
-        after = (self.failure, self.result_shards, len(self.sealed), len(self.notes))
-        return Applied(before != after, recorded)
+                waiting.add(shard.index)
+        self.forget_claims(node_id)
+        if waiting:
+            self.waiting[node_id] = frozenset(waiting)
+        if is_contradicted:
+            self.contradicted.add(node_id)
+        return recorded
+
+    def forget_claims(self, node_id: str) -> None:
+        """Forgets which shards of a node had no record, or another one."""
+        self.waiting.pop(node_id, None)
+        self.contradicted.discard(node_id)
+
+    def waiting_for(self, recorded: Set[int]) -> Set[str]:
+        """The nodes that hold one of these shards and waited for its record."""
+        return {
+            node_id for node_id, indices in self.waiting.items() if not indices.isdisjoint(recorded)
+        }
 
     def take_put(self, node_id: str, indices: Set[int]) -> Set[int]:
         """The shards of these that the node took from writers: its put made their record."""

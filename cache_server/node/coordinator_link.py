@@ -20,6 +20,7 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadReport
 from cache_protocol.wire.load_watch import wait_for_load
+from cache_protocol.wire.short_shards import lengthen_shards
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0
@@ -98,6 +99,7 @@ class RemoteCoordinator:
             lease=lease,
             viewer=_viewer_to_proto(viewer),
             follow=follow,
+            short_shards=True,
         )
         asked = request.SerializeToString(deterministic=True)
         known = self._known.get(asked)
@@ -106,6 +108,7 @@ class RemoteCoordinator:
         response: pb.GetDatasetResponse = self._call(self._stub.GetDataset, request)
         if known is not None and not response.HasField("dataset"):
             return known
+        lengthen_shards(response.dataset)
         with self._lock:
             self._known[asked] = response.dataset
             while len(self._known) > _MOST_KNOWN:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pyarrow as pa
 
@@ -24,28 +25,74 @@ from cache_server.plan.pinned_version import split_from_proto, table_from_proto
 from cache_server.shards import told_names
 from cache_server.shards.version_key import VersionKey
 
+SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
+_Said = dict[VersionKey, tuple[ActualVersion, Mapping[int, MappedShard]]]
 
-def encode_report(
-    description: pb.Node,
-    actual: Mapping[VersionKey, ActualVersion],
-    sealed: Mapping[VersionKey, Mapping[int, MappedShard]],
-) -> pb.HeartbeatRequest:
-    """The request of a heartbeat.
 
-    Args:
-        description: the node, without the sums of its shards.
-        actual: every version on the node.
-        sealed: the shards of these versions.
-    """
-    request = pb.HeartbeatRequest(node=description)
-    files = {shard.inode: shard for shards in sealed.values() for shard in shards.values()}
-    request.node.stored_bytes = sum(shard.sealed.num_bytes for shard in files.values())
-    request.node.stored_shards = sum(map(len, sealed.values()))
-    for key, version in actual.items():
-        if not version.is_retired:  # a later version of this name has not begun
+class ReportEncoder:
+    """Encodes reports; a version that the coordinator knows is only named. One thread."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._said: _Said = {}  # in the last report
+        self._known_number = 0  # 0: the coordinator may know no report
+        self._known: _Said = {}
+        self._sealed: SealedShards = {}
+        self._sums = 0, 0  # of the bytes and the number of these
+
+    def encode(
+        self, description: pb.Node, actual: Mapping[VersionKey, ActualVersion], sealed: SealedShards
+    ) -> pb.HeartbeatRequest:
+        """The request of a heartbeat.
+
+        Args:
+            description: the node, without the sums of its shards.
+            actual: every version on the node.
+            sealed: the shards of these versions; not changed afterwards.
+        """
+        self._number += 1
+        request = pb.HeartbeatRequest(
+            node=description, report=self._number, since=self._known_number
+        )
+        request.node.stored_bytes, request.node.stored_shards = self._sum(sealed)
+        self._said = {}
+        for key, version in actual.items():
+            if version.is_retired:  # a later version of this name has not begun
+                continue
             message = request.datasets.add(dataset=key.dataset, fingerprint=key.fingerprint)
-            _encode_version(message, version, sealed.get(key, {}))
-    return request
+            said = _said(version), sealed.get(key, {})
+            self._said[key] = said
+            if self._known_number and self._known.get(key) == said:
+                message.unchanged = True
+            else:
+                _encode_version(message, version, sealed.get(key, {}))
+            if version.idle_s is not None and version.desired is not None:
+                message.idle_s = version.idle_s
+        return request
+
+    def _sum(self, sealed: SealedShards) -> tuple[int, int]:
+        if sealed != self._sealed:
+            files = {shard.inode: shard for shards in sealed.values() for shard in shards.values()}
+            num_bytes = sum(shard.sealed.num_bytes for shard in files.values())
+            self._sealed, self._sums = sealed, (num_bytes, sum(map(len, sealed.values())))
+        return self._sums
+
+    def apply(self, response: pb.HeartbeatResponse) -> None:
+        """Takes what the answer to the last report says of it."""
+        is_known = response.report == self._number and not response.resend
+        self._known_number = self._number if is_known else 0
+        self._known = self._said if is_known else {}
+
+
+def _said(version: ActualVersion) -> ActualVersion:
+    """What a report says of a version, but for ``idle_s``."""
+    return replace(
+        version,
+        idle_s=None,
+        may_copy_again=False,
+        reported=frozenset(),
+        has_spooled_tables=False,
+    )
 
 
 def _encode_version(
@@ -81,17 +128,20 @@ def _encode_version(
     message.waits = max(version.waits.values(), default="")
     message.notes.extend(sorted(version.notes))
     message.files_read = version.files_read
-    if version.idle_s is not None:
-        message.idle_s = version.idle_s
 
 
 class DesiredDecoder:
     """Decodes the answers to heartbeats; decodes an unchanged version only once. One thread.
 
-    Most answers repeat the one before, and a version may have 100,000 shards.
+    A version may have 100,000 shards.
+
+    Attributes:
+        answer: the number of the last decoded answer.
     """
 
     def __init__(self) -> None:
+        self.answer = 0
+        self._state = DesiredState()
         self._known: dict[VersionKey, tuple[pb.DesiredDataset, DesiredVersion]] = {}
         self._writes: dict[str, tuple[pb.OpenWrite, OpenWrite]] = {}
 
@@ -101,6 +151,12 @@ class DesiredDecoder:
         Raises:
             InvalidTicketError: the answer has a name that no coordinator gives; quotes it.
         """
+        if response.unchanged:
+            if response.answer != self.answer:
+                raise InvalidTicketError(
+                    f"answer {response.answer} is as one that this node does not have"
+                )
+            return self._state
         known, decoded = self._known, {}
         for message in response.datasets:
             key = told_names.version_key(message.plan.dataset, message.plan.fingerprint)
@@ -119,7 +175,7 @@ class DesiredDecoder:
             else (message, _decode_write(message))
             for message in response.writes
         }
-        return DesiredState(
+        self._state = DesiredState(
             {key: version for key, (_, version) in decoded.items()},
             frozenset(
                 told_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
@@ -127,6 +183,8 @@ class DesiredDecoder:
             response.room_may_come,
             {write_id: write for write_id, (_, write) in self._writes.items()},
         )
+        self.answer = response.answer
+        return self._state
 
 
 def _decode_write(message: pb.OpenWrite) -> OpenWrite:

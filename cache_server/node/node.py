@@ -36,7 +36,12 @@ from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import DesiredDecoder, encode_report, encode_secrets
+from cache_server.node.heartbeat_messages import (
+    DesiredDecoder,
+    ReportEncoder,
+    SealedShards,
+    encode_secrets,
+)
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job, SpooledTables
 from cache_server.node.puts import PutMessage, Puts
@@ -67,8 +72,6 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
-
-SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
 
 _MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
@@ -144,7 +147,7 @@ class Node:
         self._joined = threading.Event()
         self._is_ready = False
         self._retry_no_room = False
-        self._decoder = DesiredDecoder()
+        self._encoder, self._decoder = ReportEncoder(), DesiredDecoder()
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
@@ -398,6 +401,11 @@ class Node:
             try:
                 request = self._report()
                 response = self._link.heartbeat(request)
+                self._encoder.apply(response)
+                if response.resend:
+                    self._reports.extendleft(reversed(request.reports))
+                    self._stop.wait(0.0 if request.since else _RETRY_S)
+                    continue
                 desired = self._decoder.decode(response)
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())
@@ -453,7 +461,8 @@ class Node:
         actual, sealed = self._snapshot()
         for key, state in self._states.items():
             state.reported = actual[key].sealed
-        request = encode_report(self.description, actual, sealed)
+        request = self._encoder.encode(self.description, actual, sealed)
+        request.answer = self._decoder.answer
         request.reports.extend(self._reports.popleft() for _ in range(len(self._reports)))
         return request
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import pyarrow as pa
 
@@ -72,12 +73,12 @@ class PinnedVersion:
     explanation: str = field(default="", compare=False)
     unsized_columns: tuple[str, ...] = field(default=(), compare=False)
 
-    @property
+    @cached_property
     def is_written(self) -> bool:
         """Whether its rows were put by writers: see `written_version`."""
         return any(table.format == WRITTEN for table in self.tables)
 
-    @property
+    @cached_property
     def max_rows(self) -> int:
         """Rows before any filter, of the shards whose format tells them."""
         return sum(shard.max_rows or 0 for shard in self.shards or ())

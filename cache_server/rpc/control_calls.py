@@ -55,11 +55,15 @@ class CallerInterceptor(grpc.ServerInterceptor):
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
+        self._handlers: dict[str, Any] = {}
 
     def intercept_service(
         self, continuation: Callable[[Any], Any], handler_call_details: Any
     ) -> Any:
-        """The handler of a verb behind the check."""
+        """The handler of a verb behind the check; made at its first call."""
+        method = handler_call_details.method
+        if method in self._handlers:
+            return self._handlers[method]
         handler = continuation(handler_call_details)
         if handler is None:
             return None
@@ -67,12 +71,18 @@ class CallerInterceptor(grpc.ServerInterceptor):
         behaviour = None if handler.request_streaming else getattr(handler, kind)
         checked = _Checked(
             self._authenticator,
-            f"grpc {handler_call_details.method}",
+            f"grpc {method}",
             behaviour,
             handler.request_deserializer,
         )
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(checked, None, handler.response_serializer)
+        self._handlers[method] = make(checked, None, _to_bytes(handler.response_serializer))
+        return self._handlers[method]
+
+
+def _to_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """The serializer of a verb whose handler may return bytes."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 class _Checked:

@@ -28,6 +28,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
+from cache_protocol.wire.short_shards import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
@@ -41,9 +42,11 @@ logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
 _HANDLER_THREADS = 64  # for verbs that do not wait
+_HEARTBEAT_THREADS = 8  # they wait for one lock, and a call is dearer with more idle threads
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
 _LEAST_WAIT_S = 0.5  # for calls that were ended
+_MOST_KNOWN = 4  # answers that are kept in bytes
 _NO_SECRETS = pb.Secrets()
 
 
@@ -145,12 +148,15 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self._coordinator = coordinator
         self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
         self._slots = PlanningSlots()
+        self._short_maps = _ShortMaps()
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
+        beating = ThreadPoolExecutor(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
             ("WatchDataset", watching),
+            ("Heartbeat", beating),
         ):
             setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
 
@@ -187,10 +193,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             )
             return pb.PlanDatasetResponse(forecast=forecast)
 
-    def GetDataset(
-        self, request: pb.GetDatasetRequest, context: grpc.ServicerContext
-    ) -> pb.GetDatasetResponse:
-        """One dataset."""
+    def GetDataset(self, request: pb.GetDatasetRequest, context: grpc.ServicerContext) -> Any:
+        """One dataset; short shards as bytes, which are made once for all callers."""
         with _error_statuses(context):
             viewer = _viewer(caller_of(context), request.viewer)
             info = self._coordinator.get(
@@ -200,8 +204,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
                 viewer=viewer,
                 follow=request.follow if request.HasField("follow") else None,
             )
-            is_known = request.known_tag and request.known_tag == info.tag
-            return pb.GetDatasetResponse(dataset=None if is_known else info)
+            if request.known_tag and request.known_tag == info.tag:
+                return pb.GetDatasetResponse()
+            if request.short_shards:
+                return self._short_maps.encode(info)
+            return pb.GetDatasetResponse(dataset=info)
 
     def WatchDataset(
         self, request: pb.WatchDatasetRequest, context: grpc.ServicerContext
@@ -312,6 +319,29 @@ def _viewer(caller: Caller, asked: pb.Viewer) -> Viewer:
     if own.sees_all and asked.namespace:
         return Viewer(asked.namespace, sees_all=asked.sees_all)
     return own
+
+
+class _ShortMaps:
+    """Answers with short shards, in bytes. Thread-safe.
+
+    All nodes ask for the same few, and 100,000 shards take several megabytes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], bytes] = {}  # by the name and the tag
+
+    def encode(self, info: pb.DatasetInfo) -> bytes:
+        """The answer of `GetDataset`."""
+        key = info.spec.name, info.tag
+        with self._lock:
+            if key not in self._known:
+                short = pb.GetDatasetResponse(dataset=info)
+                shorten_shards(short.dataset)
+                self._known[key] = short.SerializeToString()
+                for old in [*self._known][:-_MOST_KNOWN]:
+                    del self._known[old]
+            return self._known[key]
 
 
 class _RunningCalls:

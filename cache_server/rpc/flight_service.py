@@ -8,6 +8,7 @@ because an error inside a running DoGet stream loses its code.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ from cache_server.rpc.flight_calls import (
 )
 from cache_server.rpc.flight_messages import header_size, padding
 from cache_server.rpc.host_socket import HostSocket
-from cache_server.rpc.stream_limits import SlowReaders, StreamLimits
+from cache_server.rpc.stream_limits import SlowReaders, StreamLimits, calls_of_principal
 from cache_server.secrets import error_text
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
@@ -71,6 +72,7 @@ class FlightService(flight.FlightServerBase):
         tls: certificate and key to serve TLS with, read once; None: plain text.
         require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
         slow_reader_timeout_s: how long a message may wait for its reader.
+        container_bytes: memory of the container; None: that of the machine.
     """
 
     def __init__(
@@ -83,8 +85,14 @@ class FlightService(flight.FlightServerBase):
         tls: Credentials | None = None,
         require_client_cert: bool = False,
         slow_reader_timeout_s: float = 60.0,
+        container_bytes: int | None = None,
     ) -> None:
-        limits = StreamLimits(slow_reader_timeout_s)
+        limits = StreamLimits(
+            slow_reader_timeout_s,
+            max_calls_of_principal=calls_of_principal(
+                container_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            ),
+        )
         self._callers = CallerMiddleware(authenticator or Authenticator(), traffic, limits)
         options: dict[str, Any] = {"middleware": self._callers.by_name}
         if tls is not None:

@@ -22,7 +22,12 @@ from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
-MAX_CALLS_OF_CONNECTION, MAX_CALLS_OF_PRINCIPAL = 128, 4096
+MAX_CALLS_OF_CONNECTION = 128
+# Each rank of a job has two streams to each node, and a job is one principal. The most is enough
+# for 12,000 ranks. Each stream takes two memory maps for its thread, and a process has 65,530.
+MIN_CALLS_OF_PRINCIPAL, MAX_CALLS_OF_PRINCIPAL = 4096, 24_576
+_CALL_BYTES = 128 << 10  # of an open stream: a thread, measured 46 KB, or 111 KB once it sent rows
+_CALLS_SHARE = 16  # a quarter of the memory that a container leaves to the process
 # Messages that are gathered and not yet taken, with their requests; a larger one is sent alone. And
 # as many bytes again of requests that wait.
 MAX_BYTES_OF_CONNECTION, MAX_BYTES_OF_PRINCIPAL = 64 << 20, 256 << 20
@@ -30,18 +35,34 @@ _LOOK_EVERY_S = 1.0
 _T = TypeVar("_T")
 
 
+def calls_of_principal(container_bytes: int) -> int:
+    """How many calls of one principal may run on a node.
+
+    Args:
+        container_bytes: memory of the container, or of the machine.
+    """
+    calls = container_bytes // _CALLS_SHARE // _CALL_BYTES
+    return max(MIN_CALLS_OF_PRINCIPAL, min(calls, MAX_CALLS_OF_PRINCIPAL))
+
+
 class StreamLimits:
     """The running calls of a Flight port. Thread-safe.
 
     Args:
         slow_reader_timeout_s: how long a message may wait for its reader.
+        max_calls_of_principal: see `calls_of_principal`.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, slow_reader_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        slow_reader_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_calls_of_principal: int = MIN_CALLS_OF_PRINCIPAL,
     ) -> None:
         self._timeout_s = slow_reader_timeout_s
+        self._max_calls = MAX_CALLS_OF_CONNECTION, max_calls_of_principal
         self.clock = clock
         self._changed = threading.Condition()
         self._open: set[LimitedCall] = set()
@@ -60,7 +81,7 @@ class StreamLimits:
         """
         call = LimitedCall(self, principal, peer)
         with self._changed:
-            for owner, limit in zip(call.owners, _MAX_CALLS, strict=True):
+            for owner, limit in zip(call.owners, self._max_calls, strict=True):
                 if self._calls[owner] >= limit:
                     raise NodeUnavailableError(
                         f"a {owner[0]} has at most {limit} running calls on a node, and "
@@ -136,7 +157,6 @@ class StreamLimits:
             }
 
 
-_MAX_CALLS = (MAX_CALLS_OF_CONNECTION, MAX_CALLS_OF_PRINCIPAL)
 _MAX_BYTES = (MAX_BYTES_OF_CONNECTION, MAX_BYTES_OF_PRINCIPAL)
 
 

@@ -361,14 +361,24 @@ class Shard(google.protobuf.message.Message):
     NUM_BYTES_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     NODE_IDS_FIELD_NUMBER: builtins.int
+    SHORT_CHECKSUM_FIELD_NUMBER: builtins.int
+    SHORT_NODES_FIELD_NUMBER: builtins.int
     index: builtins.int
     num_bytes: builtins.int
     checksum: builtins.str
+    short_checksum: builtins.bytes
+    """Instead of checksum and node_ids, if the caller asked for short shards.
+    the bytes of a checksum in hexadecimal
+    """
     @property
     def rows(self) -> Global___RowRange: ...
     @property
     def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """current replicas, in order of preference"""
+
+    @property
+    def short_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """places in DatasetInfo.nodes"""
 
     def __init__(
         self,
@@ -378,9 +388,11 @@ class Shard(google.protobuf.message.Message):
         num_bytes: builtins.int = ...,
         checksum: builtins.str = ...,
         node_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        short_checksum: builtins.bytes = ...,
+        short_nodes: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "index", b"index", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "rows", b"rows", "short_checksum", b"short_checksum", "short_nodes", b"short_nodes"]) -> None: ...
 
 Global___Shard: typing_extensions.TypeAlias = Shard
 
@@ -1209,6 +1221,7 @@ class GetDatasetRequest(google.protobuf.message.Message):
     VIEWER_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
     KNOWN_TAG_FIELD_NUMBER: builtins.int
+    SHORT_SHARDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     fingerprint: builtins.str
     """empty: the newest"""
@@ -1216,6 +1229,8 @@ class GetDatasetRequest(google.protobuf.message.Message):
     """to read rows: keeps the version for a while, even if it is replaced"""
     known_tag: builtins.str
     """of the DatasetInfo that the caller has"""
+    short_shards: builtins.bool
+    """the caller understands them"""
     @property
     def viewer(self) -> Global___Viewer: ...
     @property
@@ -1231,9 +1246,10 @@ class GetDatasetRequest(google.protobuf.message.Message):
         viewer: Global___Viewer | None = ...,
         follow: Global___EpochOfJob | None = ...,
         known_tag: builtins.str = ...,
+        short_shards: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["follow", b"follow", "viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "follow", b"follow", "known_tag", b"known_tag", "lease", b"lease", "name", b"name", "viewer", b"viewer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "follow", b"follow", "known_tag", b"known_tag", "lease", b"lease", "name", b"name", "short_shards", b"short_shards", "viewer", b"viewer"]) -> None: ...
 
 Global___GetDatasetRequest: typing_extensions.TypeAlias = GetDatasetRequest
 
@@ -1814,6 +1830,7 @@ class ActualDataset(google.protobuf.message.Message):
     IDLE_S_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
     FILES_READ_FIELD_NUMBER: builtins.int
+    UNCHANGED_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
@@ -1831,6 +1848,8 @@ class ActualDataset(google.protobuf.message.Message):
     """why one of its loads has to wait"""
     files_read: builtins.int
     """see LoadProgress; since the node was told of the version"""
+    unchanged: builtins.bool
+    """as in report "since" of the request: only the name and idle_s are set"""
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     @property
@@ -1850,10 +1869,11 @@ class ActualDataset(google.protobuf.message.Message):
         idle_s: builtins.float | None = ...,
         waits: builtins.str = ...,
         files_read: builtins.int = ...,
+        unchanged: builtins.bool = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "unchanged", b"unchanged", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
     @typing.overload
@@ -1865,13 +1885,25 @@ Global___ActualDataset: typing_extensions.TypeAlias = ActualDataset
 
 @typing.final
 class HeartbeatRequest(google.protobuf.message.Message):
-    """What a node holds; the answer is what it should hold."""
+    """What a node holds; the answer is what it should hold. Both sides send only what changed: a version
+    that is as in a report that the other side has is named and marked, and an answer like the one
+    before says so. After a lost message or a restart, everything is sent again.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NODE_FIELD_NUMBER: builtins.int
     DATASETS_FIELD_NUMBER: builtins.int
     REPORTS_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    SINCE_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    report: builtins.int
+    """number of this report; grows in a process. 0: it is not numbered"""
+    since: builtins.int
+    """number of the report that the coordinator has; 0: it may have none"""
+    answer: builtins.int
+    """number of the last answer that the node acts on; 0: it has none"""
     @property
     def node(self) -> Global___Node: ...
     @property
@@ -1886,9 +1918,12 @@ class HeartbeatRequest(google.protobuf.message.Message):
         node: Global___Node | None = ...,
         datasets: collections.abc.Iterable[Global___ActualDataset] | None = ...,
         reports: collections.abc.Iterable[Global___ReaderReport] | None = ...,
+        report: builtins.int = ...,
+        since: builtins.int = ...,
+        answer: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "node", b"node", "reports", b"reports"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -1902,10 +1937,22 @@ class HeartbeatResponse(google.protobuf.message.Message):
     KEPT_FIELD_NUMBER: builtins.int
     ROOM_MAY_COME_FIELD_NUMBER: builtins.int
     WRITES_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    RESEND_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
+    UNCHANGED_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
     room_may_come: builtins.bool
     """a node was lost or came back lately: more shards may fit soon"""
+    report: builtins.int
+    """number of the report that the coordinator has by now; 0: of none"""
+    resend: builtins.bool
+    """it does not have report "since": the node reports everything, at once"""
+    answer: builtins.int
+    """number of this answer"""
+    unchanged: builtins.bool
+    """of datasets, kept, room_may_come and writes; they are not set"""
     @property
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
     @property
@@ -1927,9 +1974,13 @@ class HeartbeatResponse(google.protobuf.message.Message):
         kept: collections.abc.Iterable[Global___VersionName] | None = ...,
         room_may_come: builtins.bool = ...,
         writes: collections.abc.Iterable[Global___OpenWrite] | None = ...,
+        report: builtins.int = ...,
+        resend: builtins.bool = ...,
+        answer: builtins.int = ...,
+        unchanged: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "room_may_come", b"room_may_come", "writes", b"writes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 

@@ -28,6 +28,7 @@ from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holder_checks import Outcome
 from cache_server.coordination.placement import place
+from cache_server.coordination.shard_holders import ShardHolders
 from cache_server.shards.version_key import VersionKey
 from tests.conftest import write_numbered
 from tests.fake_nodes import LEASE_S, TIMEOUT_S, Clock, FakeNode, make_coordinator, spec
@@ -181,6 +182,18 @@ class AnyOrder(RuleBasedStateMachine):
         assert {info.spec.name for info in self.coordinator.datasets()} == {
             key.dataset for key in self.loads
         }
+
+    @invariant()
+    def the_holders_that_follow_each_report_are_those_of_all_reports(
+        self,
+    ) -> None:
+        for version in self.coordinator._versions.values():
+            view = self.coordinator._holdings(version)
+            kept, found = view._holders, ShardHolders(version, self.coordinator._checks)
+            found.update({node_id: report.actual for node_id, report in kept.reports.items()})
+            assert kept.reports.keys() == self.coordinator._membership.alive()
+            for what in ("saying", "holding", "serving", "reports"):
+                assert getattr(kept, what) == getattr(found, what), what
 
     @invariant()
     def a_failure_is_one_of_the_latest_load(self) -> None:

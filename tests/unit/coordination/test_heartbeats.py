@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holdings import Holdings
-from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, settle, spec
+from cache_server.coordination.shard_holders import ShardHolders
+from tests.fake_nodes import (
+    LEASE_S,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    make_coordinator,
+    settle,
+    shortened,
+    spec,
+)
 
 
 @pytest.fixture
@@ -53,6 +65,95 @@ def test_reports_that_say_nothing_new_are_answered_as_before(
             assert node.beat() == before[node.id]
         coordinator.get("table", lease=True)
     assert drawn == []
+
+
+def test_a_report_that_changes_one_node_is_looked_at_and_no_other(
+    nodes: list[FakeNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    put_in = ShardHolders._put_in
+
+    def noting(self: ShardHolders, node_id: str, *arguments: Any) -> None:
+        taken.append(node_id)
+        put_in(self, node_id, *arguments)
+
+    monkeypatch.setattr(ShardHolders, "_put_in", noting)
+    (sealed,) = nodes[0].sealed.values()
+    sealed.popitem()
+    for node in nodes:
+        node.beat(load=())
+    assert set(taken) == {"one"}
+
+
+# -- what is not sent again ------------------------------------------------------------------------
+
+
+def test_a_report_and_an_answer_without_news_name_what_did_not_change(
+    coordinator: Coordinator, nodes: list[FakeNode]
+) -> None:
+    known = numbered(nodes[0], 100)
+    told = coordinator.heartbeat(known)
+    report = numbered(nodes[0], 101, answer=told.answer)
+
+    answer = coordinator.heartbeat(shortened(report, known))
+
+    assert answer == pb.HeartbeatResponse(
+        interval_s=told.interval_s,
+        coordinator=told.coordinator,
+        report=101,
+        answer=told.answer,
+        unchanged=True,
+    )
+    assert coordinator.get("table").state == pb.DATASET_STATE_READY
+    whole = coordinator.heartbeat(shortened(numbered(nodes[0], 102), report))
+    assert (whole.datasets, whole.unchanged) == (told.datasets, False)
+
+
+def test_when_rows_were_last_read_is_taken_from_a_short_report(
+    coordinator: Coordinator, nodes: list[FakeNode], source: Path, clock: Clock
+) -> None:
+    old = coordinator.get("table").fingerprint
+    coordinator.create(spec(source, columns=["row"]))
+    clock.now += LEASE_S + 1
+    for node in nodes:
+        node.idle_s = 1.0
+        node.beat()
+    settle(*nodes)
+    assert coordinator.get("table").fingerprint != old
+    assert coordinator.get("table", old).state == pb.DATASET_STATE_READY  # it is still read
+
+
+@pytest.mark.parametrize("loss", ["report", "answer", "coordinator", "process", "principal"])
+def test_a_short_report_that_cannot_be_completed_changes_nothing_and_everything_is_asked_for(
+    coordinator: Coordinator, nodes: list[FakeNode], tmp_path: Path, clock: Clock, loss: str
+) -> None:
+    node, by = nodes[0], None
+    known = numbered(node, 100)
+    coordinator.heartbeat(known)
+    if loss == "coordinator":
+        coordinator = make_coordinator(tmp_path, clock)
+    elif loss == "answer":  # the coordinator has a report that the node does not know of
+        coordinator.heartbeat(shortened(numbered(node, 101), known))
+    elif loss == "principal":
+        by = Principal("another")
+    report = shortened(numbered(node, 102), known)
+    if loss == "report":
+        report.since = 101
+    elif loss == "process":
+        report.node.process = "another"
+    before = coordinator.nodes()
+
+    answer = coordinator.heartbeat(report, by=by)
+
+    assert answer.resend and not answer.datasets and not answer.report
+    assert coordinator.nodes() == before
+    assert coordinator.heartbeat(numbered(node, 103)).report == 103
+
+
+def numbered(node: FakeNode, number: int, answer: int = 0) -> pb.HeartbeatRequest:
+    report = node.report()
+    report.report, report.answer = number, answer
+    return report
 
 
 def test_news_of_one_node_are_computed_for_all(

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cache_protocol.errors import InvalidTicketError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node import heartbeat_messages
-from cache_server.node.desired import DesiredShard, DesiredVersion, ShardCopy
-from cache_server.node.heartbeat_messages import DesiredDecoder, encode_secrets
+from cache_server.node.desired import DesiredShard, DesiredVersion, LoadPlan, ShardCopy
+from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, encode_secrets
+from cache_server.node.reconcile import ActualVersion
 from cache_server.plan.pinned_version import PinnedVersion, plan_version, split_to_proto
 from cache_server.shards.version_key import VersionKey
 from tests.conftest import write_numbered
+
+VERSION = ActualVersion(
+    desired=DesiredVersion(
+        LoadPlan(VersionKey("table", "f"), 0, "", (), pa.schema([]), 0, True, False)
+    )
+)
 
 
 @pytest.fixture
@@ -102,6 +111,49 @@ def test_splits_are_decoded_once_until_something_changes(
     assert after is not before and after.plan is before.plan
     answer.datasets[0].secrets.Clear()
     assert only(decoder, answer).plan.secrets == {}
+
+
+def test_a_report_names_the_versions_that_the_coordinator_has_and_sends_the_others() -> None:
+    kept, changing = VersionKey("kept", "f0"), VersionKey("changing", "f1")
+    encoder, node = ReportEncoder(), pb.Node(id="one")
+
+    def report(rows_loaded: int, idle_s: float = 1.0) -> tuple[pb.HeartbeatRequest, list[str]]:
+        request = encoder.encode(
+            node,
+            {
+                kept: replace(VERSION, idle_s=idle_s),
+                changing: replace(VERSION, loading={0: rows_loaded}),
+            },
+            {},
+        )
+        return request, [each.dataset for each in request.datasets if each.unchanged]
+
+    first, unchanged = report(1)
+    assert (first.report, first.since, unchanged) == (1, 0, [])
+    encoder.apply(pb.HeartbeatResponse(report=1))
+    second, unchanged = report(2, idle_s=2.0)
+    assert (second.since, unchanged) == (1, ["kept"])
+    assert second.datasets[0].idle_s == 2.0 and not second.datasets[0].HasField("attempt")
+    encoder.apply(pb.HeartbeatResponse(report=2))
+    assert report(2)[1] == ["kept", "changing"]
+    # The answer is lost: the coordinator is asked to go on from the report that it had for certain.
+    fourth, unchanged = report(3)
+    assert (fourth.report, fourth.since, unchanged) == (4, 2, ["kept"])
+    encoder.apply(pb.HeartbeatResponse(resend=True))
+    assert report(3)[0].since == 0
+    assert report(3)[1] == []
+    encoder.apply(pb.HeartbeatResponse())  # of an older coordinator
+    assert report(3)[1] == []
+
+
+def test_an_answer_without_news_is_the_one_before(answer: pb.HeartbeatResponse) -> None:
+    decoder = DesiredDecoder()
+    answer.answer = 7
+    state = decoder.decode(answer)
+    assert decoder.answer == 7
+    assert decoder.decode(pb.HeartbeatResponse(answer=7, unchanged=True)) is state
+    with pytest.raises(InvalidTicketError, match="answer 8"):
+        decoder.decode(pb.HeartbeatResponse(answer=8, unchanged=True))
 
 
 def _set(path: str, value: object) -> Callable[[pb.HeartbeatResponse], None]:

@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from cache_client.fetch_ahead import FETCH_THREADS
 from cache_protocol.errors import NodeUnavailableError
 from cache_server.rpc.stream_limits import (
     MAX_BYTES_OF_CONNECTION,
     MAX_BYTES_OF_PRINCIPAL,
     MAX_CALLS_OF_CONNECTION,
-    MAX_CALLS_OF_PRINCIPAL,
+    MIN_CALLS_OF_PRINCIPAL,
     StreamLimits,
+    calls_of_principal,
     shut_down,
 )
 from tests.fake_nodes import Clock
@@ -29,7 +31,7 @@ def test_more_calls_than_the_limit_are_refused_by_its_name_until_some_end() -> N
     calls = [limits.begin("ann", "one") for _ in range(MAX_CALLS_OF_CONNECTION)]
     with pytest.raises(NodeUnavailableError, match=r"connection has at most 128 running calls"):
         limits.begin("bob", "one")
-    for number in range(1, MAX_CALLS_OF_PRINCIPAL // MAX_CALLS_OF_CONNECTION):
+    for number in range(1, MIN_CALLS_OF_PRINCIPAL // MAX_CALLS_OF_CONNECTION):
         calls += [limits.begin("ann", str(number)) for _ in range(MAX_CALLS_OF_CONNECTION)]
     with pytest.raises(NodeUnavailableError, match=r"principal has at most 4096 .*'ann'"):
         limits.begin("ann", "another")
@@ -39,6 +41,22 @@ def test_more_calls_than_the_limit_are_refused_by_its_name_until_some_end() -> N
     limits.begin("ann", "another")
     with pytest.raises(NodeUnavailableError):
         limits.begin("ann", "another")
+
+
+@pytest.mark.parametrize(
+    ("container_gib", "ranks"), [(1, 2_048), (12, 3_072), (40, 10_240), (64, 12_288), (512, 12_288)]
+)
+def test_a_job_may_have_as_many_ranks_as_the_streams_of_each_fit_in_the_memory_of_a_node(
+    container_gib: int, ranks: int
+) -> None:
+    allowed = calls_of_principal(container_gib << 30)
+    assert allowed // FETCH_THREADS == ranks
+    limits = StreamLimits(TIMEOUT_S, max_calls_of_principal=allowed)
+    for rank in range(ranks):
+        for _ in range(FETCH_THREADS):
+            limits.begin("job", str(rank))
+    with pytest.raises(NodeUnavailableError, match=f"at most {allowed} running calls"):
+        limits.begin("job", "one more")
 
 
 def test_a_message_is_made_when_there_is_memory_for_it() -> None:
