@@ -518,7 +518,9 @@ def _sealed_info(
     if not info.HasField("log"):
         raise RequestError("the coordinator is of a release without logs of loads: update it")
     sealed = pb.DatasetInfo(spec=info.spec, fingerprint=info.fingerprint, nodes=info.nodes)
-    logged = (row for group in info.log.groups for row in zip(group.shards, group.num_rows))
+    logged = (
+        row for group in info.log.groups for row in zip(group.shards, group.num_rows, strict=True)
+    )
     for index, num_rows in sorted(each for each in logged if each[1]):
         shard = sealed.shards.add()
         shard.CopyFrom(info.shards[index])
