@@ -68,6 +68,7 @@ class ReaderIdentity:
             drop_last=this.plan.drop_last,
             pad=this.plan.pad,
             skipped=this.order.skipped,
+            groups=this.order.groups,
             steps=trail.steps,
             rows=trail.rows,
             set_digest=trail.set_digest,
