@@ -2081,7 +2081,7 @@ class ReaderReport(google.protobuf.message.Message):
     step: builtins.int
     """steps of this pass that the training loop has taken"""
     num_steps: builtins.int
-    """of this pass"""
+    """of this pass; 0 while its end is not known"""
     elapsed_s: builtins.float
     """since the first batch of the run was asked for"""
     waited_s: builtins.float
