@@ -24,6 +24,7 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py")
 PURE_MODULES = (
     "cache_client/arguments.py",
     "cache_client/audit.py",
+    "cache_client/load_log.py",
     "cache_client/order.py",
     "cache_client/permutation.py",
     "cache_client/routing.py",
@@ -48,6 +49,7 @@ PURE_MODULES = (
     "cache_server/source/saved_datasets.py",
     "cache_server/coordination/ended_nodes.py",
     "cache_server/coordination/holder_checks.py",
+    "cache_server/coordination/load_log.py",
     "cache_server/tables/common_types.py",
     "cache_server/shards/null_advice.py",
     "cache_server/sql/ignored_sql.py",
