@@ -21,7 +21,6 @@ from cache_client.audit import AUDIT_MODES, AuditMode
 from cache_client.device import find_device
 from cache_client.first_epoch import LoadingSource
 from cache_client.images import ImageMode, decode_problems
-from cache_client.load_log import LoggedView
 from cache_client.order import EpochOrder, OrderState, StepPlan, read_state
 from cache_client.parallel_groups import rank_in_group, rank_in_mesh
 from cache_client.plan import wait_for_plan
@@ -37,6 +36,7 @@ from cache_client.ranks import (
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
 from cache_client.views.job_view import JobView
+from cache_client.views.logged_view import LoggedView
 from cache_client.views.lookups import Vocabulary
 from cache_client.views.options import (
     ViewOptions,

@@ -9,13 +9,14 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from cache_client.load_log import LoadLog, LoggedView
+from cache_client.load_log import LoadLog
 from cache_client.local_shards import LocalShards
 from cache_client.order import EpochOrder
 from cache_client.passes import Pass
 from cache_client.plan import wait_for_plan
 from cache_client.routing import ShardMap
 from cache_client.source import Source
+from cache_client.views.logged_view import LoggedView
 from cache_client.views.view import Shuffle
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.wire.credentials import Credentials
@@ -93,10 +94,10 @@ class LoadingSource(Source):
         this.order = self.order(this.epoch)
 
     def wait_for(self, this: Pass, steps: range, given_up: Callable[[], bool]) -> KnownSteps:
-        """Waits until the rows of the first of these steps are sealed, or it is past the end.
+        """Waits until the rows of the first of these steps are sealed, or the epoch has none.
 
         Args:
-            this: is told what is known then.
+            this: gets the plan and the order that are known then.
             steps: of the pass, ascending.
             given_up: whether nothing waits for them any more.
 

@@ -7,15 +7,13 @@ there, because row ids are known only at the end of the load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
 import numpy as np
 
 from cache_client.permutation import MAX_ROWS, Int64Array
-from cache_client.views.view import Epochs, Samples
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 
 UNKNOWN_ROWS: Final = MAX_ROWS
@@ -37,29 +35,42 @@ class LoggedGroup:
 
 @dataclass(frozen=True)
 class LoadLog:
-    """The log of a load, as far as it is known.
+    """The log of a load, as far as it is known. Immutable.
 
     Args:
         log_id: names the log: another load of the same rows has another one.
         groups: in the order of the log.
         closed: no group follows.
         total: rows of the version; None while that is not known.
+
+    Attributes:
+        rows_of_groups: rows of each group.
+        num_rows: rows of all groups.
     """
 
     log_id: str
     groups: tuple[LoggedGroup, ...]
     closed: bool
     total: int | None
+    rows_of_groups: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)
+    _starts: Int64Array = field(init=False, repr=False, compare=False)  # first slot of each shard
+    _shifts: Int64Array = field(init=False, repr=False, compare=False)  # slot -> number by shard
 
-    @cached_property
-    def rows_of_groups(self) -> tuple[int, ...]:
-        """Rows of each group."""
-        return tuple(sum(group.num_rows) for group in self.groups)
+    def __post_init__(self) -> None:
+        rows_of_groups = tuple(sum(group.num_rows) for group in self.groups)
+        shards = np.array([i for group in self.groups for i in group.shards], np.int64)
+        num_rows = [rows for group in self.groups for rows in group.num_rows]
+        starts = np.cumsum([0, *num_rows], dtype=np.int64)[:-1]
+        object.__setattr__(self, "rows_of_groups", rows_of_groups)
+        object.__setattr__(self, "num_rows", sum(rows_of_groups))
+        object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_shifts", shards * ROWS_OF_A_SHARD - starts)
 
-    @cached_property
-    def num_rows(self) -> int:
-        """Rows of all groups."""
-        return sum(self.rows_of_groups)
+    @property
+    def num_slots(self) -> int:
+        """Rows of the version; `UNKNOWN_ROWS` while that is not known."""
+        return UNKNOWN_ROWS if self.total is None else self.total
 
     @property
     def rows_of_shards(self) -> list[int]:
@@ -67,50 +78,8 @@ class LoadLog:
         pairs = (zip(each.shards, each.num_rows, strict=True) for each in self.groups)
         return [rows for _, rows in sorted(chain.from_iterable(pairs)) if rows]
 
-    @property
-    def num_slots(self) -> int:
-        """Rows of the version; `UNKNOWN_ROWS` while that is not known."""
-        return UNKNOWN_ROWS if self.total is None else self.total
-
     def numbers_by_shard(self, slots: Int64Array) -> Int64Array:
         """The rows of slots in ``[0, num_rows)``, numbered by shard; see `ROWS_OF_A_SHARD`."""
-        starts, firsts = self._shards
-        shard_of = np.searchsorted(starts, slots, side="right") - 1
-        found: Int64Array = np.take(firsts - starts, shard_of) + slots
+        shard_of = np.searchsorted(self._starts, slots, side="right") - 1
+        found: Int64Array = np.take(self._shifts, shard_of) + slots
         return found
-
-    @cached_property
-    def _shards(self) -> tuple[Int64Array, Int64Array]:
-        """The first slot of each shard, and the number of its first row."""
-        shards = [index for group in self.groups for index in group.shards]
-        num_rows = [rows for group in self.groups for rows in group.num_rows]
-        starts = np.cumsum([0, *num_rows], dtype=np.int64)[:-1]
-        return starts, np.array(shards, np.int64) * ROWS_OF_A_SHARD
-
-
-@dataclass(frozen=True)
-class LoggedView:
-    """Slot i has the i-th row of the log.
-
-    Args:
-        log: as far as it is known.
-    """
-
-    log: LoadLog
-    num_bytes: int = 0
-    orders_rows: bool = False
-    epochs: Epochs = "same rows"
-    rows_per_slot: float = 1.0
-
-    @property
-    def identity(self) -> str:
-        """Names the log."""
-        return f"log {self.log.log_id}"
-
-    def num_slots(self, epoch: int) -> int:
-        """Rows of the version; `UNKNOWN_ROWS` while that is not known."""
-        return self.log.num_slots
-
-    def samples(self, slots: Int64Array, epoch: int) -> Samples:
-        """The rows of slots of known groups."""
-        return Samples(self.log.numbers_by_shard(slots))

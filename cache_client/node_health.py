@@ -38,8 +38,8 @@ class NodeHealth:
     @shards.setter
     def shards(self, shards: ShardMap) -> None:
         with self._lock:
-            if shards.num_rows >= self._shards.num_rows:  # else of before a load went on
-                self._shards = shards
+            if shards.log is None or shards.num_rows >= self._shards.num_rows:
+                self._shards = shards  # else it was asked for before a load went on
 
     def record_failure(self, location: str) -> bool:
         """Counts a failure of a node, and avoids it for a while.

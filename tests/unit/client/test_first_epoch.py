@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_client.first_epoch import LoadingSource
-from cache_client.load_log import UNKNOWN_ROWS, LoadLog, LoggedGroup, LoggedView
+from cache_client.load_log import UNKNOWN_ROWS, LoadLog, LoggedGroup
+from cache_client.node_health import NodeHealth
 from cache_client.order import EpochOrder, StepPlan, step_windows
 from cache_client.passes import Pass
 from cache_client.rank_batches import _fetch_window, _windows
 from cache_client.routing import NodeRef, Router, ShardMap
 from cache_client.views.job_view import JobView
+from cache_client.views.logged_view import LoggedView
 from cache_client.views.view import Shuffle
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
@@ -204,6 +206,14 @@ def test_no_row_is_waited_for_that_the_first_step_does_not_need() -> None:
     for wanted in (1, 1, 2):
         next(steps)
         assert source.number == wanted
+
+
+def test_a_map_that_was_asked_for_before_a_load_went_on_is_not_the_newest() -> None:
+    maps = [map_of(log_of([[10], [10]], known, total=True)) for known in (1, 2)]
+    health = NodeHealth(maps[0])
+    for found in (maps[1], maps[0]):
+        health.shards = found
+        assert health.shards is maps[1]
 
 
 def test_a_load_that_fails_ends_the_pass_by_name() -> None:

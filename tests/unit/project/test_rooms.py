@@ -31,6 +31,7 @@ PURE_MODULES = (
     "cache_client/views/splits.py",
     "cache_client/views/groups.py",
     "cache_client/views/length_buckets.py",
+    "cache_client/views/logged_view.py",
     "cache_client/views/packing.py",
     "cache_client/views/sampling.py",
     "cache_client/views/mixture.py",
