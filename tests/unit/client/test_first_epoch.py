@@ -147,7 +147,7 @@ part = st.tuples(
 )  # ranks, batch size, workers, steps of a window, steps until it stops
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(groups_of_shards, st.booleans(), st.lists(part, min_size=1, max_size=3), st.data())
 def test_ranks_workers_and_resumes_read_what_the_log_says(
     groups: Groups, total: bool, parts: Sequence[tuple[int, ...]], data: st.DataObject

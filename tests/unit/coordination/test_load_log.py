@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.v1 import cache_pb2 as pb
@@ -33,6 +33,7 @@ def groups_of(coordinator: Coordinator, name: str = "table") -> Groups:
     return [list(group.shards) for group in coordinator.get(name).log.groups]
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 60), st.integers(1, 20), st.integers())
 def test_groups_divide_the_shards_and_grow(num_shards: int, at_once: int, seed: int) -> None:
     order = random.Random(seed).sample(range(num_shards), num_shards)
@@ -48,10 +49,12 @@ def test_groups_divide_the_shards_and_grow(num_shards: int, at_once: int, seed: 
 
 
 def test_ten_thousand_shards_have_few_groups_and_the_first_is_one_shard() -> None:
-    log = LoadLog("log")
-    for count in range(1, 10_001):
-        log = log.extended(log.next_group(set(range(count)), 10_000) or ())
-    sizes = [len(group) for group in log.groups if group]
+    log, sealed = LoadLog("log"), dict[int, None]()
+    for index in range(10_000):
+        sealed[index] = None
+        if group := log.next_group(sealed.keys(), 10_000):
+            log = log.extended(group)
+    sizes = [len(group) for group in log.groups]
     assert sizes[0] == 1 and sum(sizes) == 10_000 and len(sizes) < 50
 
 
