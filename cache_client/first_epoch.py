@@ -171,9 +171,9 @@ class LoadingSource(Source):
             self._process_asking = (os.getpid(), _Asking())
         return self._process_asking[1]
 
-    def _local_shards(self) -> LocalShards | None:
+    def local_shards(self) -> LocalShards | None:
         """The mapped files, once all are known: their places among the shards do not change."""
-        return super()._local_shards() if self.log.closed else None
+        return super().local_shards() if self.log.closed else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_process_asking": None}
