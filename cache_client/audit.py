@@ -119,6 +119,7 @@ class AuditRecord:
         rows: in these steps.
         set_digest, order_digest: sums over the steps.
         checkpoints: pairs of steps and the ``order_digest`` after them, evenly spread.
+        groups: as in `EpochOrder`; those that were known when the record was made.
     """
 
     format: int = AUDIT_FORMAT
@@ -138,6 +139,7 @@ class AuditRecord:
     drop_last: bool
     pad: bool
     skipped: tuple[tuple[int, int], ...] = ()
+    groups: tuple[int, ...] = ()
     steps: int
     rows: int
     set_digest: int
@@ -166,6 +168,7 @@ class AuditRecord:
             seed=self.seed,
             epoch=self.epoch,
             skipped=self.skipped,
+            groups=self.groups,
         )
 
     @property
@@ -176,7 +179,9 @@ class AuditRecord:
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON types."""
         pairs = ("checkpoints", "skipped")
-        return {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
+        values = {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
+        groups = values.pop("groups")
+        return {**values, "groups": list(groups)} if groups else values
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> AuditRecord:
@@ -188,9 +193,11 @@ class AuditRecord:
         try:
             if mapping["format"] != AUDIT_FORMAT:
                 raise ValueError(f"format must be {AUDIT_FORMAT}, got {mapping['format']!r}")
+            mapping = {"groups": (), **mapping}
             values = {each.name: mapping[each.name] for each in fields(cls)}
             values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
             values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
+            values["groups"] = tuple(map(int, values["groups"]))
             record = cls(**values)
             record.plan, record.order  # noqa: B018  # checks the numbers
         except (KeyError, TypeError, ValueError) as error:
@@ -307,11 +314,32 @@ def audit(evidence: Sequence[Evidence], *, seed: int | None = None) -> list[Epoc
     return [
         found
         for epoch in epochs
-        for found in _audit_epoch([e for e in evidence if e.record.epoch == epoch], seed)
+        for found in _audit_epoch(
+            _with_newest_groups([e for e in evidence if e.record.epoch == epoch]), seed
+        )
     ]
 
 
-_SAME: Final = ("dataset", "fingerprint", "num_rows", "seed", "shuffle", "shuffle_block_size")
+_SAME: Final = (
+    *("dataset", "fingerprint", "num_rows", "groups", "seed", "shuffle", "shuffle_block_size"),
+)
+
+
+def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
+    """The records of an epoch that was read while its version loaded, with all known groups.
+
+    Some were made when there were fewer. Groups that contradict the others stay as they are.
+    """
+    newest = max((each.record for each in evidence), key=lambda record: len(record.groups))
+    return [
+        replace(each, record=replace(record, num_rows=newest.num_rows, groups=newest.groups))
+        if record.groups
+        and record.fingerprint == newest.fingerprint
+        and record.groups == newest.groups[: len(record.groups)]
+        else each
+        for each in evidence
+        for record in [each.record]
+    ]
 
 
 def _audit_epoch(evidence: Sequence[Evidence], seed: int | None) -> Iterator[EpochAudit]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from cache_client.grpc_guard.forks import fork_gate
+from cache_client.load_log import LoadLog, LoggedGroup
 from cache_client.routing import NodeRef, ShardFile, ShardMap
 from cache_protocol.errors import (
     CacheError,
@@ -179,24 +180,37 @@ class Connection:
         timeout_s: float,
         *,
         follow: pb.EpochOfJob | None = None,
+        known_groups: int | None = None,
     ) -> ShardMap:
         """Reads the shard map of a version; an empty ``fingerprint`` means the newest version.
 
         Args:
             follow: the version that a job reads in an epoch, instead of a fingerprint.
+            known_groups: read the map of the shards that are sealed so far, if their log has more
+                groups than these, or is closed; None: of the ready version.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError, RequestError,
             NodeUnavailableError.
         """
         request = pb.ReadRequest(
-            dataset=dataset, fingerprint=fingerprint, columns=columns, follow=follow
+            dataset=dataset,
+            fingerprint=fingerprint,
+            columns=columns,
+            follow=follow,
+            known_groups=known_groups,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         asked_at = time.monotonic()
         with self._in_use():
             info = self._client.value.get_flight_info(descriptor, self._options(timeout_s))
-        return _shard_map(info, asked_at)
+        shards = _shard_map(info, asked_at)
+        if known_groups is not None and shards.log is None:
+            raise RequestError(
+                f"the node at {self.location} does not tell which shards are sealed: it is of an "
+                "older release; update the cache"
+            )
+        return shards
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
         """Tells the cache that this version is in use; `read_plan` and reads of rows do, too.
@@ -313,18 +327,21 @@ class Connection:
         timeout_s: float,
         *,
         rows_per_message: int = 0,
+        by_shard: bool = False,
     ) -> GatherStream:
         """Opens a stream that answers row ids with rows.
 
         Args:
             timeout_s: of each request.
             rows_per_message: the most rows in one message of an answer; 0: one message.
+            by_shard: row ids are numbers by shard.
         """
         request = pb.GatherRequest(
             dataset=dataset,
             fingerprint=fingerprint,
             columns=columns,
             rows_per_message=rows_per_message,
+            by_shard=by_shard,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         usable_until = time.monotonic() + timeout_s
@@ -577,7 +594,13 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
         plan.lease_s or math.inf,
         num_bytes,
         asked_at,
+        _load_log(plan.log) if plan.HasField("log") else None,
     )
+
+
+def _load_log(log: pb.LoadLog) -> LoadLog:
+    groups = tuple(LoggedGroup(tuple(each.shards), tuple(each.num_rows)) for each in log.groups)
+    return LoadLog(log.id, groups, log.closed, log.num_rows if log.HasField("num_rows") else None)
 
 
 def _path(uri: str) -> str:

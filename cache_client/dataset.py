@@ -10,6 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils.data import get_worker_info
 from cache_client.arguments import BatchFormat, argument_problems, integer_or_problem
 from cache_client.audit import AUDIT_MODES, AuditMode
 from cache_client.device import find_device
+from cache_client.first_epoch import LoadingSource
 from cache_client.images import ImageMode, decode_problems
-from cache_client.order import EpochOrder, StepPlan, read_state
+from cache_client.order import EpochOrder, OrderState, StepPlan, read_state
 from cache_client.parallel_groups import rank_in_group, rank_in_mesh
 from cache_client.plan import wait_for_plan
 from cache_client.rank_batches import RankBatches, is_epoch
@@ -33,6 +35,8 @@ from cache_client.ranks import (
 )
 from cache_client.source import Source
 from cache_client.views.columns import VersionNodes
+from cache_client.views.job_view import JobView
+from cache_client.views.logged_view import LoggedView
 from cache_client.views.lookups import Vocabulary
 from cache_client.views.options import (
     ViewOptions,
@@ -134,6 +138,9 @@ class CacheIterableDataset(RankBatches):
         follow: ``epoch``: every epoch reads the newest version of the dataset that is ready when
             the first rank begins it; see `set_epoch`. All ranks need the same ``job``. Default:
             the version that is the newest now.
+        wait: ``ready``: until the version is loaded. ``first-rows``: until its first rows are.
+            Epoch 0 then takes the rows in the order in which they were loaded, shuffled in groups.
+            Later epochs have a shuffle of all rows. You must use the same on all ranks.
         token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
             ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
             dataset has the token.
@@ -142,7 +149,8 @@ class CacheIterableDataset(RankBatches):
 
     Raises:
         ConfigError: quotes every bad argument.
-        DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+        DatasetNotFoundError, LoadError: there is no such dataset, or its load failed; with
+            ``wait="first-rows"``, a pass raises LoadError when the load fails.
         NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
 
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
@@ -181,6 +189,7 @@ class CacheIterableDataset(RankBatches):
         decode: Mapping[str, ImageMode] | None = None,
         skip_steps: Mapping[int, Iterable[int]] | None = None,
         follow: Literal["epoch"] | None = None,
+        wait: Literal["ready", "first-rows"] = "ready",
         token: str | None = None,
         token_file: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
@@ -225,6 +234,21 @@ class CacheIterableDataset(RankBatches):
                 "follow='epoch' with several ranks needs a job of one name for all of them: pass "
                 "job, or set CACHE_JOB"
             )
+        if wait not in ("ready", "first-rows"):
+            problems.append(f"wait must be 'ready' or 'first-rows', got {wait!r}")
+        if wait == "first-rows":
+            others = {"follow": follow, "skip_steps": skip_steps, **options}
+            refused_with = [name for name, value in others.items() if value is not None]
+            if refused_with:
+                problems.append(
+                    f"wait='first-rows' excludes {', '.join(refused_with)}: the rows of the first "
+                    "epoch are not all known when it begins"
+                )
+            if shuffle is False:
+                problems.append(
+                    "wait='first-rows' needs shuffle=True: rows come in the order in which they "
+                    "are loaded, which is not that of the source"
+                )
         where = checked(problems, lambda: find_endpoint(endpoint))
         credentials = checked(
             problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
@@ -265,7 +289,7 @@ class CacheIterableDataset(RankBatches):
         self._copy = copy and (target is None or transform is not None)
         self._job, self._job_is_named = named_job
         self._audit = audit
-        self._follows = follow is not None
+        self._follows, self._waits_for_rows = follow is not None, wait == "first-rows"
         self._asked: _Asked | None = _Asked(
             options,
             () if columns is None else tuple(columns),
@@ -274,43 +298,65 @@ class CacheIterableDataset(RankBatches):
             operator.index(message_bytes),
             None if prefetch_batches is None else operator.index(prefetch_batches),
         )
-        self._open_version(epoch=0 if self._follows else None)
+        self._open_version(epoch=0 if self._changes_version else None)
         self._nodes = self._source.shards.nodes
         self._prepare(skip_steps)
-        if not self._follows:
+        if not self._changes_version:
             self._asked = None  # it may be large
+
+    @property
+    def _changes_version(self) -> bool:
+        """Whether epochs differ in the version, or in how it is read."""
+        return self._follows or self._waits_for_rows
 
     def _open_version(self, *, epoch: int | None = None, fingerprint: str = "") -> None:
         """Takes a version: of this fingerprint or epoch, else the newest. Refuses bad arguments."""
-        asked = self._asked
+        asked, before = self._asked, getattr(self, "_source", None)
         assert asked is not None
-        follow = None if epoch is None else pb.EpochOfJob(job=self._job, epoch=epoch)
+        follow, known_groups = None, None
+        if self._waits_for_rows:
+            known_groups = 0 if epoch == 0 else None
+            if before is not None:  # all epochs are of one version
+                fingerprint = before.shards.fingerprint
+                if (known_groups is None) == (before.shards.log is None):
+                    return
+        elif epoch is not None:
+            follow = pb.EpochOfJob(job=self._job, epoch=epoch)
         shards, chosen, hidden = read_plan(
             asked.options,
             asked.columns,
             lambda names: wait_for_plan(
                 self.endpoint, self.name, names, asked.ready_deadline_s, self._credentials,
-                fingerprint=fingerprint, follow=follow,
+                fingerprint=fingerprint, follow=follow, known_groups=known_groups,
             ),
         )  # fmt: skip
-        before = getattr(self, "_source", None)
-        if before is not None and before.shards.fingerprint == shards.fingerprint:
+        is_same = before is not None and before.shards.fingerprint == shards.fingerprint
+        if is_same and not self._waits_for_rows:
             return
-        version = VersionNodes(
-            self.endpoint, shards, self._credentials, self._deadline_s, self.rank
-        )
-        job_view = make_view(
-            asked.options,
-            version,
-            Shuffle(self.shuffle, self.shuffle_block_size, self.seed),
-            self._batch_format,
-            hidden=hidden,
-            ready_deadline_s=asked.ready_deadline_s,
-        )
-        self._source = Source(
-            self.endpoint, shards, chosen, self._credentials,
-            deadline_s=self._deadline_s, local=asked.local,
-        )  # fmt: skip
+        shuffle = Shuffle(self.shuffle, self.shuffle_block_size, self.seed)
+        if shards.log is not None:
+            self._source = LoadingSource(
+                self.endpoint, shards, chosen, self._credentials,
+                deadline_s=self._deadline_s, local=asked.local,
+                shuffle=shuffle, ready_deadline_s=asked.ready_deadline_s,
+            )  # fmt: skip
+            job_view = JobView(LoggedView(shards.log))
+        else:
+            version = VersionNodes(
+                self.endpoint, shards, self._credentials, self._deadline_s, self.rank
+            )
+            job_view = make_view(
+                asked.options,
+                version,
+                shuffle,
+                self._batch_format,
+                hidden=hidden,
+                ready_deadline_s=asked.ready_deadline_s,
+            )
+            self._source = Source(
+                self.endpoint, shards, chosen, self._credentials,
+                deadline_s=self._deadline_s, local=asked.local,
+            )  # fmt: skip
         self._version_name, self._job_view = shards.dataset, job_view
         self._layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
         job_view.column_names(self._converter().names, pad_mask=self._pad_mask)
@@ -335,10 +381,11 @@ class CacheIterableDataset(RankBatches):
         Raises:
             ConfigError: quoting an epoch that is no integer in [0, 2**62]; or DataLoader workers
                 have begun another epoch, and no batch of it is taken yet.
-            NotReadyError, NodeUnavailableError: with ``follow``, no answer at the deadline.
+            NotReadyError, NodeUnavailableError: with ``follow``, no answer at the deadline; with
+                ``wait="first-rows"``, the version is not loaded by then.
         """
         with self._keeping_version():
-            if self._follows and epoch != self._cursor.epoch and is_epoch(epoch):
+            if self._changes_version and epoch != self._cursor.epoch and is_epoch(epoch):
                 self._open_version(epoch=epoch)
             super().set_epoch(epoch)
         self._tell_version()
@@ -360,7 +407,8 @@ class CacheIterableDataset(RankBatches):
                 ``follow``: the cache does not have the version any more.
         """
         with self._keeping_version():
-            super().load_state_dict(self._followed(state_dict) if self._follows else state_dict)
+            changes = self._changes_version
+            super().load_state_dict(self._followed(state_dict) if changes else state_dict)
         self._tell_version()
 
     def _followed(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -371,6 +419,9 @@ class CacheIterableDataset(RankBatches):
             raise ConfigError(f"bad state: {error}") from None
         if state.dataset != self._version_name:
             return state_dict  # is refused
+        if self._waits_for_rows:
+            self._open_version(epoch=state.epoch)
+            return state_dict
         if state.rows_consumed:
             self._open_version(fingerprint=state.fingerprint.partition("-")[0])
             return state_dict
@@ -388,7 +439,7 @@ class CacheIterableDataset(RankBatches):
             raise
 
     def _tell_version(self) -> None:
-        if self._follows and get_worker_info() is None:
+        if self._changes_version and get_worker_info() is None:
             self._shared_counts.version = self._version_number
 
     @property
@@ -402,7 +453,7 @@ class CacheIterableDataset(RankBatches):
             ConfigError: it is that of a loaded state.
         """
         told = self._shared_counts.version
-        if not self._follows or told in (0, self._version_number):
+        if not self._changes_version or told in (0, self._version_number):
             return
         self._open_version(epoch=epoch)
         if told != self._version_number:
@@ -410,6 +461,12 @@ class CacheIterableDataset(RankBatches):
                 f"a running DataLoader worker cannot take the version of epoch {epoch}, which a "
                 "loaded state has: make the loader after load_state_dict"
             )
+
+    def _state(self, epoch: int, rows_consumed: int) -> OrderState:
+        state = super()._state(epoch, rows_consumed)
+        if self._loading is None or epoch == 0:
+            return state
+        return replace(state, fingerprint=self._source.shards.fingerprint)
 
     @property
     def fingerprint(self) -> str:
@@ -431,7 +488,7 @@ class CacheIterableDataset(RankBatches):
     def __repr__(self) -> str:
         parts = {
             "fingerprint": self.fingerprint,
-            "num_rows": self.num_rows,
+            "num_rows": self.num_rows if self._loading is None else self._loading.log.total,
             "columns": self._layout.logical.names,
             "batch_size": self.batch_size,
             "rank": self.rank,

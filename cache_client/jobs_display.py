@@ -23,6 +23,10 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 JOB_COLUMNS = ["job", "dataset", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"]
 
 
+def _steps(job: pb.JobInfo) -> str:
+    return f"{job.num_steps:,}" if job.num_steps or not job.step else "?"
+
+
 def job_row(job: pb.JobInfo) -> list[str]:
     """One line for a job."""
     return [
@@ -30,7 +34,7 @@ def job_row(job: pb.JobInfo) -> list[str]:
         job.dataset,
         f"{len({rank.rank for rank in job.ranks})} of {job.world_size}",
         str(job.epoch),
-        f"{job.step:,} of {job.num_steps:,}",
+        f"{job.step:,} of {_steps(job)}",
         f"{job.rows_per_s:,.0f}",
         f"{job.wait_share:.0%}",
         f"{job.local_share:.0%}",
@@ -61,7 +65,7 @@ def _headline(job: pb.JobInfo) -> Text:
     text = Text()
     text.append(printable(job.name), style="bold")
     text.append(f"  reads {printable(job.dataset)}  epoch {job.epoch}, step {job.step:,}")
-    text.append(f" of {job.num_steps:,}  {job.rows_per_s:,.0f} rows/s  ")
+    text.append(f" of {_steps(job)}  {job.rows_per_s:,.0f} rows/s  ")
     text.append(_sparkline([sample.rows_per_s for sample in job.history]), style="cyan")
     text.append("\n")
     text.append(printable(job.verdict), style="red" if bad else "green")

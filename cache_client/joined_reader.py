@@ -143,6 +143,11 @@ class JoinedReader:
         for reader in self._readers:
             reader.keep_lease()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return any(reader.is_closed for reader in self._readers)
+
     def close(self) -> None:
         """Closes every connection; running fetches fail."""
         for reader in self._readers:

@@ -116,6 +116,7 @@ class CacheLoader(DataLoader[Any]):
         with closing(dataset._observer.watch(this, super().__iter__())) as batches:
             for batch in batches:
                 dataset._passes.hand_out(this)
+                dataset.note_handed_out(this)
                 yield batch
         this.ended = True
 

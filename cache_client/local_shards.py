@@ -74,7 +74,7 @@ class LocalShards:
     ) -> None:
         self.leased_at = shards.leased_at
         self._starts = shards.starts
-        self._index = RowIndex(shards.starts, shards.num_rows)
+        self._index = RowIndex(shards.starts, shards.stop)
         self._columns = columns
         self._lock = threading.Lock()
         self._table: MappedTable | None = None
@@ -82,7 +82,7 @@ class LocalShards:
         self._layout: Layout | None = None  # of the files
         self._files: dict[int, tuple[Path, SealedShard]] = {}
         manifests = _Manifests()
-        num_rows = np.diff(shards.starts, append=shards.num_rows).tolist()
+        num_rows = shards.rows_of_shards
         maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
         most = _MAX_MAPS // maps
         for shard, files in enumerate(shards.files[:most]):

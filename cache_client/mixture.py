@@ -414,8 +414,9 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
             problems.append(f"source {name!r} has no rows")
         if dataset._job_view.lookups is not None:
             problems.append(f"source {name!r} has codes or join, which a mixture does not read")
-        if dataset._follows:
-            problems.append(f"source {name!r} has follow='epoch': a mixture keeps its versions")
+        if dataset._changes_version:
+            argument = "follow='epoch'" if dataset._follows else "wait='first-rows'"
+            problems.append(f"source {name!r} has {argument}: a mixture keeps its versions")
         if dataset._skipped:
             problems.append(f"source {name!r} has skip_steps: give it to the mixture")
     return problems

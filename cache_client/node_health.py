@@ -21,17 +21,25 @@ class NodeHealth:
     Args:
         shards: the shard map to start with.
         clock: monotonic seconds.
-
-    Attributes:
-        shards: the newest shard map.
     """
 
     def __init__(self, shards: ShardMap, clock: Callable[[], float] = time.monotonic) -> None:
-        self.shards = shards
+        self._shards = shards
         self._clock = clock
         self._lock = threading.Lock()
         self._failures: dict[str, int] = {}
         self._avoid_until: dict[str, float] = {}
+
+    @property
+    def shards(self) -> ShardMap:
+        """The newest shard map."""
+        return self._shards
+
+    @shards.setter
+    def shards(self, shards: ShardMap) -> None:
+        with self._lock:
+            if shards.log is None or shards.num_rows >= self._shards.num_rows:
+                self._shards = shards  # else it was asked for before a load went on
 
     def record_failure(self, location: str) -> bool:
         """Counts a failure of a node, and avoids it for a while.

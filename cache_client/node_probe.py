@@ -110,7 +110,11 @@ class NodeProbe:
                 return None
             try:
                 return self._streams.connection(location).read_plan(
-                    shards.dataset, shards.fingerprint, self._columns, timeout_s
+                    shards.dataset,
+                    shards.fingerprint,
+                    self._columns,
+                    timeout_s,
+                    known_groups=None if shards.log is None else 0,
                 )
             except NodeUnavailableError:
                 continue

@@ -53,9 +53,13 @@ class EpochOrder:
         epoch: any integer, at least 0.
         skipped: half-open runs of positions to leave out, ascending, without overlaps. The other
             positions are numbered anew, so `row_ids` takes those in ``[0, num_left)``.
+        groups: rows of each group of consecutive rows, which are all rows: the rows of a group are
+            permuted among themselves, and the groups keep their order. So more groups at the end
+            change nothing before them. Empty: all rows are one group.
 
     Raises:
-        ValueError: an argument is out of range, or a block size without ``shuffle``; quotes it.
+        ValueError: an argument is out of range, or a block size or groups without ``shuffle``;
+            quotes it.
 
     Thread-safety: immutable.
     """
@@ -66,7 +70,8 @@ class EpochOrder:
     seed: int = field(kw_only=True, default=0)
     epoch: int = field(kw_only=True, default=0)
     skipped: tuple[tuple[int, int], ...] = field(kw_only=True, default=())
-    _mapping: "Permutation | _BlockShuffle | None" = field(init=False, repr=False, compare=False)
+    groups: tuple[int, ...] = field(kw_only=True, default=())
+    _mapping: "_Mapping | None" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         num_rows = checked_integer("num_rows", self.num_rows, 0, MAX_ROWS)
@@ -77,8 +82,14 @@ class EpochOrder:
             if not before <= start < stop <= num_rows:
                 raise ValueError(f"skipped must be ascending runs of positions, got {self.skipped}")
             before = stop
-        mapping: Permutation | _BlockShuffle | None = None
-        if block_size is not None and num_rows:
+        if self.groups and (not self.shuffle or sum(self.groups) != num_rows):
+            raise ValueError(
+                f"groups need shuffle=True and num_rows={num_rows} rows in all, got {self.groups}"
+            )
+        mapping: _Mapping | None = None
+        if self.groups:
+            mapping = _GroupShuffle(self.groups, block_size, seed=seed, epoch=epoch)
+        elif block_size is not None and num_rows:
             mapping = _BlockShuffle(num_rows, block_size, seed=seed, epoch=epoch)
         elif self.shuffle:
             mapping = Permutation(num_rows, seed=seed, epoch=epoch)
@@ -116,6 +127,35 @@ class EpochOrder:
         if self._mapping is None:
             return checked_positions(positions, self.num_rows).copy()
         return self._mapping.apply(positions)
+
+
+class _GroupShuffle:
+    """Groups of consecutive rows; the rows of each are permuted among themselves."""
+
+    def __init__(
+        self, groups: tuple[int, ...], block_size: int | None, *, seed: int, epoch: int
+    ) -> None:
+        self._starts = np.cumsum([0, *groups], dtype=np.int64)
+        # Another seed for each group; those of two seeds below 2**32 never meet.
+        self._orders = [
+            EpochOrder(
+                checked_integer("groups", size, 0, MAX_ROWS),
+                shuffle=True,
+                shuffle_block_size=block_size,
+                seed=(seed << 32) + number,
+                epoch=epoch,
+            )
+            for number, size in enumerate(groups)
+        ]
+
+    def apply(self, positions: Int64Array) -> Int64Array:
+        positions = checked_positions(positions, int(self._starts[-1]))
+        group_of = np.searchsorted(self._starts, positions, side="right") - 1
+        found = np.empty(positions.shape, np.int64)
+        for group in np.unique(group_of).tolist():
+            lanes, start = group_of == group, self._starts[group]
+            found[lanes] = self._orders[group].row_ids(positions[lanes] - start) + start
+        return found
 
 
 class _BlockShuffle:
@@ -203,6 +243,9 @@ class _BlockShuffle:
         if last - first >= slot.size:
             return self._slots.apply(slot)
         return self._slots.apply(np.arange(first, last + 1, dtype=np.int64))[slot - first]
+
+
+_Mapping = Permutation | _BlockShuffle | _GroupShuffle
 
 
 @dataclass(frozen=True)

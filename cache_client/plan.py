@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 
 from tenacity import (
     RetryCallState,
     Retrying,
     retry_if_exception_type,
-    stop_after_delay,
 )
 
 from cache_client.connections import REQUEST_TIMEOUT_S, Connection
@@ -41,6 +41,9 @@ def wait_for_plan(
     *,
     fingerprint: str = "",
     follow: pb.EpochOfJob | None = None,
+    known_groups: int | None = None,
+    others: Sequence[str] = (),
+    given_up: Callable[[], bool] = lambda: False,
 ) -> ShardMap:
     """Reads the shard map of a version of ``dataset`` as soon as it is ready.
 
@@ -48,21 +51,32 @@ def wait_for_plan(
 
     Args:
         columns: to read, in this order; empty for all.
-        deadline_s: how long to wait for a cache that loads or does not answer.
+        deadline_s: how long to wait for a cache that loads or does not answer. With
+            ``known_groups``, it begins anew whenever the load has come further.
         credentials: of this process.
         fingerprint: of the version; empty for the newest.
         follow: the version that a job reads in an epoch, instead of a fingerprint.
+        known_groups: see `Connection.read_plan`.
+        others: nodes to ask in turn with ``endpoint``.
+        given_up: whether nothing waits any more; looked at between attempts.
 
     Raises:
         DatasetNotFoundError, StaleVersionError, LoadError, RequestError: at once.
-        NotReadyError, NodeUnavailableError: at the deadline.
+        NotReadyError, NodeUnavailableError: at the deadline, or given up.
     """
-    deadline = time.monotonic() + deadline_s
+    deadline, progress = time.monotonic() + deadline_s, ""
     last_attempt_s = min(_LAST_ATTEMPT_S, deadline_s * _LAST_ATTEMPT_PART)
     pause_s = backoff(0.02, 1.0)
 
     def wait_s(state: RetryCallState) -> float:
         return max(0.0, min(pause_s(state), deadline - last_attempt_s - time.monotonic()))
+
+    def is_over(state: RetryCallState) -> bool:
+        nonlocal deadline, progress
+        error = None if state.outcome is None else state.outcome.exception()
+        if known_groups is not None and isinstance(error, NotReadyError) and str(error) != progress:
+            deadline, progress = time.monotonic() + deadline_s, str(error)
+        return given_up() or time.monotonic() >= deadline - last_attempt_s
 
     has_warned = False
 
@@ -81,23 +95,25 @@ def wait_for_plan(
 
     attempts = Retrying(
         retry=retry_if_exception_type((NotReadyError, NodeUnavailableError)),
-        stop=stop_after_delay(deadline_s - last_attempt_s),
+        stop=is_over,
         wait=wait_s,
         before_sleep=warn_once,
         reraise=True,
     )
+    locations = cycle(dict.fromkeys((endpoint, *others)))
     with CallThreads() as threads:
         for attempt in attempts:
             with attempt:
                 return threads.call(
                     _read_plan,
-                    endpoint,
+                    next(locations),
                     dataset,
                     fingerprint,
                     columns,
                     deadline,
                     credentials,
                     follow,
+                    known_groups,
                 )
     raise AssertionError("the last attempt returns or raises")
 
@@ -110,6 +126,7 @@ def _read_plan(
     deadline: float,
     credentials: Credentials,
     follow: pb.EpochOfJob | None,
+    known_groups: int | None,
 ) -> ShardMap:
     """Reads the shard map; subtracts the fixed-size columns not read from ``num_bytes``."""
 
@@ -117,7 +134,9 @@ def _read_plan(
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
     with Connection(endpoint, credentials) as connection:
-        shards = connection.read_plan(dataset, fingerprint, columns, timeout_s(), follow=follow)
+        shards = connection.read_plan(
+            dataset, fingerprint, columns, timeout_s(), follow=follow, known_groups=known_groups
+        )
         if not columns or not has_plain(shards.layout):
             return shards
         whole = Layout(connection.read_schema(dataset, shards.fingerprint, timeout_s()))

@@ -30,6 +30,7 @@ from cache_client.counts import ReadCounts, SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import on_device
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.first_epoch import LoadingSource
 from cache_client.images import ImageMode
 from cache_client.loader import CacheLoader, make_loader
 from cache_client.loader_iterators import batches_taken_ahead
@@ -54,7 +55,12 @@ from cache_client.stats import ReadStats
 from cache_client.views.job_view import Assemble, JobView
 from cache_client.views.view import Samples, Shuffle, View
 from cache_client.window_sizes import WindowSizes
-from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    LengthUnknownError,
+    NodeUnavailableError,
+)
 from cache_protocol.storage.layout import Layout
 from cache_protocol.wire.credentials import Credentials
 
@@ -76,6 +82,10 @@ class RowReader(Protocol):
     @property
     def num_nodes(self) -> int:
         """The most nodes that one window is requested from."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
 
     def fetch(self, row_ids: Int64Array) -> list[Rows]:
         """The rows of these ids, in this order; see `cache_client.reader`."""
@@ -158,12 +168,21 @@ class RankBatches(IterableDataset[Any]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole dataset, of a mixture those of all sources; all ranks together."""
-        return self._source.shards.num_rows
+        """Rows of the whole dataset, of a mixture those of all sources; all ranks together.
+
+        Raises:
+            LengthUnknownError: see `__len__`.
+        """
+        return self._source.shards.num_rows if self._loading is None else self.num_samples
 
     @property
     def num_samples(self) -> int:
-        """Samples of a whole epoch, all ranks together: rows, unless a view makes others."""
+        """Samples of a whole epoch, all ranks together: rows, unless a view makes others.
+
+        Raises:
+            LengthUnknownError: see `__len__`.
+        """
+        self._require_end()
         return self._view.num_slots(self._cursor.epoch)
 
     @property
@@ -187,14 +206,43 @@ class RankBatches(IterableDataset[Any]):
 
         A loaded state does not change it, because training frameworks use it as the length of every
         epoch. For a pass that resumes inside an epoch, see `steps_left`.
+
+        Raises:
+            LengthUnknownError: with ``wait="first-rows"``, before the load of a query that leaves
+                rows out has ended.
         """
         refuse_random_split()
+        self._require_end()
         return self._whole_plan(self._cursor.epoch).num_steps
 
     @property
     def steps_left(self) -> int:
-        """Steps of the next pass, the same for every rank: fewer after a state was loaded."""
+        """Steps of the next pass, the same for every rank: fewer after a state was loaded.
+
+        Raises:
+            LengthUnknownError: see `__len__`.
+        """
+        self._require_end()
         return self._plan(self._cursor.next_offset, self._cursor.epoch).num_steps
+
+    @property
+    def _loading(self) -> LoadingSource | None:
+        """Where the rows come from in the first epoch of a version that may load."""
+        return self._source if isinstance(self._source, LoadingSource) else None
+
+    def _knows_end(self) -> bool:
+        """Whether the steps of the epoch are known; asks the cache, if they were not."""
+        loading = self._loading
+        if loading is not None and loading.log.total is None:
+            loading.look()
+        return loading is None or loading.log.total is not None
+
+    def _require_end(self) -> None:
+        if not self._knows_end():
+            raise LengthUnknownError(
+                f"dataset {self.name!r} is loading, and its query leaves rows out: the steps of "
+                "this epoch are known when the load has ended"
+            )
 
     # -- epochs and states ---------------------------------------------------------------------
 
@@ -285,6 +333,7 @@ class RankBatches(IterableDataset[Any]):
         else:
             this = self._passes.current()
             offset = self._cursor.next_offset if this is None else this.plan.rows_consumed
+        self._knows_end()  # else steps of workers may be more than there are
         plan = self._plan(offset, self._cursor.epoch)
         try:
             count = checked_integer("steps", steps, 0, plan.num_steps)
@@ -429,12 +478,18 @@ class RankBatches(IterableDataset[Any]):
         job_view = self._job_view  # a pass keeps its version
         at_once = 1 if this.in_worker else job_view.slots_at_once
         transform = self._transform and self._observer.timed(self._transform)
-        audits = self._audit != "off"
+        audits, loading = self._audit != "off", self._loading
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
         per_window = self._sizes.steps_per_window(reader.num_nodes)
+
+        def fetch(window: range) -> _Window:
+            return _fetch_window(
+                reader, this, job_view, self.rank, window, audits=audits, loading=loading
+            )
+
         results = fetch_ahead(
-            lambda window: _fetch_window(reader, this, job_view, self.rank, window, audits=audits),
+            fetch,
             step_windows(steps, per_window),
             depth=self._sizes.windows_ahead(per_window),
             threads=FETCH_THREADS,
@@ -442,7 +497,7 @@ class RankBatches(IterableDataset[Any]):
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
             step = iter(steps)
-            for window in results:
+            for window in _windows(results, fetch):
                 if window.digests is not None:
                     if shared is None:
                         this.digests.put(*window.digests)
@@ -486,8 +541,18 @@ class RankBatches(IterableDataset[Any]):
         this.epoch, this.plan = start.epoch, self._plan(start.offset, start.epoch)
         skipped = self._skipped.get(start.epoch, ())
         shuffle = Shuffle(self.shuffle, self.shuffle_block_size, self.seed)
-        this.order = shuffle.order(self._view, start.epoch, skipped)
+        if self._loading is not None:
+            self._loading.tell(this)
+        else:
+            this.order = shuffle.order(self._view, start.epoch, skipped)
         return this
+
+    def note_handed_out(self, this: Pass) -> None:
+        """Learns of the groups that workers have read, in the training process."""
+        loading, stop = self._loading, this.handed_out * this.plan.rows_per_step
+        if loading is not None and this.plan.rows_consumed + stop > this.order.num_rows:
+            loading.look()
+            loading.tell(this)
 
     def _check_rank(self) -> None:
         """Raises ConfigError where the rank was found before a library had another."""
@@ -619,7 +684,7 @@ class RankBatches(IterableDataset[Any]):
 
     @property
     def _view(self) -> View:
-        return self._job_view.view
+        return self._job_view.view if self._loading is None else self._loading.view
 
     @property
     def _rows_per_step(self) -> int:
@@ -674,12 +739,16 @@ class _Window(NamedTuple):
         samples: of all steps.
         sizes: slots of each step.
         digests: of each step, if wanted.
+        later: steps of the run whose rows were not sealed.
+        ended: there are no more steps.
     """
 
     pieces: list[Rows]
     samples: Samples
     sizes: list[int]
     digests: tuple[Words, Words] | None
+    later: range = range(0)
+    ended: bool = False
 
     def batches(self, assemble: Assemble, at_once: int) -> Iterator[Any]:
         """The batches; steps of about so many slots are made at once."""
@@ -694,22 +763,46 @@ class _Window(NamedTuple):
             yield from assemble(rows, self.samples.slots(start, stop), run)
 
 
+def _windows(results: Iterable[_Window], fetch: Callable[[range], _Window]) -> Iterator[_Window]:
+    """The windows, with the rest of those whose rows were not all sealed when they were asked."""
+    for window in results:
+        while window.sizes:
+            yield window
+            if not window.later:
+                break
+            window = fetch(window.later)
+        if window.ended:
+            return
+
+
 def _fetch_window(
-    reader: RowReader, this: Pass, job_view: JobView, rank: int, window: range, *, audits: bool
+    reader: RowReader,
+    this: Pass,
+    job_view: JobView,
+    rank: int,
+    window: range,
+    *,
+    audits: bool,
+    loading: LoadingSource | None,
 ) -> _Window:
-    """Fetches a run of steps.
+    """Fetches a run of steps; while the version loads, those of them that can be read.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
-    positions, sizes = this.plan.window(window, rank)
+    view, later, ended = job_view.view, range(0), False
     try:
+        if loading is not None:
+            view, window, later, ended = loading.wait_for(this, window, lambda: reader.is_closed)
+            if not window:
+                return _Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
+        positions, sizes = this.plan.window(window, rank)
         slots = this.order.row_ids(positions)
         digests = step_digests(slots, sizes) if audits else None
-        samples = job_view.view.samples(slots, this.epoch).shared(sizes)
+        samples = view.samples(slots, this.epoch).shared(sizes)
         pieces = reader.fetch(samples.row_ids)
         if job_view.lookups is not None:
             pieces = job_view.lookups.extend(pieces, samples.row_ids)
-        return _Window(pieces, samples, sizes, digests)
+        return _Window(pieces, samples, sizes, digests, later, ended)
     except NodeUnavailableError as error:
         raise NodeUnavailableError(f"step {window.start}: {error}") from None

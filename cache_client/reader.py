@@ -127,6 +127,11 @@ class Reader:
         """The most nodes that one window is requested from."""
         return self._router.num_nodes
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._streams.is_closed
+
     def close(self) -> None:
         """Closes every connection; running fetches fail. In a child of a fork: does nothing."""
         if os.getpid() != self._process:
@@ -153,6 +158,8 @@ class Reader:
         """
         self._lease.renew_if_due()
         self._probe.start_if_due()
+        if self._router.shards is not self._health.shards:
+            self._update_router()
         answers: list[Answer] = []
         missing: list[Part] = self._router.route(row_ids, positions)
         last_error = ""
@@ -256,6 +263,7 @@ class Reader:
             self._columns,
             self._request_timeout_s,
             rows_per_message=self._rows_per_message,
+            by_shard=shards.log is not None,
         )
 
 

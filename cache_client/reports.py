@@ -17,6 +17,7 @@ from typing import Final
 from cache_client.audit import AuditRecord, Trail
 from cache_client.background_task import CALL_TIMEOUT_S
 from cache_client.connections import Connection, ConnectionClosedError
+from cache_client.load_log import UNKNOWN_ROWS
 from cache_client.passes import Pass
 from cache_client.stats import ReadStats
 from cache_protocol.errors import CacheError, NodeUnavailableError
@@ -68,6 +69,7 @@ class ReaderIdentity:
             drop_last=this.plan.drop_last,
             pad=this.plan.pad,
             skipped=this.order.skipped,
+            groups=this.order.groups,
             steps=trail.steps,
             rows=trail.rows,
             set_digest=trail.set_digest,
@@ -197,7 +199,7 @@ class Reporter:
             run=reader.run,
             epoch=this.epoch,
             step=this.handed_out,
-            num_steps=this.plan.num_steps,
+            num_steps=0 if this.plan.num_rows == UNKNOWN_ROWS else this.plan.num_steps,
             elapsed_s=sums.elapsed_s,
             waited_s=sums.waited_s,
             computed_s=sums.computed_s,

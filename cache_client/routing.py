@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cache_client.load_log import LoadLog
 from cache_protocol.storage.layout import Layout
-from cache_protocol.storage.row_index import Ids, Indices, RowIndex, group_rows
+from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, Ids, Indices, RowIndex, group_rows
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class ShardMap:
         num_bytes: of the stored shards, one replica. `cache_client.plan` subtracts the fixed-size
             columns that are not read.
         layout: of the columns to read, packed.
+        log: of a version that may load: the map has the shards of its groups, ``num_rows`` rows
+            together, and its row ids are numbers by shard. None: of a ready version.
     """
 
     dataset: str
@@ -73,10 +76,26 @@ class ShardMap:
     lease_s: float = math.inf
     num_bytes: int = 0
     leased_at: float = field(default=0.0, repr=False, compare=False)
+    log: LoadLog | None = None
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout(self.logical))
+
+    @property
+    def stop(self) -> int:
+        """Above every row id."""
+        if self.log is None:
+            return self.num_rows
+        return int(self.starts[-1]) + ROWS_OF_A_SHARD if len(self.starts) else 0
+
+    @property
+    def rows_of_shards(self) -> list[int]:
+        """Rows of each shard of the map."""
+        if self.log is None:
+            rows: list[int] = np.diff(self.starts, append=self.num_rows).tolist()
+            return rows
+        return self.log.rows_of_shards
 
     def locations(self, first: str) -> list[str]:
         """``first``, then every node: each can answer questions about the version."""
@@ -132,14 +151,14 @@ class Router:
         self._nodes = (*self.shards.nodes, None)
         used = np.unique(self._node_of)
         self._only = int(used[0]) if len(used) == 1 else None
-        self._index = RowIndex(self.shards.starts, self.shards.num_rows)
+        self._index = RowIndex(self.shards.starts, self.shards.stop)
         self.num_nodes = int((used < here).sum())
 
     def route(self, row_ids: Ids, positions: Indices | None = None) -> list[Part]:
         """The requests for ``row_ids``, one for each node; each keeps the order of the rows.
 
         Args:
-            row_ids: in ``[0, num_rows)``.
+            row_ids: of the shards of the map.
             positions: of the rows in the window; None for 0, 1, 2, ...
         """
         if not len(row_ids):

@@ -115,8 +115,14 @@ class _FakeConnection:
         self.streams.record("renew", self.location, timeout_s)
 
     def read_plan(
-        self, dataset: str, fingerprint: str, columns: tuple[str, ...], timeout_s: float
+        self,
+        dataset: str,
+        fingerprint: str,
+        columns: tuple[str, ...],
+        timeout_s: float,
+        *,
+        known_groups: int | None,
     ) -> ShardMap:
-        assert (dataset, fingerprint) == ("table", "f")
+        assert (dataset, fingerprint, known_groups) == ("table", "f", None)
         self.streams.record("map", self.location, timeout_s)
         return self.streams.shards

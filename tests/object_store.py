@@ -61,6 +61,13 @@ class _Fault:
     method: str | None
 
 
+@dataclass
+class _Hold:
+    pattern: re.Pattern[str]
+    after: int
+    ended: threading.Event
+
+
 class S3Server:
     """A context manager. Its buckets are the process's: two servers have the same.
 
@@ -74,6 +81,7 @@ class S3Server:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self._faults: list[_Fault] = []
+        self._holds: list[_Hold] = []
         self._required: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -94,6 +102,7 @@ class S3Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.clear()
         self._server.shutdown()
         self._thread.join()
         self._server.close_all()
@@ -135,6 +144,15 @@ class S3Server:
         """The next answers to GET break in the middle: the connection is closed."""
         self._faults.append(_Fault(re.compile(pattern), times, None, "GET"))
 
+    def hold(self, pattern: str, *, after: int = 0) -> threading.Event:
+        """Requests of which ``pattern`` finds ``bucket/key`` wait until the event is set.
+
+        Args:
+            after: the first requests for each key do not wait, such as those of a plan.
+        """
+        self._holds.append(_Hold(re.compile(pattern), after, threading.Event()))
+        return self._holds[-1].ended
+
     def require(self, *access_key_ids: str) -> None:
         """From now on other keys are refused, as S3 does; without any, all are let in.
 
@@ -152,6 +170,9 @@ class S3Server:
         with self._lock:
             self.requests.clear()
             self._faults.clear()
+            for hold in self._holds:
+                hold.ended.set()
+            self._holds.clear()
             self._required = frozenset()
 
     def answer(
@@ -161,6 +182,14 @@ class S3Server:
         with self._lock:
             self.requests.append(request)
             fault = self._fault(request)
+            before = sum(each.key == request.key for each in self.requests) - 1
+            holds = [
+                hold.ended
+                for hold in self._holds
+                if before >= hold.after and hold.pattern.search(request.key)
+            ]
+        for ended in holds:
+            ended.wait()
         if self._required and not request.access_key_id.startswith(tuple(self._required)):
             body = _REFUSAL.format(key_id=request.access_key_id).encode()
             return "403 Forbidden", [("Content-Type", "application/xml")], body, False

@@ -1,6 +1,7 @@
 """The state that a coordinator keeps on disk, to decide the same after a restart.
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
+<cache_dir>/.catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
 <cache_dir>/.members.json                              the nodes that ever joined
 <cache_dir>/.proven-members.json                       those that hold a shard for certain
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
@@ -42,6 +43,21 @@ class SealedSummary:
 
 
 @dataclass(frozen=True)
+class CatalogueLog:
+    """The log of the load of one version; see `LoadLog`.
+
+    Attributes:
+        attempt: of the version.
+        sealed: the shards of all groups.
+    """
+
+    log_id: str
+    attempt: int
+    groups: tuple[tuple[int, ...], ...]
+    sealed: Mapping[int, SealedSummary]
+
+
+@dataclass(frozen=True)
 class CatalogueEntry:
     """One version.
 
@@ -52,6 +68,7 @@ class CatalogueEntry:
         failure: why its load failed; without secrets.
         owner: the principal that asked for the load; empty: this cache had no authentication.
         homes: see `VersionRecord`.
+        log: of this attempt; None if it has no group yet, or cannot be read.
     """
 
     pinned: PinnedVersion
@@ -62,6 +79,7 @@ class CatalogueEntry:
     failure: CacheError | None = None
     owner: str = ""
     homes: Sequence[Sequence[str]] = ()
+    log: CatalogueLog | None = None
 
 
 class Catalogue:
@@ -124,18 +142,27 @@ class Catalogue:
                 content=shard.content,
                 homes=homes[shard.index] if homes else (),
             )
-        for summary in sealed:
-            entry.sealed.add(
-                num_rows=summary.num_rows,
-                num_bytes=summary.num_bytes,
-                checksum=summary.checksum,
-                nulls=summary.nulls,
-            )
+        entry.sealed.extend(_sealed_to_proto(summary) for summary in sealed)
         replace_file(self._path(pinned.key), json_format.MessageToJson(entry))
+
+    def write_log(self, key: VersionKey, log: CatalogueLog) -> None:
+        """Writes the log of one version.
+
+        Raises:
+            OSError: as `write`.
+        """
+        message = pb.CatalogueLog(
+            log=pb.LoadLog(id=log.log_id, groups=[pb.LoggedGroup(shards=g) for g in log.groups]),
+            attempt=log.attempt,
+            sealed={index: _sealed_to_proto(summary) for index, summary in log.sealed.items()},
+        )
+        replace_file(_log_path(self._path(key)), json_format.MessageToJson(message))
 
     def forget(self, key: VersionKey) -> None:
         """Removes one version."""
-        self._path(key).unlink(missing_ok=True)
+        path = self._path(key)
+        path.unlink(missing_ok=True)
+        _log_path(path).unlink(missing_ok=True)
 
     def read(self) -> list[CatalogueEntry]:
         """Every version, oldest first.
@@ -238,9 +265,7 @@ def _read_entry(path: Path) -> CatalogueEntry:
             f"cannot read the catalogue entry {path}: {reason}; without the file its dataset is "
             "forgotten and may be loaded again"
         ) from None
-    sealed = tuple(
-        SealedSummary(s.num_rows, s.num_bytes, s.checksum, dict(s.nulls)) for s in entry.sealed
-    )
+    sealed = tuple(map(_sealed_from_proto, entry.sealed))
     failure = from_proto(entry.failure) if entry.HasField("failure") else None
     homes = tuple(tuple(shard.homes) for shard in entry.shards)
     return CatalogueEntry(
@@ -252,4 +277,38 @@ def _read_entry(path: Path) -> CatalogueEntry:
         failure,
         entry.owner,
         homes if any(homes) else (),
+        _read_log(_log_path(path), entry.plan.attempt),
     )
+
+
+def _log_path(entry: Path) -> Path:
+    return entry.with_suffix(".log")
+
+
+def _read_log(path: Path, attempt: int) -> CatalogueLog | None:
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = json_format.ParseDict(content, pb.CatalogueLog(), ignore_unknown_fields=True)
+    except (OSError, ValueError, json_format.ParseError) as error:
+        logger.warning("log of a load forgotten path=%s reason=%s", path, error)
+        return None
+    if found.attempt != attempt:
+        return None
+    groups = tuple(tuple(group.shards) for group in found.log.groups)
+    sealed = {index: _sealed_from_proto(shard) for index, shard in found.sealed.items()}
+    return CatalogueLog(found.log.id, attempt, groups, sealed)
+
+
+def _sealed_to_proto(summary: SealedSummary) -> pb.SealedShard:
+    return pb.SealedShard(
+        num_rows=summary.num_rows,
+        num_bytes=summary.num_bytes,
+        checksum=summary.checksum,
+        nulls=summary.nulls,
+    )
+
+
+def _sealed_from_proto(shard: pb.SealedShard) -> SealedSummary:
+    return SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))

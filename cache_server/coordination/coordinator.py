@@ -983,6 +983,8 @@ class Coordinator:
             if is_loading and (ends := version.ended.given_up()):
                 version.fail(version.ended_error(ends))
                 self._mark_changed(key)
+            if version.failure is None and version.extend_log(self._catalogue):
+                self._mark_changed(key)
             starts, older = version.row_starts(), self._older(version)
             if version.failure is not None or starts is None or (version.was_ready and not older):
                 continue

@@ -462,7 +462,10 @@ class Holdings:
         info.lease_s = lease_s
         num_shards = version.num_shards or 0
         placement = self.placement(num_shards)
-        holders = self._holders.holding if starts is None else self._holders.serving
+        # Readers of sealed shards need no row ids, and all others wait until it is ready.
+        is_ready = info.state == pb.DATASET_STATE_READY
+        holders = self._holders.serving if is_ready else self._holders.holding
+        info.log.CopyFrom(version.log_message())
         named: set[str] = set()
         for index in range(num_shards):
             held = holders.get(index, _NONE)

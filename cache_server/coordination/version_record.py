@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -12,8 +13,14 @@ from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role
-from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
+from cache_server.coordination.catalogue import (
+    Catalogue,
+    CatalogueEntry,
+    CatalogueLog,
+    SealedSummary,
+)
 from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.load_log import LoadLog
 from cache_server.coordination.writes import ChosenRows
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import same_shards
@@ -59,6 +66,7 @@ class VersionRecord:
         reused: shard -> the shard of ``base`` with the same content.
         homes: the nodes that had the content of each shard before; empty: none had any.
         changes: counted, so that a view of the version tells whether it is outdated.
+        log: the groups in which its shards were sealed.
     """
 
     pinned: PinnedVersion
@@ -83,6 +91,7 @@ class VersionRecord:
     reused: Mapping[int, int] = field(default_factory=dict)
     homes: Sequence[Sequence[str]] = ()
     changes: int = 0
+    log: LoadLog = field(default_factory=lambda: LoadLog(secrets.token_hex(8)))
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
@@ -90,7 +99,7 @@ class VersionRecord:
     def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
         """A version from before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
-        return cls(
+        version = cls(
             entry.pinned,
             entry.created,
             sealed=dict(enumerate(entry.sealed)),
@@ -102,6 +111,11 @@ class VersionRecord:
             owner=entry.owner,
             homes=entry.homes,
         )
+        if entry.log is not None:
+            version.log = LoadLog(entry.log.log_id, entry.log.groups)
+            for index, sealed in entry.log.sealed.items():
+                version.sealed.setdefault(index, sealed)
+        return version
 
     @classmethod
     def written(
@@ -173,6 +187,41 @@ class VersionRecord:
             self.is_failure_saved = True
         except LoadError as error:  # matters only after a restart
             logger.error("failure not written reason=%s", error)
+
+    def extend_log(self, catalogue: Catalogue) -> bool:
+        """Writes the next group of shards to the log, if there is one; returns whether it did.
+
+        The shards of a whole query are all made at once: they are one group, once it has been
+        served. A group that cannot be written is no part of the log.
+        """
+        if self.num_shards is None or (self.pinned.shards is None and not self.was_ready):
+            return False
+        group = self.log.next_group(self.sealed.keys(), self.num_shards)
+        if not group:
+            return False
+        longer = self.log.extended(group)
+        sealed = {index: self.sealed[index] for each in longer.groups for index in each}
+        written = CatalogueLog(longer.log_id, self.attempt, longer.groups, sealed)
+        try:
+            catalogue.write_log(self.pinned.key, written)
+        except OSError as error:
+            logger.error("log of a load not written reason=%s", error.strerror)
+            return False
+        self.log = longer
+        return True
+
+    def log_message(self) -> pb.LoadLog:
+        """The log for readers."""
+        message = pb.LoadLog(id=self.log.log_id, closed=self.log.num_shards == self.num_shards)
+        for group in self.log.groups:
+            message.groups.add(
+                shards=group, num_rows=[self.sealed[index].num_rows for index in group]
+            )
+        if (starts := self.row_starts()) is not None:
+            message.num_rows = starts[-1]
+        elif self.pinned.keeps_every_row:
+            message.num_rows = self.pinned.max_rows
+        return message
 
     @property
     def num_shards(self) -> int | None:

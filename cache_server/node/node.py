@@ -27,6 +27,7 @@ from cache_protocol.errors import (
     NotReadyError,
     StaleVersionError,
 )
+from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s, rest_s
@@ -236,8 +237,19 @@ class Node:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def rows(self, dataset: str, fingerprint: str, viewer: Viewer = EVERYTHING) -> ResidentRows:
+    def rows(
+        self,
+        dataset: str,
+        fingerprint: str,
+        viewer: Viewer = EVERYTHING,
+        *,
+        by_shard: bool = False,
+    ) -> ResidentRows:
         """The rows of one version that this node serves now, to a viewer that may read them.
+
+        Args:
+            by_shard: those of all sealed shards, numbered by shard; see `ROWS_OF_A_SHARD`. They are
+                there before row ids are known.
 
         Raises:
             DatasetNotFoundError, StaleVersionError, NotReadyError.
@@ -246,10 +258,11 @@ class Node:
         with self._lock:
             state = self._states.get(VersionKey(dataset, fingerprint))
             if state is not None and not state.is_retired and state.is_seen_by(viewer):
-                if state.rows is None:
+                rows = self._sealed_rows(state) if by_shard else state.rows
+                if rows is None:
                     raise NotReadyError(f"dataset {dataset!r} is loading")
                 state.last_read = time.monotonic()
-                return state.rows
+                return rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
             kept = [
@@ -266,6 +279,19 @@ class Node:
         raise DatasetNotFoundError(
             f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
         )
+
+    def _sealed_rows(self, state: VersionState) -> ResidentRows:
+        """The sealed shards of a version, with rows numbered by shard."""
+        if state.sealed_rows is None:
+            plan = state.desired.plan
+            shards = self._store.shards(plan.key)
+            state.sealed_rows = ResidentRows(
+                plan.key,
+                plan.layout,
+                (max(shards, default=0) + 1) * ROWS_OF_A_SHARD,
+                {index * ROWS_OF_A_SHARD: shard for index, shard in shards.items()},
+            )
+        return state.sealed_rows
 
     def shard_file(self, key: VersionKey, index: int, max_bytes: int) -> Iterator[pa.Buffer]:
         """The bytes of a sealed shard's file, even before its rows are served.
@@ -460,6 +486,9 @@ class Node:
     def _report(self) -> pb.HeartbeatRequest:
         actual, sealed = self._snapshot()
         for key, state in self._states.items():
+            if actual[key].sealed != state.reported:
+                with self._lock:  # what is reported can be read
+                    state.sealed_rows = None
             state.reported = actual[key].sealed
         request = self._encoder.encode(self.description, actual, sealed)
         request.answer = self._decoder.answer

@@ -35,6 +35,7 @@ class VersionState:
         tables: that are read whole.
         loads, failures, waits: by shard index; None is the whole query.
         rows, row_starts: what is served; None before any row is.
+        sealed_rows: the sealed shards, with rows numbered by shard; None: made when it is read.
         reported: the sealed shards that the coordinator knows of.
         copy_again_at: monotonic seconds; failed copies wait until then.
         num_shards: of the result of a whole query, once it is known.
@@ -51,6 +52,7 @@ class VersionState:
     waits: dict[int | None, str] = field(default_factory=dict)
     rows: ResidentRows | None = None
     row_starts: Mapping[int, int] | None = None
+    sealed_rows: ResidentRows | None = None
     reported: Set[int] = frozenset()
     copy_again_at: float = 0.0
     num_shards: int | None = None
@@ -78,7 +80,7 @@ class VersionState:
 
     def retire(self) -> None:
         """Ends serving and loading."""
-        self.is_retired, self.rows = True, None
+        self.is_retired, self.rows, self.sealed_rows = True, None, None
         self.cancel()
 
     def fail(self, index: int | None, reason: str) -> None:

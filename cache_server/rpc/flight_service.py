@@ -28,6 +28,7 @@ from cache_protocol.errors import (
     require_ready,
 )
 from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import Selection, shard_file_name
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
@@ -128,9 +129,11 @@ class FlightService(flight.FlightServerBase):
     ) -> flight.FlightInfo:
         """One endpoint per shard, in row order."""
         with self._call(context) as call:
-            info, columns, part = self._resolve(descriptor, call.principal.viewer)
             viewer = call.principal.viewer
-            return _flight_info(descriptor, require_ready(info), columns, part, viewer)
+            request, info, part = self._resolve(descriptor, viewer)
+            if request.HasField("known_groups"):
+                return _sealed_info(descriptor, info, request, viewer)
+            return _flight_info(descriptor, require_ready(info), request.columns, part, viewer)
 
     def get_schema(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
@@ -138,8 +141,8 @@ class FlightService(flight.FlightServerBase):
         """The logical schema; known before the dataset is ready."""
         try:
             with self._call(context) as call:
-                info, columns, _ = self._resolve(descriptor, call.principal.viewer)
-                return flight.SchemaResult(_layout(info).select(columns).logical)
+                request, info, _ = self._resolve(descriptor, call.principal.viewer)
+                return flight.SchemaResult(_layout(info).select(request.columns).logical)
         except flight.FlightError as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
@@ -250,7 +253,9 @@ class FlightService(flight.FlightServerBase):
                 row_ids = _row_ids(chunk.data)
                 # Looked up for each request: the shards of a node change during a stream.
                 viewer = call.still_allowed().viewer
-                rows = node.rows(request.dataset, request.fingerprint, viewer)
+                rows = node.rows(
+                    request.dataset, request.fingerprint, viewer, by_shard=request.by_shard
+                )
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     selection = Selection(rows.layout, list(request.columns))
@@ -358,25 +363,26 @@ class FlightService(flight.FlightServerBase):
 
     def _resolve(
         self, descriptor: flight.FlightDescriptor, viewer: Viewer
-    ) -> tuple[pb.DatasetInfo, list[str], tuple[int, int] | None]:
-        """The dataset, columns and part (index, total) of a descriptor."""
+    ) -> tuple[pb.ReadRequest, pb.DatasetInfo, tuple[int, int] | None]:
+        """The request, dataset and part (index, total) of a descriptor."""
         node = self._ready_node()
         if descriptor.descriptor_type == flight.DescriptorType.CMD:
             request = _parse(pb.ReadRequest, descriptor.command, "read request")
             follow = request.follow if request.HasField("follow") else None
             info = node.describe(request.dataset, request.fingerprint, viewer, follow)
-            return info, list(request.columns), None
+            return request, info, None
+        whole = pb.ReadRequest()
         if descriptor.descriptor_type != flight.DescriptorType.PATH:
             raise InvalidTicketError("the descriptor has neither a command nor a path")
         path = [part.decode("utf-8", "replace") for part in descriptor.path]
         if len(path) == 1:
-            return node.describe(path[0], viewer=viewer), [], None
+            return whole, node.describe(path[0], viewer=viewer), None
         if len(path) == 2:
             part = _part(path[0], path[1])
             only = self._only_dataset(viewer)
-            return node.describe(only.spec.name, only.fingerprint, viewer), [], part
+            return whole, node.describe(only.spec.name, only.fingerprint, viewer), part
         if len(path) == 3:
-            return node.describe(path[0], viewer=viewer), [], _part(path[1], path[2])
+            return whole, node.describe(path[0], viewer=viewer), _part(path[1], path[2])
         raise InvalidTicketError(
             f"the path must be [dataset], [index, total] or [dataset, index, total], got {path!r}"
         )
@@ -485,7 +491,6 @@ def _flight_info(
     viewer: Viewer = EVERYTHING,
 ) -> flight.FlightInfo:
     layout = _layout(info).select(columns)
-    folder = VersionKey(viewer.resolve(info.spec.name), info.fingerprint).folder
     start, stop = 0, info.num_rows
     if part is not None:
         index, total = part
@@ -493,7 +498,7 @@ def _flight_info(
     return flight.FlightInfo(
         layout.logical,
         descriptor,
-        list(_endpoints(info, columns, start, stop, folder, alone=part is not None)),
+        list(_endpoints(info, columns, start, stop, viewer, alone=part is not None)),
         stop - start,
         _total_bytes(info, layout, stop - start),
         ordered=True,
@@ -503,22 +508,73 @@ def _flight_info(
     )
 
 
+def _sealed_info(
+    descriptor: flight.FlightDescriptor,
+    info: pb.DatasetInfo,
+    request: pb.ReadRequest,
+    viewer: Viewer,
+) -> flight.FlightInfo:
+    """One endpoint for each shard of the log that has rows, which are numbered by shard.
+
+    Raises:
+        LoadError: the load failed.
+        NotReadyError: the log has no more groups yet, or no node has one of its shards now.
+        RequestError: the coordinator keeps no log.
+    """
+    if info.state == pb.DATASET_STATE_FAILED:
+        require_ready(info)
+    if not info.HasField("log"):
+        raise RequestError("the coordinator is of a release without logs of loads: update it")
+    sealed = pb.DatasetInfo(spec=info.spec, fingerprint=info.fingerprint, nodes=info.nodes)
+    logged = (
+        row for group in info.log.groups for row in zip(group.shards, group.num_rows, strict=True)
+    )
+    for index, num_rows in sorted(each for each in logged if each[1]):
+        shard = sealed.shards.add()
+        shard.CopyFrom(info.shards[index])
+        shard.rows.start = index * ROWS_OF_A_SHARD
+        shard.rows.stop = shard.rows.start + num_rows
+    lost = [shard.index for shard in sealed.shards if not shard.node_ids]
+    if lost or (len(info.log.groups) <= request.known_groups and not info.log.closed):
+        progress = info.progress
+        waits = f"no node has shard {lost[0]} now" if lost else "no more rows can be read yet"
+        raise NotReadyError(
+            f"dataset {info.spec.name!r} is loading, and {waits}: {progress.shards_done} of "
+            f"{progress.shards_total} shards, {progress.rows_done} rows so far"
+        )
+    columns, last = request.columns, 2**63 - 1
+    return flight.FlightInfo(
+        _layout(info).select(columns).logical,
+        descriptor,
+        list(_endpoints(sealed, columns, 0, last, viewer, alone=False)),
+        sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),
+        -1,
+        app_metadata=pb.ReadPlan(
+            dataset=info.spec.name,
+            fingerprint=info.fingerprint,
+            lease_s=info.lease_s,
+            log=info.log,
+        ).SerializeToString(),
+    )
+
+
 def _endpoints(
     info: pb.DatasetInfo,
     columns: Sequence[str],
     start: int,
     stop: int,
-    folder: str,
+    viewer: Viewer,
     *,
     alone: bool,
 ) -> Iterator[flight.FlightEndpoint]:
     """One endpoint for each shard with some of the rows ``[start, stop)``.
 
     Args:
-        folder: of the dataset, in every cache directory.
+        viewer: who asks; the folder of the dataset has its full name.
         alone: only one location each. Clients that request a part, as those of the Kubeflow data
             cache, read every location of an endpoint. Others choose one of the nodes or files.
     """
+    folder = VersionKey(viewer.resolve(info.spec.name), info.fingerprint).folder
     locations = {node.id: node.flight_location for node in info.nodes}
     directories = {
         node.id: Path(node.cache_dir, folder, info.fingerprint).as_uri() for node in info.nodes

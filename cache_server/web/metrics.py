@@ -169,7 +169,8 @@ def _of_readers(cache: CacheStatus) -> Iterator[Metric]:
             rate.add_metric(name, job.rows_per_s)
             waits.add_metric(name, job.wait_share)
             local.add_metric(name, job.local_share)
-            done.add_metric(name, job.step / job.num_steps if job.num_steps else 1.0)
+            if job.num_steps:
+                done.add_metric(name, job.step / job.num_steps)
     yield from (ranks, rate, waits, local, done)
 
 

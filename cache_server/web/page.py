@@ -111,7 +111,7 @@ def _of_jobs(cache: CacheStatus, name: str) -> list[str]:
             job.dataset,
             job.world_size,
             job.epoch,
-            f"{job.step:,} of {job.num_steps:,}",
+            f"{job.step:,} of {job.num_steps:,}" if job.num_steps else f"{job.step:,}",
             f"{job.rows_per_s:,.0f}",
             f"{job.wait_share:.0%}",
             job.verdict if job.verdict.startswith(_BOUND) or not job.live else _Alert(job.verdict),

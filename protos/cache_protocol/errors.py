@@ -11,6 +11,7 @@
         UnauthenticatedError      no token, or one that the cache does not accept
         PermissionDeniedError     the caller lacks the role, or the dataset is not theirs
       NotReadyError               still loading; has the progress: retried until the deadline
+      LengthUnknownError(TypeError)   an epoch of a version that loads has no known end yet
       StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
         LostPartitionsError       a node was lost before a commit; names the partitions to put again
@@ -96,6 +97,14 @@ class NotReadyError(CacheError):
     """The dataset, or a part of it, is still loading; retry until a deadline."""
 
     code = pb.ERROR_CODE_NOT_READY
+
+
+class LengthUnknownError(CacheError, TypeError):
+    """An epoch has no known number of steps yet, because its version is loading.
+
+    A `TypeError`, as that of an object without a length: `list` and frameworks then do without
+    one. Only clients raise it, so it has no code.
+    """
 
 
 class StaleVersionError(CacheError):

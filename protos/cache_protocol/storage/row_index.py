@@ -16,6 +16,9 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
+ROWS_OF_A_SHARD = 2**40
+"""Where rows are numbered by shard: row k of shard i has the number ``i * ROWS_OF_A_SHARD + k``."""
+
 _MAX_BUCKETS_PER_SHARD = 64
 _RADIX_BITS = 16  # numpy sorts keys of up to so many bits by radix, ten times as fast
 

@@ -432,6 +432,7 @@ class DatasetInfo(google.protobuf.message.Message):
     NULLS_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
     TAG_FIELD_NUMBER: builtins.int
+    LOG_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -465,6 +466,8 @@ class DatasetInfo(google.protobuf.message.Message):
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """what a load changed, such as leading zeros; once a column"""
 
+    @property
+    def log(self) -> Global___LoadLog: ...
     def __init__(
         self,
         *,
@@ -482,11 +485,70 @@ class DatasetInfo(google.protobuf.message.Message):
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
         tag: builtins.str = ...,
+        log: Global___LoadLog | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "log", b"log", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
+
+@typing.final
+class LoadLog(google.protobuf.message.Message):
+    """The shards of a version in the groups in which they were sealed. It only grows, and lasts as long as
+    the version. Another load of the same rows has another log.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    CLOSED_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """random"""
+    closed: builtins.bool
+    """every shard is in a group"""
+    num_rows: builtins.int
+    """of the version, if it is known by now"""
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoggedGroup]: ...
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        groups: collections.abc.Iterable[Global___LoggedGroup] | None = ...,
+        closed: builtins.bool = ...,
+        num_rows: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "num_rows", b"num_rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_num_rows", b"_num_rows", "closed", b"closed", "groups", b"groups", "id", b"id", "num_rows", b"num_rows"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_num_rows", b"_num_rows"]) -> typing.Literal["num_rows"] | None: ...
+
+Global___LoadLog: typing_extensions.TypeAlias = LoadLog
+
+@typing.final
+class LoggedGroup(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    @property
+    def shards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """ascending"""
+
+    @property
+    def num_rows(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of each of them"""
+
+    def __init__(
+        self,
+        *,
+        shards: collections.abc.Iterable[builtins.int] | None = ...,
+        num_rows: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_rows", b"num_rows", "shards", b"shards"]) -> None: ...
+
+Global___LoggedGroup: typing_extensions.TypeAlias = LoggedGroup
 
 @typing.final
 class LoadProgress(google.protobuf.message.Message):
@@ -598,8 +660,13 @@ class ReadRequest(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     FOLLOW_FIELD_NUMBER: builtins.int
+    KNOWN_GROUPS_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
+    known_groups: builtins.int
+    """Not of the ready version, but of the shards that are sealed so far: as soon as its log has more
+    groups than these, or is closed. Their rows are numbered by shard: see GatherRequest.
+    """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
@@ -615,9 +682,11 @@ class ReadRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         follow: Global___EpochOfJob | None = ...,
+        known_groups: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["follow", b"follow"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "follow", b"follow"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_known_groups", b"_known_groups", "follow", b"follow", "known_groups", b"known_groups"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_known_groups", b"_known_groups", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "follow", b"follow", "known_groups", b"known_groups"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_known_groups", b"_known_groups"]) -> typing.Literal["known_groups"] | None: ...
 
 Global___ReadRequest: typing_extensions.TypeAlias = ReadRequest
 
@@ -652,18 +721,25 @@ class ReadPlan(google.protobuf.message.Message):
     DATASET_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
+    LOG_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
     """how long a replaced version is kept after its last read or plan"""
+    @property
+    def log(self) -> Global___LoadLog:
+        """if known_groups was asked"""
+
     def __init__(
         self,
         *,
         dataset: builtins.str = ...,
         fingerprint: builtins.str = ...,
         lease_s: builtins.float = ...,
+        log: Global___LoadLog | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -786,10 +862,15 @@ class GatherRequest(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     COLUMNS_FIELD_NUMBER: builtins.int
     ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
+    BY_SHARD_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     rows_per_message: builtins.int
     """the most rows in one message of an answer; 0: one message"""
+    by_shard: builtins.bool
+    """Rows are numbered by shard: index * 2^40 + place in the shard. These numbers hold as soon as the
+    shard is sealed; row ids do only when all are.
+    """
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
@@ -801,8 +882,9 @@ class GatherRequest(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         rows_per_message: builtins.int = ...,
+        by_shard: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by_shard", b"by_shard", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]) -> None: ...
 
 Global___GatherRequest: typing_extensions.TypeAlias = GatherRequest
 
@@ -2050,7 +2132,7 @@ class ReaderReport(google.protobuf.message.Message):
     step: builtins.int
     """steps of this pass that the training loop has taken"""
     num_steps: builtins.int
-    """of this pass"""
+    """of this pass; 0 while its end is not known"""
     elapsed_s: builtins.float
     """since the first batch of the run was asked for"""
     waited_s: builtins.float
@@ -2807,3 +2889,50 @@ class SealedShard(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows"]) -> None: ...
 
 Global___SealedShard: typing_extensions.TypeAlias = SealedShard
+
+@typing.final
+class CatalogueLog(google.protobuf.message.Message):
+    """The log of a version on the coordinator's disk."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class SealedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        @property
+        def value(self) -> Global___SealedShard: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: Global___SealedShard | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LOG_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    SEALED_FIELD_NUMBER: builtins.int
+    attempt: builtins.int
+    """of the version"""
+    @property
+    def log(self) -> Global___LoadLog: ...
+    @property
+    def sealed(self) -> google.protobuf.internal.containers.MessageMap[builtins.int, Global___SealedShard]:
+        """the shards of the groups"""
+
+    def __init__(
+        self,
+        *,
+        log: Global___LoadLog | None = ...,
+        attempt: builtins.int = ...,
+        sealed: collections.abc.Mapping[builtins.int, Global___SealedShard] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "log", b"log", "sealed", b"sealed"]) -> None: ...
+
+Global___CatalogueLog: typing_extensions.TypeAlias = CatalogueLog
