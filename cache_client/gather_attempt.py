@@ -22,7 +22,7 @@ from cache_protocol.errors import (
 )
 
 # Only the coordinator can say for good that a version is gone: a node may have just started.
-_WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
+WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class GatherAttempt:
         for (part, node), stream in zip(parts, streams, strict=True):
             if isinstance(stream, GatherStream):
                 requests.append(_Request(part, node, stream))
-            elif isinstance(stream, _WORTH_RETRYING):
+            elif isinstance(stream, WORTH_RETRYING):
                 self.last_error = self.on_failure(node, stream) or self.last_error
                 self.failed.append(part)
             else:
@@ -111,7 +111,7 @@ class GatherAttempt:
         """Runs one step of a request; returns whether it succeeded."""
         try:
             step(request)
-        except _WORTH_RETRYING as error:
+        except WORTH_RETRYING as error:
             self.failed.append(request.part)
             # After one node timed out, the streams of the others may have timed out, too.
             if not self._timed_out:

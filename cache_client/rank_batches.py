@@ -52,7 +52,7 @@ from cache_client.routing import NodeRef, ShardMap
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
 from cache_client.views.job_view import Assemble, JobView
-from cache_client.views.view import Samples, Shuffle, View
+from cache_client.views.view import PlainView, Samples, Shuffle, View
 from cache_client.window_sizes import WindowSizes
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
 from cache_protocol.storage.layout import Layout
@@ -399,7 +399,7 @@ class RankBatches(IterableDataset[Any]):
         process = os.getpid()
         with self._source.open_reader(
             replica_offset=self.rank,
-            rows_per_message=self._sizes.rows_per_message(),
+            rows_per_message=self._sizes_of(this).rows_per_message(),
             counts=self._observer.counts,
         ) as reader:
             batches = self._batches(this, reader)
@@ -427,17 +427,20 @@ class RankBatches(IterableDataset[Any]):
         assemble = self._assembler()
         # A worker sends the whole storage of a batch.
         job_view = self._job_view  # a pass keeps its version
+        sizes = self._sizes_of(this)
         at_once = 1 if this.in_worker else job_view.slots_at_once
+        if job_view.assembler is None and not this.in_worker:
+            at_once = sizes.rows_per_message()  # of one message, so that none are joined
         transform = self._transform and self._observer.timed(self._transform)
         audits = self._audit != "off"
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
-        per_window = self._sizes.steps_per_window(reader.num_nodes)
+        per_window = sizes.steps_per_window(reader.num_nodes)
         results = fetch_ahead(
             lambda window: _fetch_window(reader, this, job_view, self.rank, window, audits=audits),
             step_windows(steps, per_window),
-            depth=self._sizes.windows_ahead(per_window),
-            threads=FETCH_THREADS,
+            depth=sizes.windows_ahead(per_window),
+            threads=1 if sizes.in_streams else FETCH_THREADS,
             on_wait=self._observer.note_wait,
         )
         with closing(results):  # also where an error of the transform is kept, and this with it
@@ -557,7 +560,17 @@ class RankBatches(IterableDataset[Any]):
         convert = self._converter()
         if self._job_view.assembler is not None:
             return self._job_view.assembler(convert)
-        return lambda rows, _, __: [convert(rows)]
+        return lambda rows, _, sizes: convert.batches(rows, sizes)
+
+    def _sizes_of(self, this: Pass) -> WindowSizes:
+        """The sizes of the windows of a pass.
+
+        Each window follows the one before where one node has all of its rows: where there is one
+        node, or each window begins where the one before ends.
+        """
+        one_reader = self.world_size * this.num_workers == 1
+        in_order = not self.shuffle and isinstance(self._view, PlainView)
+        return replace(self._sizes, in_streams=in_order and (one_reader or len(self._nodes) == 1))
 
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)

@@ -26,18 +26,20 @@ from cache_client.connections import (
     Connection,
     ConnectionClosedError,
     GatherStream,
+    RowStream,
 )
 from cache_client.counts import FAILOVERS, REFETCHES, ReadCounts
-from cache_client.gather_attempt import GatherAttempt
+from cache_client.gather_attempt import WORTH_RETRYING, GatherAttempt
 from cache_client.lease import Lease
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.node_probe import NodeProbe
 from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
 from cache_client.routing import NodeRef, Part, Router, ShardMap
+from cache_client.row_streams import RowStreams
 from cache_client.rows import Answer, Rows, in_order
 from cache_protocol.errors import CacheError, NodeUnavailableError
-from cache_protocol.storage.row_index import Ids, Indices
+from cache_protocol.storage.row_index import Ids, Indices, RowRuns
 from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -96,6 +98,7 @@ class Reader:
         self._counts = counts or ReadCounts()
         self._health = health or NodeHealth(shards)
         self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s, credentials=credentials)
+        self._row_streams = RowStreams(self._open_rows, timeout_s=timeout_s)
         self._lease = Lease(
             self._streams,
             self._health,
@@ -131,6 +134,7 @@ class Reader:
         """Closes every connection; running fetches fail. In a child of a fork: does nothing."""
         if os.getpid() != self._process:
             return  # a thread of the parent may hold the lock
+        self._row_streams.close()
         self._streams.close()
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
@@ -153,13 +157,14 @@ class Reader:
         """
         self._lease.renew_if_due()
         self._probe.start_if_due()
-        answers: list[Answer] = []
-        missing: list[Part] = self._router.route(row_ids, positions)
-        last_error = ""
         deadline = time.monotonic() + self._deadline_s
+        answers, missing = self._continue_streams(self._router.route(row_ids, positions))
+        if not missing:
+            return answers
+        last_error = ""
         attempts = Retrying(
             retry=retry_if_exception_type(_IncompleteError),
-            stop=stop_after_delay(self._deadline_s),
+            stop=stop_after_delay(deadline - time.monotonic()),
             wait=backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             reraise=True,
         )
@@ -190,8 +195,37 @@ class Reader:
         """
         self._lease.renew_if_due()
 
+    def _continue_streams(self, parts: list[Part]) -> tuple[list[Answer], list[Part]]:
+        """Takes the parts that follow those of earlier windows from their streams.
+
+        Returns:
+            The answers, and the other parts.
+        """
+        answers: list[Answer] = []
+        left: list[Part] = []
+        for part in parts:
+            if part.node is None:
+                left.append(part)
+                continue
+            asked_ns = time.perf_counter_ns()
+            try:
+                batches = self._row_streams.receive(part.node, part.row_ids)
+            except WORTH_RETRYING as error:
+                self._record_failure(part.node, error)
+                left += self._update_router().route(part.row_ids, part.positions)
+                continue
+            if batches is None:
+                left.append(part)
+                continue
+            wait_ns = time.perf_counter_ns() - asked_ns
+            num_bytes = sum(batch.nbytes for batch in batches)
+            self._counts.add_answer(part.node.id, len(part.row_ids), num_bytes, wait_ns)
+            self._record_answer(part.node)
+            answers.append(Answer(part.positions, batches))
+        return answers, left
+
     def _ask(self, parts: list[Part], *, is_first: bool) -> GatherAttempt:
-        has_replicas = any(len(held) > 1 for held in self._router.shards.replicas)
+        has_replicas = self._has_replicas(self._router.shards)
         attempt = GatherAttempt(
             self._streams,
             self._local,
@@ -247,6 +281,26 @@ class Reader:
         if isinstance(error, NodeUnavailableError):
             self._streams.drop(node.location)
         return str(error)
+
+    def _open_rows(self, node: NodeRef, runs: RowRuns) -> RowStream:
+        router = self._router
+        return self._streams.open_rows(
+            node.location,
+            lambda connection: connection.open_rows(
+                router.shards.dataset,
+                router.shards.fingerprint,
+                self._columns,
+                self._request_timeout_s,
+                runs,
+                router.end_of_node(runs.start),
+                rows_per_message=self._rows_per_message,
+            ),
+            _PATIENCE_S if self._has_replicas(router.shards) else math.inf,
+        )
+
+    @staticmethod
+    def _has_replicas(shards: ShardMap) -> bool:
+        return any(len(held) > 1 for held in shards.replicas)
 
     def _open_stream(self, connection: Connection) -> GatherStream:
         shards = self._router.shards
