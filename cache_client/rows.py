@@ -84,12 +84,25 @@ class Answer:
     """The rows of a window from one node, or from the files of this machine.
 
     Attributes:
-        positions: of the rows in the window; None if they are the whole window, in order.
+        positions: of the rows in the window, ascending; None if they are the whole window, in
+            order.
         batches: stored batches, one after the other.
     """
 
     positions: Indices | None
     batches: Sequence[pa.RecordBatch]
+
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return 0 if self.positions is None else int(self.positions[0])
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it has positions, and they follow one another."""
+        if self.positions is None or not len(self.positions):
+            return False
+        return int(self.positions[-1]) - self.first == len(self.positions) - 1
 
 
 def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[Rows]:
@@ -100,10 +113,13 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
         answers: with all of its rows.
 
     Returns:
-        One piece; for a single answer that is already in order, one piece for each batch.
+        One piece; if each answer is a run of the window, one piece for each batch.
     """
     if len(answers) == 1 and answers[0].positions is None:
         return [Rows.of_batch(layout, batch) for batch in answers[0].batches]
+    if answers and all(answer.is_run for answer in answers):
+        runs = sorted(answers, key=lambda answer: answer.first)
+        return [Rows.of_batch(layout, b) for run in runs for b in run.batches if b.num_rows]
     batches = [batch for answer in answers for batch in answer.batches]
     inverse = _inverse(num_rows, answers)
     matrices: dict[int, Matrix] = {}
