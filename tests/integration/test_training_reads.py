@@ -27,12 +27,14 @@ from cache_client import (
     CacheError,
     CacheIterableDataset,
     ConfigError,
+    DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
 )
 from cache_client.arguments import BatchFormat
-from cache_client.connections import Connection
+from cache_client.connections import Connection, RowStream, StreamEndedError
 from cache_client.order import EpochOrder
+from cache_protocol.storage.row_index import RowRuns
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import load_everywhere, write_numbered
@@ -822,6 +824,29 @@ def test_ranks_that_read_one_node_in_source_order_take_streams(wide_source: Path
         of_ranks = [[batch["row"].tolist() for batch in dataset] for dataset in datasets]
         assert by_step_and_rank(of_ranks) == [*range(20_000)]
         assert served_by_get(cluster, "wide") > 15_000
+
+        client = CacheClient(cluster.endpoint)
+        fingerprint = client.describe("wide").fingerprint
+        with Connection(cluster.endpoint) as connection:
+
+            def stream() -> RowStream:
+                return connection.open_rows(
+                    "wide", fingerprint, (), 60.0, RowRuns(0), 20_000, rows_per_message=10
+                )
+
+            def is_gone() -> bool:
+                try:
+                    stream().close()
+                except DatasetNotFoundError:
+                    return True
+                return False
+
+            running = stream()
+            running.receive(10)
+            client.drop("wide")
+            wait_until(is_gone, 20, "the node to drop it")  # and a new stream says why
+            with pytest.raises(StreamEndedError):
+                running.receive(20_000 - 10)
 
 
 def served_by_get(cluster: LocalCluster, dataset: str) -> float:
