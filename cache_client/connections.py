@@ -331,12 +331,13 @@ class Connection:
             rows_per_message=rows_per_message,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
-        usable_until = time.monotonic() + timeout_s
+        opened_at = time.monotonic()
         with self._in_use():
             stream = GatherStream(
                 self.location,
                 self._client.value.do_exchange(descriptor, self._options(2 * timeout_s)),
-                usable_until,
+                usable_until=opened_at + timeout_s,
+                ends_at=opened_at + 2 * timeout_s,
             )
         try:
             stream.begin()
@@ -419,18 +420,20 @@ class Connection:
 
 
 class GatherStream:
-    """One DoExchange call: a request, its answer, the next request. Used by one thread.
+    """One DoExchange call: requests, and their answers in the same order.
 
-    Thread-safety: only `close` may be called from other threads.
+    Thread-safety: one thread sends and one receives; `close` may be called from any.
     """
 
-    def __init__(self, location: str, ends: tuple[Any, Any], usable_until: float) -> None:
+    def __init__(
+        self, location: str, ends: tuple[Any, Any], usable_until: float, ends_at: float
+    ) -> None:
         self._location = location
         self._name = f"the stream from {location}"
         self._ends = _SharedHandle(
             ends, cancel=lambda ends: ends[1].cancel(), release=lambda ends: ends[0].close()
         )
-        self._usable_until = usable_until
+        self._usable_until, self._ends_at = usable_until, ends_at
         fork_gate.add(self)
 
     @property
@@ -444,17 +447,20 @@ class GatherStream:
             self._ends.value[0].begin(_ROW_SCHEMA)
 
     def send(self, row_ids: Ids) -> None:
-        """Asks for rows; `receive` the answer before you send the next request."""
+        """Asks for rows. Where that fails, `receive` says why: a node may have told the reason."""
         batch = pa.RecordBatch.from_arrays([pool_array(row_ids)], schema=_ROW_SCHEMA)
-        try:
-            with self._in_use():
-                self._ends.value[0].write_batch(batch)
-        except CacheError:
-            self.receive(len(row_ids))  # the answer has the reason, if there is one
-            raise
+        with suppress(CacheError), self._in_use():
+            self._ends.value[0].write_batch(batch)
 
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
-        """The answer to the last request, which asked for ``num_rows`` rows: stored batches."""
+        """The answer to the oldest request, which asked for ``num_rows`` rows: stored batches.
+
+        Raises:
+            ConnectionClosedError: the stream was closed, or ended before this call.
+            CacheError: the reason of the node, or what broke the stream.
+        """
+        if time.monotonic() >= self._ends_at:
+            raise ConnectionClosedError(f"{self._name} ended before its answer was taken")
         batches: list[pa.RecordBatch] = []
         missing = num_rows
         while missing > 0:

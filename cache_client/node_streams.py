@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -241,6 +242,64 @@ class NodeStreams:
                 self._busy.add(outcome)
             self._finished.notify_all()
             return True
+
+
+class OrderedStreams:
+    """Streams that carry the requests of several windows: one to each node, while it is fresh.
+
+    One thread takes streams and sends. Another one receives, window by window in the same order. So
+    an answer belongs to the oldest request of its stream.
+
+    Args:
+        streams: opens and closes them.
+    """
+
+    def __init__(self, streams: NodeStreams) -> None:
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._newest: dict[str, GatherStream] = {}
+        self._unanswered: Counter[GatherStream] = Counter()  # requests
+
+    def take(
+        self, locations: Sequence[str], patience_s: float = math.inf
+    ) -> list[GatherStream | CacheError]:
+        """A stream to each location, as `NodeStreams.take`, for one more request on each."""
+        missing = [each for each in dict.fromkeys(locations) if not self._is_fresh(each)]
+        opened = dict(zip(missing, self._streams.take(missing, patience_s), strict=True))
+        found: list[GatherStream | CacheError] = []
+        with self._lock:
+            for location in locations:
+                stream = opened.get(location) or self._newest[location]
+                if isinstance(stream, GatherStream):
+                    self._newest[location] = stream
+                    self._unanswered[stream] += 1
+                found.append(stream)
+        return found
+
+    def give_back(self, location: str, stream: GatherStream) -> None:
+        """Notes that a request was answered; closes a stream that gets no more of them."""
+        with self._lock:
+            self._unanswered[stream] -= 1
+            is_over = not self._unanswered[stream] and self._newest.get(location) is not stream
+        if is_over:
+            self.discard(stream)
+
+    def discard(self, stream: GatherStream) -> None:
+        """Closes a stream; other requests on it fail, too."""
+        with self._lock:
+            self._unanswered.pop(stream, None)
+        self._streams.discard(stream)
+
+    def _is_fresh(self, location: str) -> bool:
+        with self._lock:
+            stream = self._newest.get(location)
+            if stream is None or stream.is_fresh:
+                return stream is not None
+            del self._newest[location]
+            is_over = not self._unanswered[stream]
+        if is_over:
+            self.discard(stream)
+        return False
 
 
 def _timeout_error(opening: _Opening[Any], timeout_s: float) -> NodeUnavailableError:

@@ -12,8 +12,9 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,7 +30,7 @@ from cache_client.convert import Converter
 from cache_client.counts import ReadCounts, SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import on_device
-from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
 from cache_client.images import ImageMode
 from cache_client.loader import CacheLoader, make_loader
 from cache_client.loader_iterators import batches_taken_ahead
@@ -79,6 +80,9 @@ class RowReader(Protocol):
 
     def fetch(self, row_ids: Int64Array) -> list[Rows]:
         """The rows of these ids, in this order; see `cache_client.reader`."""
+
+    def request(self, row_ids: Int64Array) -> Callable[[], list[Rows]]:
+        """Asks for rows; the result waits for them; see `cache_client.reader`."""
 
     def keep_lease(self) -> None:
         """Renews leases in the background when they are due."""
@@ -436,13 +440,19 @@ class RankBatches(IterableDataset[Any]):
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
         per_window = sizes.steps_per_window(reader.num_nodes)
-        results = fetch_ahead(
-            lambda window: _fetch_window(reader, this, job_view, self.rank, window, audits=audits),
-            step_windows(steps, per_window),
-            depth=sizes.windows_ahead(per_window),
-            threads=1 if sizes.in_streams else FETCH_THREADS,
-            on_wait=self._observer.note_wait,
-        )
+        ask = partial(_ask_for_window, this, job_view, self.rank, audits=audits)
+        windows = step_windows(steps, per_window)
+        depth, on_wait = sizes.windows_ahead(per_window), self._observer.note_wait
+        if reader.num_nodes and not sizes.in_streams:
+            results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)
+        else:  # two threads share the work of files
+            results = fetch_ahead(
+                lambda window: ask(lambda ids: partial(reader.fetch, ids), window)(),
+                windows,
+                depth=depth,
+                threads=1 if sizes.in_streams else FETCH_THREADS,
+                on_wait=on_wait,
+            )
         with closing(results):  # also where an error of the transform is kept, and this with it
             step = iter(steps)
             for window in results:
@@ -707,22 +717,44 @@ class _Window(NamedTuple):
             yield from assemble(rows, self.samples.slots(start, stop), run)
 
 
-def _fetch_window(
-    reader: RowReader, this: Pass, job_view: JobView, rank: int, window: range, *, audits: bool
-) -> _Window:
-    """Fetches a run of steps.
+def _ask_for_window(
+    this: Pass,
+    job_view: JobView,
+    rank: int,
+    request: Callable[[Int64Array], Callable[[], list[Rows]]],
+    window: range,
+    *,
+    audits: bool,
+) -> Callable[[], _Window]:
+    """Asks for the rows of a run of steps; the result waits for them.
+
+    Args:
+        request: of a reader, see `Reader.request`.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
     positions, sizes = this.plan.window(window, rank)
-    try:
-        slots = this.order.row_ids(positions)
-        digests = step_digests(slots, sizes) if audits else None
+    slots = this.order.row_ids(positions)
+    digests = step_digests(slots, sizes) if audits else None
+    with _named(window.start):
         samples = job_view.view.samples(slots, this.epoch).shared(sizes)
-        pieces = reader.fetch(samples.row_ids)
-        if job_view.lookups is not None:
-            pieces = job_view.lookups.extend(pieces, samples.row_ids)
-        return _Window(pieces, samples, sizes, digests)
+        wait = request(samples.row_ids)
+
+    def receive() -> _Window:
+        with _named(window.start):
+            pieces = wait()
+            if job_view.lookups is not None:
+                pieces = job_view.lookups.extend(pieces, samples.row_ids)
+            return _Window(pieces, samples, sizes, digests)
+
+    return receive
+
+
+@contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Names the step of a failure."""
+    try:
+        yield
     except NodeUnavailableError as error:
-        raise NodeUnavailableError(f"step {window.start}: {error}") from None
+        raise NodeUnavailableError(f"step {step}: {error}") from None

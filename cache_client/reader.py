@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from tenacity import (
@@ -34,7 +35,7 @@ from cache_client.lease import Lease
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.node_probe import NodeProbe
-from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
+from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError, OrderedStreams
 from cache_client.routing import NodeRef, Part, Router, ShardMap
 from cache_client.row_streams import RowStreams
 from cache_client.rows import Answer, Rows, in_order
@@ -99,6 +100,7 @@ class Reader:
         self._health = health or NodeHealth(shards)
         self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s, credentials=credentials)
         self._row_streams = RowStreams(self._open_rows, timeout_s=timeout_s)
+        self._ordered_streams = OrderedStreams(self._streams)
         self._lease = Lease(
             self._streams,
             self._health,
@@ -146,25 +148,56 @@ class Reader:
             RequestError: a node refused the request for good, or the coordinator does not know the
                 dataset.
         """
-        return in_order(self._layout, len(row_ids), self.answers(row_ids))
+        return in_order(self._layout, len(row_ids), self.ask(row_ids)())
 
-    def answers(self, row_ids: Ids, positions: Indices | None = None) -> list[Answer]:
-        """As `fetch`, before the answers are brought in order.
+    def request(self, row_ids: Ids) -> Callable[[], list[Rows]]:
+        """Asks for rows; the result waits for them, and returns or raises what `fetch` does.
+
+        One thread makes all calls. One other thread calls the results, in the same order.
+        """
+        answers = self.ask(row_ids, in_order_of_calls=True)
+        return lambda: in_order(self._layout, len(row_ids), answers())
+
+    def ask(
+        self,
+        row_ids: Ids,
+        positions: Indices | None = None,
+        *,
+        in_order_of_calls: bool = False,
+    ) -> Callable[[], list[Answer]]:
+        """As `request`, before the answers are brought in order.
 
         Args:
             row_ids: of this version.
             positions: of the rows in a window with other rows; None: they are the window.
+            in_order_of_calls: the results are called as those of `request`; else by any thread.
         """
         self._lease.renew_if_due()
         self._probe.start_if_due()
-        deadline = time.monotonic() + self._deadline_s
-        answers, missing = self._continue_streams(self._router.route(row_ids, positions))
-        if not missing:
-            return answers
-        last_error = ""
+        begun = time.monotonic()
+        parts, answers = self._router.route(row_ids, positions), list[Answer]()
+        if not in_order_of_calls:
+            answers, parts = self._continue_streams(parts)
+        attempt = self._attempt(
+            self._ordered_streams if in_order_of_calls else self._streams,
+            _PATIENCE_S if self._has_replicas else math.inf,
+        )
+        attempt.send(parts)
+
+        def wait() -> list[Answer]:
+            # What was asked ahead has waited for the requests before it.
+            since = time.monotonic() if in_order_of_calls else begun
+            return answers + self._answers(attempt, since + self._deadline_s)
+
+        return wait
+
+    def _answers(self, gather: GatherAttempt, deadline: float) -> list[Answer]:
+        """The answers to an attempt that was sent; asks again for the rows that fail."""
+        answers: list[Answer] = []
+        missing, last_error = gather.failed, ""
         attempts = Retrying(
             retry=retry_if_exception_type(_IncompleteError),
-            stop=stop_after_delay(deadline - time.monotonic()),
+            stop=stop_after_delay(max(0.0, deadline - time.monotonic())),
             wait=backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             reraise=True,
         )
@@ -174,8 +207,10 @@ class Reader:
                     if last_error:
                         self._counts.add(REFETCHES, 1)
                         missing = self._reroute(missing, deadline)
-                    is_first = attempt.retry_state.attempt_number == 1
-                    gather = self._ask(missing, is_first=is_first)
+                    if attempt.retry_state.attempt_number > 1:
+                        gather = self._attempt(self._streams)
+                        gather.send(missing)
+                    gather.receive()
                     answers += gather.answers
                     missing, last_error = gather.failed, gather.last_error or last_error
                     if missing:
@@ -224,18 +259,17 @@ class Reader:
             answers.append(Answer(part.positions, batches))
         return answers, left
 
-    def _ask(self, parts: list[Part], *, is_first: bool) -> GatherAttempt:
-        has_replicas = self._has_replicas(self._router.shards)
-        attempt = GatherAttempt(
-            self._streams,
+    def _attempt(
+        self, streams: NodeStreams | OrderedStreams, patience_s: float = math.inf
+    ) -> GatherAttempt:
+        return GatherAttempt(
+            streams,
             self._local,
             self._record_answer,
             self._record_failure,
             self._counts,
-            _PATIENCE_S if is_first and has_replicas else math.inf,
+            patience_s,
         )
-        attempt.run(parts)
-        return attempt
 
     def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
         """Routes missing parts to other replicas; reads a fresh shard map if none is left."""
@@ -261,6 +295,7 @@ class Reader:
         shards, avoid = self._health.shards, self._health.nodes_to_avoid()
         indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
         local = self._local.shards if self._local is not None else ()
+        self._has_replicas = any(len(held) > 1 for held in shards.replicas)
         self._router = router = Router(shards, self._replica_offset, indices, local)
         return router
 
@@ -295,12 +330,8 @@ class Reader:
                 router.end_of_node(runs.start),
                 rows_per_message=self._rows_per_message,
             ),
-            _PATIENCE_S if self._has_replicas(router.shards) else math.inf,
+            _PATIENCE_S if self._has_replicas else math.inf,
         )
-
-    @staticmethod
-    def _has_replicas(shards: ShardMap) -> bool:
-        return any(len(held) > 1 for held in shards.replicas)
 
     def _open_stream(self, connection: Connection) -> GatherStream:
         shards = self._router.shards

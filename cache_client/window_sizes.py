@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from cache_client.routing import ShardMap
 from cache_protocol.storage.layout import Layout
 
-MESSAGE_BYTES = 2 * 1024 * 1024  # measured: the best size for Flight over loopback
-_STREAM_TIMES = 2  # as large are messages of streams in row order: measured, see results
+MESSAGE_BYTES = 4 * 1024 * 1024  # measured: the best size for Flight over loopback
 _MIN_MESSAGES, _MAX_MESSAGES = 4, 8  # in a window: one a node, and enough to be worth a request
 _WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still fits the processor's caches
 _MAX_MESSAGE_BYTES = 2**30  # Flight sends less than 2 GiB, headers included
@@ -42,8 +41,7 @@ class WindowSizes:
         batch_size: rows of a full step.
         message_bytes: target size of one message of a node.
         prefetch_batches: about how many to fetch ahead; None: 32, but at most 256 MiB.
-        in_streams: each window continues the stream of the one before. A node need not gather, so
-            messages are twice as large, and a window is one of them.
+        in_streams: each window continues the stream of the one before, and is one message.
     """
 
     shards: ShardMap
@@ -60,7 +58,7 @@ class WindowSizes:
         if not num_nodes:
             return self._steps_in(_WINDOW_BYTES)
         if self.in_streams:
-            return self._steps_in(_STREAM_TIMES * self.message_bytes)
+            return self._steps_in(self.message_bytes)
         messages = min(max(num_nodes, _MIN_MESSAGES), _MAX_MESSAGES)
         most_bytes = max(_WINDOW_BYTES, messages * self.message_bytes)
         return min(messages * self._steps_in(self.message_bytes), self._steps_in(most_bytes))
@@ -77,11 +75,10 @@ class WindowSizes:
 
         If one step is larger than a message may be, it takes several, and its batch is a copy.
         """
-        message_bytes = self.message_bytes * (_STREAM_TIMES if self.in_streams else 1)
-        rows = self._steps_in(message_bytes) * self.batch_size
+        rows = self._steps_in(self.message_bytes) * self.batch_size
         most_bytes = _MAX_MESSAGE_BYTES
         if has_plain(self.shards.layout):
-            most_bytes = min(most_bytes, message_bytes)
+            most_bytes = min(most_bytes, self.message_bytes)
         return min(rows, max(1, most_bytes // row_bytes(self.shards)))
 
     def _steps_in(self, num_bytes: int) -> int:
